@@ -1,0 +1,32 @@
+"""Rewrites of operator graphs, graph module to graph module, each checked by itself after it ran."""
+
+from passes.canonicalize import CANONICAL
+from passes.eliminate_dead_code import EliminateDeadCode
+from passes.graph_diff import GraphDiff, diff_graphs
+from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
+from passes.graph_text import format_graph, format_node
+from passes.hoist_getitems import HoistGetitems
+from passes.merge_common_subexpressions import MergeCommonSubexpressions
+from passes.node_facts import is_pure, is_random
+from passes.remove_detach import RemoveDetach
+from passes.verify import VerifyError
+
+__all__ = [
+    "CANONICAL",
+    "EliminateDeadCode",
+    "GraphDiff",
+    "HoistGetitems",
+    "MergeCommonSubexpressions",
+    "Observer",
+    "Pass",
+    "PassError",
+    "Pipeline",
+    "RemoveDetach",
+    "VerifyError",
+    "copy_graph_module",
+    "diff_graphs",
+    "format_graph",
+    "format_node",
+    "is_pure",
+    "is_random",
+]

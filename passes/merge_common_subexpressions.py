@@ -1,0 +1,81 @@
+"""Merging of calls that compute the same value."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graph_pass import Pass
+from passes.node_facts import (
+    argument_key,
+    backward_nodes,
+    binds_new_symbols,
+    is_pure,
+    may_write,
+    own_storages,
+    storages,
+    tensors,
+)
+
+
+@dataclass(frozen=True)
+class MergeCommonSubexpressions(Pass):
+    """Merges pure calls of the same operator on the same arguments, bit for bit the same value.
+
+    A backward call is merged with a forward one only if the value is a view or at most `across_halves_bytes` large:
+    anything larger would be kept alive from one to the other, which is the planner's to decide. Calls on either side of
+    a write, and values that are returned or written to, are left alone. Undoes recomputation: run it before planning.
+
+    Before:
+        t: f32[8, 4] = aten.t(primals_1)
+        t_1: f32[8, 4] = aten.t(primals_1)
+        mm: f32[2, 4] = aten.mm(primals_2, t_1)
+    After:
+        t: f32[8, 4] = aten.t(primals_1)
+        mm: f32[2, 4] = aten.mm(primals_2, t)
+    """
+
+    across_halves_bytes: int = 65_536
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        backward = backward_nodes(graph)
+        untouchable = _shared_or_written(graph)
+        returned = set(graph.output_node().all_input_nodes)
+        writes_so_far = 0
+        first_of: dict[Hashable, Node] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_function":
+                continue
+            if not is_pure(node):
+                writes_so_far += may_write(node)
+                continue
+            own = own_storages(node)
+            if node in returned or own & untouchable or binds_new_symbols(node):
+                continue
+            apart = node in backward and bool(own) and _size_bytes(node) > self.across_halves_bytes
+            key = (node.target, argument_key((node.args, node.kwargs)), apart, writes_so_far)
+            first = first_of.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+        return graph_module
+
+
+def _shared_or_written(graph: Graph) -> frozenset[Hashable]:
+    """Storages that the caller will own, or that a call may write to: two equal ones must remain two."""
+    exposed = set(graph.output_node().all_input_nodes)
+    for node in graph.nodes:
+        if may_write(node):
+            exposed.update(node.all_input_nodes)
+    return frozenset().union(*(storages(node) for node in exposed))
+
+
+def _size_bytes(node: Node) -> int | float:
+    """Bytes of a call's own outputs; infinite if a size is symbolic, since reading it would add a guard."""
+    total = 0
+    for each in tensors(node.meta.get("val")):
+        if not all(isinstance(size, int) for size in each.shape):
+            return float("inf")
+        total += each.numel() * each.element_size()
+    return total

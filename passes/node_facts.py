@@ -1,0 +1,136 @@
+"""What a pass may know about a node without running it: is it pure, random, backward; which storages does it hold.
+
+Purity is a list of what is known to be pure, not of what is known to be impure: a custom operator may draw random
+numbers or print, and nothing in its schema says so. What is not known stays where it is.
+"""
+
+import operator
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
+"""The class of `aten.add.Tensor` and its like, taken from an instance because it has no public name."""
+
+_PURE_NAMESPACES = frozenset({"aten", "prims"})
+
+_PURE_PYTHON = frozenset(
+    {
+        operator.getitem,
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.floordiv,
+        operator.truediv,
+        operator.mod,
+        operator.neg,
+        operator.pow,
+        operator.eq,
+        operator.ne,
+        operator.lt,
+        operator.le,
+        operator.gt,
+        operator.ge,
+        operator.and_,
+        operator.or_,
+        *(getattr(torch, name) for name in dir(torch) if name.startswith("sym_")),
+    }
+)
+
+
+def is_random(node: Node) -> bool:
+    """True if the operator draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in _tags(node)
+
+
+def is_pure(node: Node) -> bool:
+    """True if the node may be removed when unused: it writes nothing, draws nothing at random, asserts nothing.
+
+    Collectives, custom operators and higher-order operators count as impure.
+    """
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if isinstance(target, OPERATOR_OVERLOAD):
+        known = target.namespace in _PURE_NAMESPACES
+        return known and not is_random(node) and not node.is_impure(impure_random=False)
+    return target in _PURE_PYTHON
+
+
+def may_write(node: Node) -> bool:
+    """True if the call may write to its arguments, or to anything else that a later call reads."""
+    if node.op in ("placeholder", "output") or is_pure(node):
+        return False
+    return not is_random(node) or node.is_impure(impure_random=False)
+
+
+def binds_new_symbols(node: Node) -> bool:
+    """True if the operator's output sizes or value depend on data, so that each call makes symbols of its own."""
+    return bool(_tags(node) & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
+def _tags(node: Node) -> frozenset[torch.Tag]:
+    target: Any = node.target
+    return frozenset(target.tags) if isinstance(target, OPERATOR_OVERLOAD) else frozenset()
+
+
+def backward_nodes(graph: Graph) -> frozenset[Node]:
+    """The nodes of a joint graph's backward half: those AOTAutograd marked, and all that depend on a tangent."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if marked or tangent or any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a node's `meta["val"]`: one, or those of a nest of tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors(each)
+
+
+def storages(node: Node) -> frozenset[Hashable]:
+    """The storages behind a node's value; two nodes that share one are views of the same memory."""
+    return frozenset(
+        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+        for each in tensors(node.meta.get("val"))
+        if each.layout == torch.strided
+    )
+
+
+def own_storages(node: Node) -> frozenset[Hashable]:
+    """The storages that a node makes: empty for a view."""
+    return storages(node).difference(*(storages(each) for each in node.all_input_nodes))
+
+
+def argument_key(argument: Any) -> Hashable:
+    """A hashable stand-in for a node's argument: equal keys mean the same value of the same type.
+
+    Python holds `1 == 1.0 == True`, and an operator's result type depends on which it is; hence the types. Whatever has
+    no such key (a symbolic size, a tensor) gets one by identity.
+    """
+    if isinstance(argument, Node):
+        return (Node, argument.name)
+    if isinstance(argument, (tuple, list)):
+        return (list, *(argument_key(each) for each in argument))
+    if isinstance(argument, dict):
+        return (dict, *((name, argument_key(argument[name])) for name in sorted(argument)))
+    if isinstance(argument, slice):
+        return (slice, *(argument_key(each) for each in (argument.start, argument.stop, argument.step)))
+    if argument is None or isinstance(argument, (bool, int, float, complex, str)):
+        return (type(argument), repr(argument))
+    if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return (type(argument), str(argument))
+    return (type(argument), id(argument))
