@@ -1,5 +1,6 @@
 """Rewrites of operator graphs, graph module to graph module, each checked by itself after it ran."""
 
+from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.eliminate_dead_code import EliminateDeadCode
 from passes.graph_diff import GraphDiff, diff_graphs
@@ -13,6 +14,7 @@ from passes.verify import VerifyError
 
 __all__ = [
     "CANONICAL",
+    "ApplySchedule",
     "EliminateDeadCode",
     "GraphDiff",
     "HoistGetitems",

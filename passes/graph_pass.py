@@ -90,9 +90,7 @@ class Pipeline(Pass):
         object.__setattr__(self, "passes", tuple(self.passes))
         for each in self.passes:
             if not isinstance(each, Pass):
-                raise TypeError(
-                    f"a Pipeline holds passes, not {each!r}; make it a subclass of Pass, or an instance of it"
-                )
+                raise TypeError(f"a Pipeline holds passes, not {each!r}; give it instances of Pass")
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
         return self._run(graph_module, ())

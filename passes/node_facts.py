@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
 OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
@@ -43,7 +44,8 @@ _PURE_PYTHON = frozenset(
 
 def is_random(node: Node) -> bool:
     """True if the operator draws from a random generator."""
-    return torch.Tag.nondeterministic_seeded in _tags(node)
+    target: Any = node.target
+    return isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_pure(node: Node) -> bool:
@@ -70,13 +72,17 @@ def may_write(node: Node) -> bool:
 
 
 def binds_new_symbols(node: Node) -> bool:
-    """True if the operator's output sizes or value depend on data, so that each call makes symbols of its own."""
-    return bool(_tags(node) & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+    """True if the result's sizes or value depend on data: each call stands for symbols of its own."""
+    known = {symbol for each in node.all_input_nodes for symbol in _unbacked_symbols(each.meta.get("val"))}
+    return not _unbacked_symbols(node.meta.get("val")) <= known
 
 
-def _tags(node: Node) -> frozenset[torch.Tag]:
-    target: Any = node.target
-    return frozenset(target.tags) if isinstance(target, OPERATOR_OVERLOAD) else frozenset()
+def _unbacked_symbols(value: object) -> set[Any]:
+    if isinstance(value, (tuple, list)):
+        return {symbol for each in value for symbol in _unbacked_symbols(each)}
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_unbacked_symbols(value))
+    return set()
 
 
 def backward_nodes(graph: Graph) -> frozenset[Node]:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.fx.node import map_arg
 
-from passes.graph_text import format_value
+from passes.graph_text import format_dtype, format_value
 from passes.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
 
 _MISSING = object()
@@ -60,9 +60,10 @@ def check_structure(graph: Graph) -> None:
     try:
         graph.lint()
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise VerifyError(
-            None, f"graph.lint() says: {error}", "define each node once, before its users, in this graph"
-        ) from error
+        # The rest of the message is the whole graph.
+        first_line, *_ = str(error).splitlines()
+        mend = "define each node once, before its users, in this graph"
+        raise VerifyError(None, f"graph.lint() says: {first_line}", mend) from error
     for node in graph.nodes:
         if "val" not in node.meta and node.users and node.op in ("placeholder", "call_function", "call_method"):
             raise VerifyError(node.name, 'it has no meta["val"]', "set it where the pass makes the node")
@@ -210,7 +211,9 @@ def _difference(stored: Any, actual: Any) -> str:
         found = (_difference(*pair) for pair in zip(stored, actual, strict=True))
         return next((f"output {index}: {each}" for index, each in enumerate(found) if each), "")
     if isinstance(stored, torch.Tensor) and isinstance(actual, torch.Tensor):
-        for what in ("dtype", "device", "layout"):
+        if stored.dtype != actual.dtype:
+            return f"it says dtype {format_dtype(stored.dtype)}, its operator returns {format_dtype(actual.dtype)}"
+        for what in ("device", "layout"):
             if getattr(stored, what) != getattr(actual, what):
                 return f"it says {what} {getattr(stored, what)}, its operator returns {getattr(actual, what)}"
         if not _same_numbers(tuple(stored.shape), tuple(actual.shape)):

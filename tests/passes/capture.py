@@ -131,6 +131,13 @@ def dynamic_mlp() -> Captured:
     return capture(model, torch.randn(5, 7, 4), dynamic=True)
 
 
+def with_inputs(graph_module: GraphModule) -> Captured:
+    """A hand-written graph with random inputs of its types."""
+    torch.manual_seed(0)
+    values = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    return Captured(graph_module, tuple(torch.randn(each.shape).to(each.dtype) for each in values), 0)
+
+
 def run(captured: Captured, graph_module: GraphModule) -> list[Any]:
     """The graph's outputs, and its inputs after it wrote to them, from the same seed each time."""
     inputs = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in captured.inputs]
@@ -171,11 +178,13 @@ class Sketch:
     def constant(self, name: str, value: torch.Tensor) -> Node:
         self.constants[name] = value
         node = self.graph.get_attr(name)
-        node.meta["val"] = self.mode.from_tensor(value)
+        node.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
         return node
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
+        # The name that tracing would give: without the overload.
+        name = target.__name__.partition(".")[0]
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         values = torch.fx.map_arg((args, kwargs), lambda each: each.meta["val"])
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])

@@ -1,0 +1,159 @@
+import dataclasses
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+from torch.fx.passes.infra.pass_manager import PassManager, pass_result_wrapper
+
+from passes import (
+    CANONICAL,
+    EliminateDeadCode,
+    MergeCommonSubexpressions,
+    Pass,
+    PassError,
+    Pipeline,
+    RemoveDetach,
+    copy_graph_module,
+    diff_graphs,
+    format_graph,
+)
+from tests.passes.capture import Sketch, aten, gpt2
+
+
+@dataclasses.dataclass(frozen=True)
+class ReluTwice(Pass):
+    """Applies every relu twice; the options break it on purpose."""
+
+    dtype: torch.dtype | None = None
+    size: int | None = None
+    misplace: bool = False
+    drop_output: bool = False
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        for node in graph.find_nodes(op="call_function", target=aten.relu.default):
+            with graph.inserting_before(node if self.misplace else node.next):
+                again = graph.call_function(aten.relu.default, (node,))
+            again.meta["val"] = node.meta["val"]
+            if self.dtype is not None:
+                again.meta["val"] = again.meta["val"].to(self.dtype)
+            if self.size is not None:
+                again.meta["val"] = again.meta["val"].new_empty(self.size)
+            node.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+        if self.drop_output:
+            graph.output_node().args = ((),)
+        return graph_module
+
+
+def relu() -> GraphModule:
+    sketch = Sketch()
+    return sketch.returns(sketch.call(aten.relu.default, sketch.input("primals_1", 4)))
+
+
+def test_a_pass_returns_a_new_graph_and_leaves_its_input() -> None:
+    before = relu()
+    text, code = format_graph(before), before.code
+    after = ReluTwice()(before)
+    assert (format_graph(before), before.code) == (text, code)
+    assert diff_graphs(before, after).added == ("relu_default",)
+    assert torch.equal(after(torch.ones(4))[0], torch.ones(4))
+
+
+def test_the_copy_shares_values_and_constants_and_keeps_metadata() -> None:
+    before = gpt2().graph_module
+    after = copy_graph_module(before)
+    assert not diff_graphs(before, after)
+    for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
+        assert old is not new
+        assert old.meta is not new.meta
+        assert old.meta.keys() == new.meta.keys()
+        assert all(old.meta[key] is new.meta[key] for key in old.meta)
+    constant = before.graph.find_nodes(op="get_attr")[0].target
+    assert getattr(after, constant) is getattr(before, constant)
+    assert after.code == before.code
+
+
+def test_the_check_after_the_pass_names_pass_node_and_mend() -> None:
+    messages = []
+    faults = ({"dtype": torch.bfloat16}, {"size": 5}, {"drop_output": True})
+    for fault in faults:
+        with pytest.raises(PassError) as caught:
+            ReluTwice(**fault)(relu())
+        messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+ReluTwice: node relu_default: it says dtype bf16, its operator returns f32; set meta["val"] to what the operator returns
+ReluTwice: node relu_default: it says shape [5], its operator returns [4]; set meta["val"] to what the operator returns
+ReluTwice: node output: 1 outputs became 0; restore them, or say keeps_signature = False in the pass""",
+    )
+
+
+def test_a_graph_out_of_order_is_refused_before_anything_runs_on_it() -> None:
+    with pytest.raises(PassError, match=r"ReluTwice: graph.lint\(\) says: .*; define each node once, before its users"):
+        ReluTwice(misplace=True)(relu())
+
+
+def test_the_check_before_the_pass_refuses_a_graph_without_metadata() -> None:
+    graph_module = relu()
+    del graph_module.graph.find_nodes(op="placeholder")[0].meta["val"]
+    with pytest.raises(PassError, match=r'ReluTwice: node primals_1: it has no meta\["val"\]'):
+        ReluTwice()(graph_module)
+
+
+def test_passes_are_values() -> None:
+    assert repr(ReluTwice(size=3)) == "ReluTwice(dtype=None, size=3, misplace=False, drop_output=False)"
+    assert ReluTwice(size=3) == ReluTwice(size=3)
+    assert Pipeline([ReluTwice()], observer=print) == Pipeline((ReluTwice(),))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ReluTwice().size = 4  # type: ignore[misc]
+
+
+def test_a_pipeline_prints_as_a_list() -> None:
+    pipeline = Pipeline([EliminateDeadCode(), Pipeline([RemoveDetach()]), MergeCommonSubexpressions(), Pipeline([])])
+    assert len(pipeline) == 4
+    assert_expected_inline(
+        str(pipeline),
+        """\
+Pipeline([
+    EliminateDeadCode(),
+    Pipeline([
+        RemoveDetach(),
+    ]),
+    MergeCommonSubexpressions(across_halves_bytes=65536),
+    Pipeline([]),
+])""",
+    )
+
+
+def test_a_pipeline_holds_passes_only() -> None:
+    with pytest.raises(TypeError, match="give it instances of Pass"):
+        Pipeline([EliminateDeadCode])  # type: ignore[list-item]
+
+
+def test_the_observer_sees_every_pass_of_nested_pipelines() -> None:
+    outer: list[str] = []
+    inner: list[str] = []
+    nested = Pipeline([EliminateDeadCode()], observer=lambda each, before, after: inner.append(each.name))
+    pipeline = Pipeline(
+        [ReluTwice(), nested],
+        observer=lambda each, before, after: outer.append(f"{each.name}: {diff_graphs(before, after).summary()}"),
+    )
+    pipeline(relu())
+    assert outer == ["ReluTwice: 1 added, 1 changed", "EliminateDeadCode: no change"]
+    assert inner == ["EliminateDeadCode"]
+
+
+def test_torch_fx_runs_passes_and_pipelines() -> None:
+    before = gpt2().graph_module
+    manager = PassManager([ReluTwice().as_fx_pass(), CANONICAL.as_fx_pass()], steps=3)
+    result = manager(before)
+    assert result.modified
+    assert format_graph(result.graph_module) == format_graph(CANONICAL(before))
+    assert not PassManager([CANONICAL.as_fx_pass()])(result.graph_module).modified
+
+
+def test_torch_fx_wrapper_takes_a_pass_as_it_is() -> None:
+    result = PassManager([pass_result_wrapper(ReluTwice())])(relu())
+    assert len(result.graph_module.graph.find_nodes(op="call_function", target=aten.relu.default)) == 2
