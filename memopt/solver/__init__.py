@@ -1,0 +1,22 @@
+"""Algorithms over numbers: which values of a training step to keep and which to recompute."""
+
+from memopt.solver.errors import Infeasible
+from memopt.solver.lower_bound import floor_bytes
+from memopt.solver.portfolio import Baseline, Portfolio, Solution
+from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.schedule import Schedule
+from memopt.solver.simulator import Simulation, simulate
+
+__all__ = [
+    "Baseline",
+    "Infeasible",
+    "Op",
+    "Portfolio",
+    "RematProblem",
+    "Schedule",
+    "Simulation",
+    "Solution",
+    "Storage",
+    "floor_bytes",
+    "simulate",
+]

@@ -1,0 +1,81 @@
+"""A `RematProblem` as flat arrays, the form that compiled kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.solver.problem import RematProblem
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Arrays(NamedTuple):
+    """Ops and storages by index. Rows of different length are packed: row i is `values[start[i]:start[i + 1]]`."""
+
+    forward_ops: int
+    resident_bytes: int
+    seconds: Floats
+    workspace: Ints
+    repeatable: Flags
+    """Per op: a forward op that may be evaluated again."""
+    read_start: Ints
+    reads: Ints
+    make_start: Ints
+    makes: Ints
+    size: Ints
+    """Per storage, bytes."""
+    kept: Flags
+    producer: Ints
+    slot: Ints
+    """Per storage: its place among what its producer makes."""
+    reader_start: Ints
+    readers: Ints
+    """Per storage: the forward ops that read it."""
+
+
+def pack(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
+    """Rows of integers → (start, values)."""
+    listed = [list(row) for row in rows]
+    start = np.zeros(len(listed) + 1, np.int64)
+    start[1:] = np.cumsum([len(row) for row in listed])
+    return start, np.fromiter(chain.from_iterable(listed), np.int64, int(start[-1]))
+
+
+def arrays_of(problem: RematProblem) -> Arrays:
+    """The problem's numbers as arrays; an op that names a storage twice among its reads reads it once."""
+    ops = problem.ops
+    read_start, reads = pack(sorted(set(op.reads)) for op in ops)
+    make_start, makes = pack(op.makes for op in ops)
+    slot = np.zeros(len(problem.storages), np.int64)
+    for op in ops:
+        for place, storage in enumerate(op.makes):
+            slot[storage] = place
+    forward_readers: list[list[int]] = [[] for _ in problem.storages]
+    for index, op in enumerate(ops[: problem.forward_ops]):
+        for storage in sorted(set(op.reads)):
+            forward_readers[storage].append(index)
+    reader_start, readers = pack(forward_readers)
+    return Arrays(
+        forward_ops=problem.forward_ops,
+        resident_bytes=problem.resident_bytes,
+        seconds=np.array([op.seconds for op in ops], np.float64),
+        workspace=np.array([op.workspace_bytes for op in ops], np.int64),
+        repeatable=np.array([op.recomputable and i < problem.forward_ops for i, op in enumerate(ops)], np.bool_),
+        read_start=read_start,
+        reads=reads,
+        make_start=make_start,
+        makes=makes,
+        size=np.array([storage.bytes for storage in problem.storages], np.int64),
+        kept=np.array([storage.kept for storage in problem.storages], np.bool_),
+        producer=np.array(problem.producer, np.int64),
+        slot=slot,
+        reader_start=reader_start,
+        readers=readers,
+    )

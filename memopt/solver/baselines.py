@@ -1,0 +1,96 @@
+"""What is done by hand today, on the same problem: which storages each recipe saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt
+
+import numpy as np
+
+from memopt.solver.just_in_time import just_in_time
+from memopt.solver.min_cut import needed_by_backward
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
+
+
+def baseline_schedules(problem: RematProblem) -> dict[str, Schedule]:
+    """Name → schedule: save all, checkpoint segments (Chen et al., 2016), attention only.
+
+    "per block" and "every k blocks" recompute between the inputs of blocks (`Op.block`), as `torch.utils.checkpoint`
+    around each does; ops outside of blocks save what they need. Where no op has a block, segments of the forward stand
+    in, cut where few bytes cross.
+    """
+    schedules = {"save all": Schedule.save_all(problem)}
+    blocks = forward_blocks(problem)
+    count = max(blocks, default=-1) + 1
+    root = max(isqrt(count), 1)
+    if count > 1:
+        schedules["per block"] = checkpointed(problem, blocks, 1)
+        for every in _group_sizes(count):
+            schedules[f"every {every} blocks"] = checkpointed(problem, blocks, every)
+        schedules["sqrt(L) segments"] = checkpointed(problem, blocks, -(-count // root))
+    if any(op.attention for op in problem.ops[: problem.forward_ops]):
+        schedules["attention only"] = just_in_time(
+            problem, _saved_unless(problem, lambda op: problem.ops[op].attention)
+        )
+    return schedules
+
+
+def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
+    """Groups of `every` blocks, each recomputed from what enters it."""
+    group = [block // every if block >= 0 else -1 for block in blocks]
+    saved = _saved_unless(problem, lambda op: group[op] >= 0)
+    crossing = {
+        storage
+        for index, op in enumerate(problem.ops[: problem.forward_ops])
+        for storage in op.reads
+        if group[problem.producer[storage]] != group[index]
+    }
+    return just_in_time(problem, saved | crossing)
+
+
+def forward_blocks(problem: RematProblem) -> list[int]:
+    """For each forward op its block, numbered from 0 in order of appearance, or -1; segments where no op has one."""
+    forward = problem.ops[: problem.forward_ops]
+    number: dict[int, int] = {}
+    for op in forward:
+        if op.block >= 0:
+            number.setdefault(op.block, len(number))
+    if number:
+        return [number.get(op.block, -1) for op in forward]
+    starts = _segment_starts(problem)
+    return [int(np.searchsorted(starts, index, "right")) - 1 for index in range(len(forward))]
+
+
+def _saved_unless(problem: RematProblem, recomputed: Callable[[int], bool]) -> set[int]:
+    """What the backward reads, and what recomputed ops read, except what recomputed ops make."""
+    wanted = set(needed_by_backward(problem))
+    for index, op in enumerate(problem.ops[: problem.forward_ops]):
+        if recomputed(index):
+            wanted.update(op.reads)
+    return {storage for storage in wanted if not recomputed(problem.producer[storage])}
+
+
+def _group_sizes(count: int) -> list[int]:
+    """2, 3, 4, 6, 8, 12, … up to half the blocks: at least two groups."""
+    sizes = sorted({2**i for i in range(1, 12)} | {3 * 2**i for i in range(11)})
+    return [size for size in sizes if 2 * size <= count]
+
+
+def _segment_starts(problem: RematProblem) -> list[int]:
+    """Ops at which segments of the forward begin: where the bytes that cross are locally fewest, and few."""
+    count = problem.forward_ops
+    crossing = np.zeros(count + 1, np.int64)
+    last_reader = {storage: index for index, op in enumerate(problem.ops[:count]) for storage in op.reads}
+    for storage, reader in last_reader.items():
+        crossing[problem.producer[storage] + 1 : reader + 1] += problem.storages[storage].bytes
+    inner = crossing[1:count]
+    if inner.size == 0:
+        return [0]
+    few = np.quantile(inner, 0.3)
+    starts = [0]
+    for at in range(1, count):
+        lowest = crossing[at] <= crossing[at - 1] and crossing[at] < crossing[min(at + 1, count - 1)]
+        if lowest and crossing[at] <= few:
+            starts.append(at)
+    return starts

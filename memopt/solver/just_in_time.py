@@ -1,0 +1,42 @@
+"""A schedule from a saved set: recompute what a backward op misses right before it, and keep it until its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
+
+
+def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
+    """The forward in order, then each backward op after whatever it misses; every op is evaluated at most twice.
+
+    What cannot be recomputed, and what is kept anyway, counts as saved. Raises `ValueError` for an unknown storage.
+    """
+    unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
+    if unknown:
+        raise ValueError(f"storages {unknown} to save are not in the problem, which has {len(problem.storages)}")
+    first = problem.forward_ops
+    present = set(saved)
+    for index, op in enumerate(problem.ops[:first]):
+        present.update(s for s in op.makes if problem.storages[s].kept or not problem.ops[index].recomputable)
+    evaluations = list(range(first))
+    for index in range(first, len(problem.ops)):
+        missing = _missing_ops(problem, index, present)
+        for op_index in (*missing, index):
+            evaluations.append(op_index)
+            present.update(problem.ops[op_index].makes)
+    return Schedule(tuple(evaluations))
+
+
+def _missing_ops(problem: RematProblem, index: int, present: set[int]) -> list[int]:
+    """Ops to evaluate before op `index` can read everything, in program order."""
+    missing: set[int] = set()
+    pending = [index]
+    while pending:
+        for storage in problem.ops[pending.pop()].reads:
+            producer = problem.producer[storage]
+            if storage not in present and producer not in missing:
+                missing.add(producer)
+                pending.append(producer)
+    return sorted(missing)

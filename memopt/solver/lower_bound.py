@@ -1,0 +1,150 @@
+"""Lower bounds: on the added seconds of any schedule within a budget, and on the peak of any schedule at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memopt.solver.hull import between, end_points
+from memopt.solver.min_cut import Cut, CutNetwork
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
+from memopt.solver.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least that any schedule needs at its worst op, the order of first evaluations being fixed."""
+
+    bytes: int
+    op: int
+    """The op that needs it; -1 for a problem without ops."""
+
+
+def floor_of(problem: RematProblem) -> Floor:
+    """The most that one op needs: what it reads, makes and works in, with what is held anyway."""
+    held = held_anyway(problem)
+    needs = [_bytes_at(problem, index, held[index]) for index in range(len(problem.ops))]
+    if not needs:
+        return Floor(problem.resident_bytes, -1)
+    op = int(np.argmax(needs))
+    return Floor(needs[op], op)
+
+
+def floor_bytes(problem: RematProblem) -> int:
+    """A peak in bytes that no schedule can go below."""
+    return floor_of(problem).bytes
+
+
+def held_anyway(problem: RematProblem) -> list[frozenset[int]]:
+    """For each op, the storages that every schedule holds while it is first evaluated, beside its reads and makes.
+
+    Kept results so far, and what cannot be made again (of the backward, of unrepeatable ops) and is still to be read.
+    """
+    last_read: dict[int, int] = {}
+    for index, op in enumerate(problem.ops):
+        for storage in op.reads:
+            last_read[storage] = index
+    held: list[frozenset[int]] = []
+    alive: set[int] = set()
+    for index, op in enumerate(problem.ops):
+        alive = {s for s in alive if problem.storages[s].kept or last_read.get(s, -1) >= index}
+        held.append(frozenset(alive))
+        for storage in op.makes:
+            if problem.storages[storage].kept or index >= problem.forward_ops or not op.recomputable:
+                alive.add(storage)
+    return held
+
+
+def _bytes_at(problem: RematProblem, index: int, held: frozenset[int]) -> int:
+    op = problem.ops[index]
+    present = held.union(op.reads, op.makes)
+    return problem.resident_bytes + op.workspace_bytes + sum(problem.storages[s].bytes for s in present)
+
+
+class LowerBound:
+    """The positional bound, with what it learns at one budget kept for the next.
+
+    Take the moment at which op o is first evaluated. Of the values made before it and read by a later first
+    evaluation, each is either alive at that moment or recomputed after it. At most `budget − what is held anyway at o`
+    bytes of them are alive, so the seconds added after that moment are at least the value there of the lower hull of
+    (bytes alive, seconds recomputed). The largest value over a dozen or so moments is returned. Each recomputation
+    counts once, so the bound is weak where a plan must recompute in several levels.
+    """
+
+    def __init__(self, problem: RematProblem, positions: int = 16) -> None:
+        self._problem = problem
+        held = held_anyway(problem)
+        self._positions = [_Position(problem, index, held[index]) for index in _crowded_ops(problem, positions)]
+
+    def added_seconds(self, budget_bytes: int) -> float:
+        """Seconds that any schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
+        return max((position.added_seconds(budget_bytes) for position in self._positions), default=0.0)
+
+
+def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
+    """In each of `count` equal stretches of the step, the op at which the most bytes would be alive with all saved."""
+    if not problem.ops:
+        return []
+    live = simulate(problem, Schedule.save_all(problem)).live_bytes
+    stretches = np.array_split(np.arange(len(problem.ops)), min(count, len(problem.ops)))
+    return [int(stretch[np.argmax(live[stretch])]) for stretch in stretches]
+
+
+class _Position:
+    """The hull of one moment, refined only where budgets ask for it."""
+
+    def __init__(self, problem: RematProblem, index: int, held: frozenset[int]) -> None:
+        self._base_bytes = _bytes_at(problem, index, held)
+        present = held.union(problem.ops[index].reads)
+        first = min(index, problem.forward_ops)
+        made = {storage for op in problem.ops[:first] for storage in op.makes}
+        later = {storage for op in problem.ops[index + 1 :] for storage in op.reads}
+        self._needed = frozenset(made & later) - present
+        self._needed_bytes = sum(problem.storages[storage].bytes for storage in self._needed)
+        self._problem = problem
+        self._present = present
+        self._network: CutNetwork | None = None
+        self._brackets: list[tuple[Cut, Cut]] = []
+
+    def added_seconds(self, budget_bytes: int) -> float:
+        allowed = budget_bytes - self._base_bytes
+        if allowed < 0:
+            return float("inf")
+        if allowed >= self._needed_bytes:
+            return 0.0
+        if self._network is None:
+            self._network = CutNetwork(self._problem, self._needed, self._present)
+        return self._value(self._network, allowed)
+
+    def _value(self, network: CutNetwork, allowed: int) -> float:
+        """The hull's height at `allowed` bytes, from cuts at the slopes around it."""
+        left, right = next(
+            (bracket for bracket in self._brackets if bracket[0].saved_bytes <= allowed <= bracket[1].saved_bytes),
+            (None, None),
+        )
+        if left is None or right is None:
+            left, right = end_points(network)
+        if allowed >= right.saved_bytes:
+            return 0.0
+        while allowed >= left.saved_bytes:
+            middle = between(network, left, right)
+            if middle is None:
+                break
+            left, right = (left, middle) if allowed < middle.saved_bytes else (middle, right)
+        self._brackets.append((left, right))
+        return _supported(network, left, right, allowed)
+
+
+def _supported(network: CutNetwork, left: Cut, right: Cut, allowed: int) -> float:
+    """The value at `allowed` of the line of the slope between two points that no choice is below."""
+    width = right.saved_bytes - left.saved_bytes
+    if allowed < left.saved_bytes:
+        price = 1e7 * network.total_seconds / max(network.total_bytes, 1)
+    elif width <= 0:
+        return 0.0
+    else:
+        price = (left.recompute_seconds - right.recompute_seconds) / width
+    _, value = network.cut_and_bound(price)
+    return max(0.0, value - price * allowed)

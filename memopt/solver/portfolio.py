@@ -1,0 +1,158 @@
+"""All solvers together: the best schedule that any of them finds within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from memopt.solver.arrays import arrays_of
+from memopt.solver.baselines import baseline_schedules
+from memopt.solver.errors import Infeasible
+from memopt.solver.hull import lower_hull
+from memopt.solver.just_in_time import just_in_time
+from memopt.solver.liveness import to_array, to_schedule
+from memopt.solver.lower_bound import LowerBound, floor_of
+from memopt.solver.min_cut import CutNetwork
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
+from memopt.solver.search import EXPONENTS, Candidate, Search, candidate
+from memopt.solver.simulator import simulate
+
+# A plan this close to the lower bound, as a share of the step, is not searched any further.
+_CLOSE_ENOUGH = 1e-4
+# A local search costs about a millisecond for 50 ops and round: half a second on one core on graphs of any size.
+_EXPLORED_OPS, _MOST_ROUNDS, _FEWEST_ROUNDS = 30_000, 60, 4
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule within a budget, judged by the simulator."""
+
+    schedule: Schedule
+    peak_bytes: int
+    added_seconds: float
+    lower_bound_seconds: float
+    """No schedule within the budget adds less."""
+    method: str
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a recipe done by hand costs; it may not fit any given budget."""
+
+    name: str
+    peak_bytes: int
+    added_seconds: float
+
+
+class Portfolio:
+    """Solves one problem at any number of budgets; what does not depend on the budget is done once.
+
+    A solution fits its budget, adds no more than any baseline or plan of the hull that fits it, and no more than any
+    solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
+    """
+
+    def __init__(self, problem: RematProblem) -> None:
+        self._problem = problem
+        self._arrays = arrays_of(problem)
+        self._bound = LowerBound(problem)
+        self._found: list[Candidate] = []
+
+    def solve(self, budget_bytes: int) -> Solution:
+        """The fastest schedule found with a simulated peak of at most `budget_bytes`.
+
+        Raises `Infeasible` where none is found, with the smallest peak that works.
+        """
+        search = Search(self._arrays, budget_bytes)
+        known = [*self._baselines, *self._hull_plans, *self._found]
+        for plan in known:
+            search.offer(plan)
+        bound = self._bound.added_seconds(budget_bytes)
+        near = bound + _CLOSE_ENOUGH * self._problem.seconds
+        if search.best is None or search.best.added_seconds > near:
+            self._improve(search, known, budget_bytes)
+        if search.best is None:
+            if self._smallest.peak_bytes > budget_bytes:
+                floor = floor_of(self._problem)
+                raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
+            search.offer(self._smallest)
+        assert search.best is not None
+        self._found.append(search.best)
+        return self._judged(search.best, budget_bytes, bound)
+
+    def smallest(self) -> Solution:
+        """The schedule of the smallest peak found."""
+        peak_bytes = self._smallest.peak_bytes
+        return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
+
+    def baselines(self) -> tuple[Baseline, ...]:
+        """What saving everything and the usual recipes of checkpointing cost."""
+        return tuple(Baseline(plan.method, plan.peak_bytes, plan.added_seconds) for plan in self._baselines)
+
+    @cached_property
+    def _baselines(self) -> list[Candidate]:
+        schedules = baseline_schedules(self._problem)
+        return [candidate(self._arrays, name, to_array(schedule)) for name, schedule in schedules.items()]
+
+    @cached_property
+    def _hull_plans(self) -> list[Candidate]:
+        cuts = lower_hull(CutNetwork(self._problem))
+        schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
+        return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
+
+    @property
+    def _rounds(self) -> int:
+        """Rounds of local search."""
+        return min(max(_EXPLORED_OPS // max(len(self._problem.ops), 1), _FEWEST_ROUNDS), _MOST_ROUNDS)
+
+    def _improve(self, search: Search, known: list[Candidate], budget_bytes: int) -> None:
+        """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""
+        fitting = [plan for plan in known if plan.peak_bytes <= budget_bytes]
+        fitting.sort(key=lambda plan: plan.added_seconds)
+        search.polish(fitting[:3])
+        seeds = self._seeds(known, budget_bytes)
+        search.repair(seeds)
+        search.explore(seeds, self._rounds)
+
+    def _seeds(self, known: list[Candidate], budget_bytes: int) -> list[Candidate]:
+        """Save-all, and the plans whose peak is nearest above and below the budget."""
+        above = sorted((p for p in known if p.peak_bytes > budget_bytes), key=lambda plan: plan.peak_bytes)
+        below = sorted((p for p in known if p.peak_bytes <= budget_bytes), key=lambda plan: plan.added_seconds)
+        return [self._baselines[0], *above[:4], *below[:2]]
+
+    @cached_property
+    def _smallest(self) -> Candidate:
+        """Repair under caps between the floor and the smallest peak known, by bisection."""
+        known = [*self._baselines, *self._hull_plans, *self._found]
+        seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
+        best = seeds[0]
+        low = floor_of(self._problem).bytes
+        while best.peak_bytes > low * 1.003 + 1:
+            cap_bytes = (low + best.peak_bytes) // 2
+            plan = self._first_fit(seeds, cap_bytes)
+            if plan is None:
+                low = cap_bytes
+            else:
+                best = plan
+                seeds = [best, *seeds[:5]]
+        search = Search(self._arrays, best.peak_bytes)
+        search.offer(best)
+        search.repair(seeds[:2])
+        search.explore(seeds[:2], self._rounds // 4)
+        assert search.best is not None
+        return search.best
+
+    def _first_fit(self, seeds: list[Candidate], cap_bytes: int) -> Candidate | None:
+        search = Search(self._arrays, cap_bytes)
+        for seed in seeds:
+            for powers in EXPONENTS:
+                plan = search.repaired(seed, powers)
+                if plan is not None:
+                    return plan
+        return None
+
+    def _judged(self, plan: Candidate, budget_bytes: int, bound: float) -> Solution:
+        schedule = to_schedule(plan.evaluations)
+        simulation = simulate(self._problem, schedule)
+        assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the solvers and the simulator disagree"
+        return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
