@@ -1,0 +1,17 @@
+"""What a joint graph costs: bytes by storage, seconds by a device's rates."""
+
+from memopt.pricing.calibrate import measure_hardware
+from memopt.pricing.hardware_table import Hardware, hardware, hardware_of, known_hardware
+from memopt.pricing.time_model import node_bytes, node_flops, node_seconds, op_seconds
+
+__all__ = [
+    "Hardware",
+    "hardware",
+    "hardware_of",
+    "known_hardware",
+    "measure_hardware",
+    "node_bytes",
+    "node_flops",
+    "node_seconds",
+    "op_seconds",
+]

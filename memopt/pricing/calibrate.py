@@ -1,0 +1,56 @@
+"""Measures what a device really does, for where the table's data sheets are too far off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from memopt.pricing.hardware_table import Hardware, hardware
+
+
+def measure_hardware(
+    device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> Hardware:
+    """Time a large matmul for each dtype, a large copy and a small op, in about a second; return the rates found."""
+    on_cuda = device.type == "cuda"
+    size = 4096 if on_cuda else 512
+    large = torch.ones(2**27 if on_cuda else 2**24, device=device)
+    target = torch.empty_like(large)
+    small = torch.ones(1, device=device)
+    flops: dict[str, float] = {}
+    for dtype in dtypes:
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        seconds = _seconds(lambda matrix=matrix: torch.mm(matrix, matrix), device)  # type: ignore[misc]
+        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
+    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware("cpu").memory_bytes
+    return Hardware(
+        name=name,
+        flops=flops,
+        bytes_per_second=2 * large.nbytes / _seconds(lambda: target.copy_(large), device),
+        launch_seconds=_seconds(lambda: torch.add(small, 1), device, repeats=100),
+        memory_bytes=total,
+        source=f"measured on {name} with torch {torch.__version__}",
+        flops_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """Seconds of one run, the best of three rounds after one to warm up."""
+    best = float("inf")
+    for _ in range(4):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        _wait(device)
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
