@@ -16,7 +16,15 @@ from passes.verify import VerifyError, check_signature, check_structure, verify
 
 
 class PassError(ValueError):
-    """A pass met a graph it cannot take, or made one that contradicts itself: names the pass, the node and the mend."""
+    """A pass met a graph it cannot take, or made one that contradicts itself: which pass, which node, and the mend."""
+
+    def __init__(self, pass_name: str, node: str | None, problem: str, mend: str) -> None:
+        where = f"node {node}: " if node else ""
+        super().__init__(f"{pass_name}: {where}{problem}; {mend}")
+        self.pass_name = pass_name
+        self.node = node
+        self.problem = problem
+        self.mend = mend
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Pass(abc.ABC):
             after.recompile()
             self.ensures(graph_module, after)
         except VerifyError as error:
-            raise PassError(f"{self.name}: {error}") from error
+            raise PassError(self.name, error.node, error.problem, error.mend) from error
         return after
 
     @property

@@ -12,7 +12,6 @@ from passes.node_facts import (
     binds_new_symbols,
     is_pure,
     may_write,
-    own_storages,
     storages,
     tensors,
 )
@@ -40,7 +39,8 @@ class MergeCommonSubexpressions(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         backward = backward_nodes(graph)
-        untouchable = _shared_or_written(graph)
+        held = {node: storages(node) for node in graph.nodes}
+        untouchable = _shared_or_written(graph, held)
         returned = set(graph.output_node().all_input_nodes)
         writes_so_far = 0
         first_of: dict[Hashable, Node] = {}
@@ -50,7 +50,7 @@ class MergeCommonSubexpressions(Pass):
             if not is_pure(node):
                 writes_so_far += may_write(node)
                 continue
-            own = own_storages(node)
+            own = held[node].difference(*(held[each] for each in node.all_input_nodes))
             if node in returned or own & untouchable or binds_new_symbols(node):
                 continue
             apart = node in backward and bool(own) and _size_bytes(node) > self.across_halves_bytes
@@ -62,13 +62,13 @@ class MergeCommonSubexpressions(Pass):
         return graph_module
 
 
-def _shared_or_written(graph: Graph) -> frozenset[Hashable]:
+def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> frozenset[Hashable]:
     """Storages that the caller will own, or that a call may write to: two equal ones must remain two."""
     exposed = set(graph.output_node().all_input_nodes)
     for node in graph.nodes:
         if may_write(node):
             exposed.update(node.all_input_nodes)
-    return frozenset().union(*(storages(node) for node in exposed))
+    return frozenset().union(*(held[node] for node in exposed))
 
 
 def _size_bytes(node: Node) -> int | float:

@@ -73,8 +73,8 @@ def may_write(node: Node) -> bool:
 
 def binds_new_symbols(node: Node) -> bool:
     """True if the result's sizes or value depend on data: each call stands for symbols of its own."""
-    known = {symbol for each in node.all_input_nodes for symbol in _unbacked_symbols(each.meta.get("val"))}
-    return not _unbacked_symbols(node.meta.get("val")) <= known
+    found = _unbacked_symbols(node.meta.get("val"))
+    return bool(found.difference(*(_unbacked_symbols(each.meta.get("val")) for each in node.all_input_nodes)))
 
 
 def _unbacked_symbols(value: object) -> set[Any]:

@@ -80,6 +80,7 @@ def test_the_check_after_the_pass_names_pass_node_and_mend() -> None:
     for fault in faults:
         with pytest.raises(PassError) as caught:
             ReluTwice(**fault)(relu())
+        assert caught.value.pass_name == "ReluTwice"
         messages.append(str(caught.value))
     assert_expected_inline(
         "\n".join(messages),
