@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._prims import rng_prims
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler, profiler_legacy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "LEGACY_PROFILER",
+    "BackendCompilerFailed",
+    "CpuMemoryEvents",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Unsupported",
+    "aot_autograd",
+    "boxed",
+    "capture_settings",
+    "extract_halves",
+    "keeps_graph",
+    "new_fake_mode",
+    "plain_tensors",
+    "profiler_is_active",
+    "to_fake",
+    "tree_leaves",
+    "tree_map",
+    "upper_bound",
+    "will_accumulate",
+]
 
 # `torch._C` is the extension module: its profiler functions have no complete stubs, hence Any.
 _autograd: Any = torch._C._autograd
@@ -96,3 +130,96 @@ def plain_tensors() -> ExitStack:
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
     return stack
+
+
+# Importing it registers `torch.ops.higher_order.run_and_save_rng_state`, which the rewritten graphs call.
+assert rng_prims.run_and_save_rng_state is not None
+
+
+def capture_settings() -> AbstractContextManager[None]:
+    """The Dynamo and AOTAutograd settings under which models are captured and run.
+
+    Sizes and scalars that depend on data stay in the graph; hooks added later are noticed; past the limit of
+    recompilations there is an error rather than an eager run, which would break the budget; dropout is repeated from
+    saved generator states.
+    """
+    stack = ExitStack()
+    ignored = set(dynamo_config.ignore_logging_functions)
+    warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
+    stack.enter_context(
+        dynamo_config.patch(
+            capture_scalar_outputs=True,
+            capture_dynamic_output_shape_ops=True,
+            skip_nnmodule_hook_guards=False,
+            recompile_limit=256,
+            accumulated_recompile_limit=4096,
+            fail_on_recompile_limit_hit=True,
+            suppress_errors=False,
+            ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
+        )
+    )
+    stack.enter_context(
+        functorch_config.patch(
+            functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False
+        )
+    )
+    return stack
+
+
+def extract_halves(
+    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a tagged joint graph into the forward and backward modules that AOTAutograd wires together."""
+    return _extract_fwd_bwd_modules(joint, saved, saved_symbols, num_fwd_outputs=forward_outputs)
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module as a function that empties its list of arguments, so that nothing outlives its last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def call(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode for tensors that have shapes, types and devices, but no memory."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def to_fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake of `tensor` (real, meta or fake) on `device`; a parameter's fake is a parameter."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def upper_bound(size: torch.SymInt) -> int:
+    """The largest value that a symbolic size may take: its hint where it has one, else the bound of its data."""
+    node: Any = size.node
+    if node.has_hint():
+        return int(node.hint)
+    bound = node.shape_env.bound_sympy(node.expr).upper
+    if not bound.is_Integer:
+        raise ValueError(f"the size {size} depends on data and has no bound; call torch._check({size} <= …) in the model")
+    return int(bound)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """In a backward pass: whether it will add to the parameter's `.grad` (`torch.autograd.grad` does not)."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
+        return False
+
+
+def keeps_graph() -> bool:
+    """In a backward pass: whether it was started with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,19 @@
+"""memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
+
+from memopt.api import optimize, plan, plan_of, remove, training_loss
+from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
+from memopt.meter import measure_peak
+from memopt.plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "Plan",
+    "UnplannedGradientError",
+    "measure_peak",
+    "optimize",
+    "plan",
+    "plan_of",
+    "remove",
+    "training_loss",
+]

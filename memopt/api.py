@@ -1,0 +1,108 @@
+"""What users call. `optimize` reads as the road: check, capture and plan, then take over the training calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from memopt.options import check_options
+from memopt.plan import Plan
+from memopt.planned_call import PlannedCall, planned_call_of
+
+Model = TypeVar("Model", bound=nn.Module)
+DEFAULT_ALLOW = frozenset({"recompute"})
+
+
+def optimize(
+    model: Model,
+    budget_gb: float,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    precision: str = "auto",
+    allow: Collection[str] = DEFAULT_ALLOW,
+    backend: str = "auto",
+    outputs: str = "loss",
+) -> Model:
+    """Make training steps of `model` fit `budget_gb`, in place, and return the model.
+
+    Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
+    if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
+
+    Args:
+        budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
+        example_inputs: a tuple (positional) or dict (keywords) of tensors on any device, meta and fake included; with
+            `loss_fn`, a pair `(inputs, targets)`.
+        loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
+            model returns the loss, or an object that holds it.
+        optimizer: what will step: a class, an instance, a name, or None to leave it out of the account.
+        precision: "auto" or "fp32", the same yet.
+        allow: the levers that may be pulled: "recompute"; "plain" runs a model unplanned that cannot be captured.
+        backend: "auto" or "aten": planned graphs run as plain ATen operators.
+        outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all".
+
+    Raises:
+        BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
+        CaptureError, ValueError, TypeError: what was given cannot be used. The model is then as it was before.
+    """
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs)
+    call = PlannedCall(model, options)
+    if example_inputs is not None:
+        call.plan(example_inputs)
+    remove(model)
+    model._compiled_call_impl = call  # where torch.nn.Module.compile puts its own
+    return model
+
+
+def plan(
+    model: nn.Module,
+    budget_gb: float,
+    example_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    precision: str = "auto",
+    allow: Collection[str] = DEFAULT_ALLOW,
+    outputs: str = "loss",
+    device: str | None = None,
+) -> Plan:
+    """Plan a training step without running anything or changing the model, which may live on the "meta" device.
+
+    `device` names the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of
+    this machine or else its CPU). Other arguments and errors as in `optimize`.
+    """
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device)
+    return PlannedCall(model, options).plan(example_inputs)
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of an optimised model's latest training call (or of its `example_inputs`).
+
+    Raises `ValueError` where the model is plain, or has not been planned yet.
+    """
+    call = planned_call_of(model)
+    if call is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    if call.latest is None:
+        raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")
+    return call.latest
+
+
+def remove(model: Model) -> Model:
+    """Give the plain model back, in place; a plain model stays as it is."""
+    if planned_call_of(model) is not None:
+        del model._compiled_call_impl
+    return model
+
+
+def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a batch `(inputs, targets)`, by the `loss_fn` that the model was optimised with, as one region."""
+    call = planned_call_of(model)
+    if call is None or call.with_loss is None:
+        raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")
+    inputs, targets = batch
+    return call.loss(inputs, targets)

@@ -1,0 +1,91 @@
+"""What fills the memory at a schedule's peak: every live byte under one heading."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memopt.budget.account import Account
+from memopt.solver import RematProblem, Schedule, simulate
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The peak of a step and its rows, in bytes; `at` names the op that runs at that moment."""
+
+    peak_bytes: int
+    at: str
+    rows: tuple[tuple[str, int], ...]
+
+
+def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Breakdown:
+    """Where every byte of the step's peak goes, be it in the backward or in the optimiser's step.
+
+    `problem.resident_bytes` is ignored: what is resident comes from `account`.
+    """
+    simulation = simulate(problem, schedule)
+    moving = simulation.peak_bytes - problem.resident_bytes
+    outputs = sum(s.bytes for s, maker in zip(problem.storages, problem.producer, strict=True) if _is_output(problem, s, maker))
+    graph_peak = account.resident_bytes + moving
+    fixed = {
+        "parameters": account.parameters,
+        "buffers": account.buffers,
+        "inputs": account.inputs,
+        "optimizer state": account.optimizer_state,
+        "forwards in waiting": account.other_forwards,
+        "reserve": account.reserve,
+    }
+    optimizer_peak = account.optimizer_step_bytes(outputs)
+    if optimizer_peak > graph_peak:
+        rows = {**fixed, "gradients": account.gradients, "outputs": outputs, "optimizer temporaries": account.optimizer_temporaries}
+        return Breakdown(optimizer_peak, "optimizer.step()", _ordered(rows))
+    held = account.gradients if account.gradients_held else 0
+    rows = {**fixed, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}
+    rows["gradients"] = rows.get("gradients", 0) + held
+    at = problem.ops[schedule.evaluations[simulation.peak_position]].name
+    return Breakdown(graph_peak, at, _ordered(rows))
+
+
+def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
+    """Bytes live while evaluation `position` runs: outputs, gradients, activations, temporaries, workspace."""
+    op_now = problem.ops[schedule.evaluations[position]]
+    totals: Counter[str] = Counter()
+    for storage, evaluation in live_versions(problem, schedule, position):
+        maker = problem.producer[storage]
+        in_forward = maker < problem.forward_ops
+        if problem.storages[storage].kept:
+            kind = "outputs" if in_forward or not problem.ops[maker].reads else "gradients"
+        elif not in_forward:
+            kind = "backward temporaries"
+        elif schedule.evaluations.index(maker) == evaluation:
+            kind = "saved activations"
+        else:
+            kind = "recomputed activations"
+        totals[kind] += problem.storages[storage].bytes
+    totals["workspace"] += op_now.workspace_bytes
+    return dict(totals)
+
+
+def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
+    """The storages live while evaluation `position` runs, each with the evaluation that made its version."""
+    made_at: dict[int, int] = {}
+    last_read: dict[tuple[int, int], int] = {}
+    for now, index in enumerate(schedule.evaluations):
+        op = problem.ops[index]
+        for storage in op.reads:
+            last_read[storage, made_at[storage]] = now
+        for storage in op.makes:
+            made_at[storage] = now
+            last_read[storage, now] = now
+    for (storage, made), last in last_read.items():
+        if made <= position and (last >= position or problem.storages[storage].kept):
+            yield storage, made
+
+
+def _is_output(problem: RematProblem, storage: object, maker: int) -> bool:
+    return bool(getattr(storage, "kept", False)) and maker < problem.forward_ops
+
+
+def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size) for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size)

@@ -1,0 +1,82 @@
+"""Example inputs: as the user gives them, as the arguments of a call, and as fakes on the planned device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.torch_compat import FakeTensorMode, to_fake, tree_leaves, tree_map
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
+    """Positional and keyword arguments from a batch: a dict is keywords, a tuple positional, a tensor the only one.
+
+    With a loss function (`with_targets`) a batch is the pair `(inputs, targets)` and becomes two positional arguments.
+    """
+    if with_targets:
+        if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
+            raise TypeError(
+                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; put the inputs of "
+                "the model into one tuple or dict"
+            )
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    raise TypeError(
+        f"example_inputs must be a tuple (positional) or a dict (keywords) of what the model takes, "
+        f"not {_kind(example_inputs)}"
+    )
+
+
+def tensors_in(call: Call) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments, however nested."""
+    return (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
+
+
+def call_signature(call: Call) -> str:
+    """What captures of two calls can differ by: shapes, types and devices of tensors, and all other arguments."""
+
+    def describe(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return (tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+        return leaf
+
+    return repr(tree_map(describe, call))
+
+
+def check_device(call: Call, model: nn.Module) -> None:
+    """Raise `ValueError` where an input lies on another device than the model's parameters."""
+    home = next(model.parameters()).device
+    for tensor in tensors_in(call):
+        if "meta" not in (home.type, tensor.device.type) and tensor.device != home and tensor.dim() > 0:
+            raise ValueError(
+                f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is on {home}; "
+                f"move one of them with .to(…)"
+            )
+
+
+def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
+    """The same arguments with fakes for tensors; one fake for a tensor given twice."""
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in fakes:
+            fakes[id(leaf)] = to_fake(mode, leaf, device if leaf.device.type == "meta" else leaf.device)
+        return fakes[id(leaf)]
+
+    return tree_map(fake, call)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")

@@ -1,0 +1,42 @@
+"""A captured region: the joint graph of a part of the model, canonical, with what is known of its inputs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from passes import CANONICAL, format_graph
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward of a region as one ATen graph (`primals_*`, `tangents_*` → outputs, then gradients)."""
+
+    module: fx.GraphModule = field(repr=False)
+    forward_outputs: int
+    parameter_inputs: frozenset[int] = frozenset()
+    """Which of the `primals_*`, counted from 0, are parameters."""
+
+    @classmethod
+    def of(cls, traced: fx.GraphModule, forward_outputs: int, parameter_inputs: frozenset[int]) -> JointGraph:
+        """The canonical form of a graph as AOTAutograd hands it to a partitioner."""
+        return cls(CANONICAL(traced), forward_outputs, parameter_inputs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the graph's text: equal for captures of the same region with the same shapes and types."""
+        return hashlib.sha256(format_graph(self.module.graph).encode()).hexdigest()[:16]
+
+    @cached_property
+    def parameter_gradients(self) -> dict[int, int]:
+        """Result position → number of the `primals_*` input whose gradient it is, for gradients of parameters."""
+        results = self.module.graph.output_node().args[0]
+        assert isinstance(results, (tuple, list))
+        return {
+            self.forward_outputs + number: number
+            for number, result in enumerate(results[self.forward_outputs :])
+            if isinstance(result, fx.Node) and number in self.parameter_inputs
+        }

@@ -1,0 +1,60 @@
+"""From a joint graph and its schedule to the forward and backward modules that AOTAutograd runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memopt.capture.joint import JointGraph
+from memopt.emit.gradients import Leaves, accumulate_in_place
+from memopt.pricing.price import is_tangent
+from memopt.torch_compat import extract_halves
+from passes import ApplySchedule
+from passes.apply_schedule import BACKWARD
+
+
+@dataclass(frozen=True)
+class RegionSchedule:
+    """The schedule of one region: node names in the order of their evaluation, the first `boundary` in the forward."""
+
+    fingerprint: str
+    evaluations: tuple[str, ...]
+    boundary: int
+
+
+def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
+    """The joint graph with every evaluation of the schedule as a node of its own."""
+    return ApplySchedule(schedule.evaluations, schedule.boundary, joint.forward_outputs)(joint.module)
+
+
+def partition(
+    joint: JointGraph, schedule: RegionSchedule, leaves: Leaves | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward modules of a region. With `leaves`, gradients are added to `.grad` in place."""
+    scheduled = scheduled_graph(joint, schedule)
+    saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
+    forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
+    if leaves is not None:
+        first = joint.forward_outputs
+        inputs = {position - first: number for position, number in joint.parameter_gradients.items()}
+        accumulate_in_place(backward, inputs, leaves)
+    return forward, backward
+
+
+def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What the forward has and the backward reads or returns: tensors, and sizes."""
+    results = graph.output_node()
+    returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
+    tensors, sizes = [], []
+    for node in graph.nodes:
+        if node.op == "output" or is_tangent(node) or _is_backward(node):
+            continue
+        if node in returned or any(user is not results and _is_backward(user) for user in node.users):
+            (tensors if isinstance(node.meta["val"], torch.Tensor) else sizes).append(node)
+    return tensors, sizes
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == BACKWARD

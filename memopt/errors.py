@@ -1,0 +1,39 @@
+"""What memopt refuses, and why: all of it `ValueError`, one sentence that names the value and the mend."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+
+
+class BudgetError(ValueError):
+    """No plan keeps the step within the budget, so no step is taken.
+
+    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed, `dominated_by`
+    what holds it up, each in GB of 1024³ bytes.
+    """
+
+    def __init__(self, budget_bytes: int, smallest_bytes: int, dominated_by: str) -> None:
+        self.budget_gb = budget_bytes / GIB
+        self.smallest_gb = smallest_bytes / GIB
+        self.dominated_by = dominated_by
+        super().__init__(
+            f"a budget of {self.budget_gb:.6g} GB is too small for this step: the smallest that works is "
+            f"{_round_up(self.smallest_gb)} GB, dominated by {dominated_by}"
+        )
+
+
+class CaptureError(ValueError):
+    """The model's forward, or a part of it, cannot be captured as a graph."""
+
+
+class UnplannedGradientError(ValueError):
+    """A gradient flows into an output that the plan left out."""
+
+
+def _round_up(gb: float) -> str:
+    """Six digits, never below the value: the figure printed must work as a budget."""
+    text = f"{gb:.6g}"
+    if float(text) >= gb:
+        return text
+    exponent = len(text.split(".")[1]) if "." in text else 0
+    return f"{float(text) + 10.0**-exponent:.{exponent}f}"

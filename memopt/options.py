@@ -1,0 +1,74 @@
+"""What the user asked for, checked once at the door; gigabytes become bytes here."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.errors import GIB
+
+LEVERS = {
+    "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
+    "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
+}
+PRECISIONS = ("auto", "fp32")
+BACKENDS = ("auto", "aten")
+OUTPUTS = ("loss", "all")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `memopt.optimize`, valid."""
+
+    budget_bytes: int
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Any = None
+    precision: str = "auto"
+    allow: frozenset[str] = frozenset({"recompute"})
+    backend: str = "auto"
+    outputs: str = "loss"
+    hardware: str | None = None
+
+
+def check_options(
+    budget_gb: float,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    precision: str,
+    allow: Collection[str],
+    backend: str,
+    outputs: str,
+    hardware: str | None = None,
+) -> Options:
+    """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
+    if isinstance(allow, str):
+        raise TypeError(f"allow must be a set of lever names, such as {{{allow!r}}}, not the string {allow!r}")
+    for name in allow:
+        if name not in LEVERS:
+            raise ValueError(f"allow names an unknown lever {name!r}; known are {', '.join(sorted(LEVERS))}")
+    _check_choice("precision", precision, PRECISIONS)
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("outputs", outputs, OUTPUTS)
+    return Options(
+        budget_bytes(budget_gb), loss_fn, optimizer, precision, frozenset(allow), backend, outputs, hardware
+    )
+
+
+def budget_bytes(budget_gb: float) -> int:
+    """Gigabytes of 1024³ bytes as bytes. Raises `TypeError`, `ValueError`."""
+    if isinstance(budget_gb, bool) or not isinstance(budget_gb, numbers.Real):
+        raise TypeError(f"budget_gb must be a number of gigabytes, such as 12 or 7.5, not {budget_gb!r}")
+    gb = float(budget_gb)
+    if not math.isfinite(gb) or gb <= 0:
+        raise ValueError(f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}")
+    return int(gb * GIB)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

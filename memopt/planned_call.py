@@ -1,0 +1,76 @@
+"""What stands in for `model(…)` once the model is optimised: training calls as planned, all others as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.inputs import as_call, check_device
+from memopt.options import Options
+from memopt.plan import Plan
+from memopt.planner import make_plan
+from memopt.training import TrainingCalls
+
+
+class PlannedCall:
+    """Takes the place of a module's call, where `torch.nn.Module.compile` puts its own: not part of the module's state,
+    so copies and pickles of the model are plain models."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        check_model(model)
+        self.model, self.options = model, options
+        self.forward = TrainingCalls(model, options, loss_fn=None)
+        self.with_loss = TrainingCalls(model, options, options.loss_fn) if options.loss_fn else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.trains():
+            return self.model._call_impl(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def loss(self, inputs: Any, targets: Any) -> Any:
+        """The loss of `(inputs, targets)`, model and loss function in one planned region."""
+        assert self.with_loss is not None
+        if self.trains():
+            return self.with_loss(inputs, targets)
+        return self.with_loss.plain(inputs, targets)
+
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and self.model.training and not torch.compiler.is_compiling()
+
+    def plan(self, example_inputs: Any) -> Plan:
+        """Plan a training call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
+        calls = self.with_loss or self.forward
+        call = as_call(example_inputs, with_targets=self.with_loss is not None)
+        check_device(call, self.model)
+        account = calls.account(call, held=False, others=0)
+        calls.latest = make_plan(calls.capture(call), account, self.options.budget_bytes)
+        return calls.latest
+
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the latest training call."""
+        return (self.with_loss.latest if self.with_loss else None) or self.forward.latest
+
+
+def planned_call_of(model: nn.Module) -> PlannedCall | None:
+    """What an optimised model is called through; None for a plain model."""
+    call: Callable[..., Any] | None = getattr(model, "_compiled_call_impl", None)
+    return call if isinstance(call, PlannedCall) else None
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `TypeError` or `ValueError` for what cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
+            "set requires_grad=True on those to train"
+        )
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the parameters of {type(model).__name__} lie on several devices ({names}); move them to one")

@@ -1,0 +1,210 @@
+"""From captured regions to a plan: price them, join them into one problem, solve it within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from memopt.budget.account import Account
+from memopt.budget.breakdown import breakdown, live_versions
+from memopt.capture.joint import JointGraph
+from memopt.emit.partition import RegionSchedule
+from memopt.errors import GIB, BudgetError
+from memopt.plan import ModuleRow, Plan
+from memopt.pricing import Hardware
+from memopt.pricing.node_prices import price_nodes
+from memopt.pricing.price import PricedGraph, is_scheduled, price
+from memopt.progress import stage
+from memopt.solver import Infeasible, Op, Portfolio, RematProblem, Schedule, Solution
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The regions of one training call, in the order of their forwards, and the card that they are priced for."""
+
+    model_name: str
+    regions: tuple[JointGraph, ...]
+    hardware: Hardware
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def prices(self) -> tuple[Sequence[PricedGraph], Sequence[PricedGraph]]:
+        """Each region priced twice: gradients kept to the end of the backward, and added to `.grad` at once."""
+        nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
+        price_of = price_nodes(nodes, self.hardware).__getitem__
+        kept = [price(region.module, region.forward_outputs, price_of) for region in self.regions]
+        added = [
+            price(region.module, region.forward_outputs, price_of, accumulated=region.parameter_gradients)
+            for region in self.regions
+        ]
+        return kept, added
+
+    def joined(self, *, accumulating: bool) -> Joined:
+        """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`."""
+        return self._accumulating if accumulating else self._first
+
+    @cached_property
+    def _first(self) -> Joined:
+        return join(self.prices[0])
+
+    @cached_property
+    def _accumulating(self) -> Joined:
+        return join(self.prices[1])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several regions as one problem: all forwards in order, then the backwards from the last region to the first."""
+
+    problem: RematProblem
+    owner: tuple[tuple[int, int], ...]
+    """For each op, its region and its index there."""
+    prices: tuple[PricedGraph, ...]
+
+    @cached_property
+    def portfolio(self) -> Portfolio:
+        return Portfolio(self.problem)
+
+
+def join(prices: Sequence[PricedGraph]) -> Joined:
+    """One problem out of the regions' own. What one region hands to the next is an output of the first: kept."""
+    ops: list[Op] = []
+    owner: list[tuple[int, int]] = []
+    starts = [0]
+    for priced in prices:
+        starts.append(starts[-1] + len(priced.problem.storages))
+
+    def add(region: int, indices: range) -> None:
+        for index in indices:
+            op = prices[region].problem.ops[index]
+            reads, makes = (tuple(starts[region] + s for s in storages) for storages in (op.reads, op.makes))
+            ops.append(replace(op, reads=reads, makes=makes))
+            owner.append((region, index))
+
+    for region, priced in enumerate(prices):
+        add(region, range(priced.problem.forward_ops))
+    forward_ops = len(ops)
+    for region, priced in reversed(list(enumerate(prices))):
+        add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
+    storages = tuple(storage for priced in prices for storage in priced.problem.storages)
+    return Joined(RematProblem(tuple(ops), storages, forward_ops), tuple(owner), tuple(prices))
+
+
+def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
+    """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`."""
+    joined = captured.joined(accumulating=account.gradients_held)
+    with stage("solving"):
+        solution = _solve(joined, account, budget_bytes)
+    planned = breakdown(joined.problem, solution.schedule, account)
+    plain = breakdown(joined.problem, Schedule.save_all(joined.problem), account)
+    return Plan(
+        model=captured.model_name,
+        hardware=captured.hardware.name,
+        budget_bytes=budget_bytes,
+        account=account,
+        plain=plain,
+        planned=planned,
+        step_seconds=joined.problem.seconds,
+        added_seconds=solution.added_seconds,
+        held_bytes=held_after_forward(joined.problem, solution.schedule),
+        bound_seconds=solution.lower_bound_seconds,
+        method=solution.method,
+        regions=split(joined, captured, solution.schedule),
+        modules=module_rows(joined, solution.schedule),
+        notes=captured.notes,
+        captured=captured,
+        joined=joined,
+        schedule=solution.schedule,
+    )
+
+
+def _solve(joined: Joined, account: Account, budget_bytes: int) -> Solution:
+    """Solve for what the resident bytes leave of the budget; refuse where the optimiser's own step is above it."""
+    portfolio = joined.portfolio
+    save_all = breakdown(joined.problem, Schedule.save_all(joined.problem), account)
+    if save_all.at == "optimizer.step()" and save_all.peak_bytes > budget_bytes:
+        raise BudgetError(budget_bytes, *_smallest(joined, account))
+    try:
+        solution = portfolio.solve(budget_bytes - account.resident_bytes)
+    except Infeasible:
+        raise BudgetError(budget_bytes, *_smallest(joined, account)) from None
+    if breakdown(joined.problem, solution.schedule, account).peak_bytes > budget_bytes:
+        raise BudgetError(budget_bytes, *_smallest(joined, account))
+    return solution
+
+
+def smallest_budget(captured: Captured, account: Account) -> int:
+    """The smallest budget, in bytes, that `make_plan` finds a plan for."""
+    return _smallest(captured.joined(accumulating=account.gradients_held), account)[0]
+
+
+def _smallest(joined: Joined, account: Account) -> tuple[int, str]:
+    """The smallest budget that works, and what holds it up."""
+    smallest = breakdown(joined.problem, joined.portfolio.smallest().schedule, account)
+    largest = ", ".join(f"{name} {size / GIB:.3g} GB" for name, size in smallest.rows[:3])
+    return smallest.peak_bytes, f"{largest} (at {smallest.at})"
+
+
+def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[RegionSchedule, ...]:
+    """Each region's part of a joint schedule."""
+    evaluations: list[list[str]] = [[] for _ in captured.regions]
+    boundaries = [0] * len(captured.regions)
+    remaining = [priced.problem.forward_ops for priced in joined.prices]
+    seen: set[int] = set()
+    for index in schedule.evaluations:
+        region, local = joined.owner[index]
+        name = joined.prices[region].nodes[local]
+        if name:
+            evaluations[region].append(name)
+        if index not in seen and local < joined.prices[region].problem.forward_ops:
+            remaining[region] -= 1
+            if remaining[region] == 0:
+                boundaries[region] = len(evaluations[region])
+        seen.add(index)
+    return tuple(
+        RegionSchedule(region.fingerprint, tuple(names), boundary)
+        for region, names, boundary in zip(captured.regions, evaluations, boundaries, strict=True)
+    )
+
+
+def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
+    """What each module keeps for the backward and evaluates again, in the order of the forward."""
+    return tuple(_rows(joined, schedule).values())
+
+
+def _rows(joined: Joined, schedule: Schedule) -> dict[str, ModuleRow]:
+    problem = joined.problem
+    boundary = _boundary(problem, schedule)
+    again = schedule.recomputed()
+    read_later = {s for index in schedule.evaluations[boundary:] for s in problem.ops[index].reads}
+    made_again = {s for index in again for s in problem.ops[index].makes}
+    rows: dict[str, ModuleRow] = {}
+    for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
+        path = joined.prices[region].modules[local]
+        row = rows.get(path, ModuleRow(path))
+        op, times = problem.ops[index], again.get(index, 0)
+        made = sum(problem.storages[s].bytes for s in op.makes)
+        saved = sum(problem.storages[s].bytes for s in op.makes if s in read_later and s not in made_again)
+        rows[path] = ModuleRow(
+            path,
+            row.ops + 1,
+            row.saved_bytes + saved,
+            row.recomputed_bytes + made * times,
+            row.recomputed_ops + times,
+            row.seconds + op.seconds,
+            row.added_seconds + op.seconds * times,
+        )
+    return rows
+
+
+def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
+    """Bytes that the forward leaves for the backward and the caller."""
+    boundary = _boundary(problem, schedule)
+    live = live_versions(problem, schedule, boundary)
+    return sum(problem.storages[storage].bytes for storage, made in live if made < boundary)
+
+
+def _boundary(problem: RematProblem, schedule: Schedule) -> int:
+    """How many evaluations come before the backward: up to the last forward op's first."""
+    return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0

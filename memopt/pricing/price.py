@@ -1,0 +1,208 @@
+"""From a joint graph to a `RematProblem`: storages, seconds, workspace, and what must not be evaluated twice."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memopt.pricing.module_path import is_attention_core, module_path, number_blocks
+from memopt.pricing.storages import Storages, find_storages, is_view
+from memopt.solver import Op, RematProblem, Storage
+from passes import is_pure, is_random
+from passes.node_facts import backward_nodes, binds_new_symbols
+
+GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+# In training these ignore the running statistics that they read, and return new ones that only the first time uses.
+_TRAINING_ARGUMENT = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: 5,
+}
+
+
+@dataclass(frozen=True)
+class NodePrice:
+    """What one evaluation of a node costs: seconds, and the bytes of its kernel's own temporaries."""
+
+    seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class PricedGraph:
+    """A joint graph as numbers. `nodes[i]` names the node that op `i` evaluates; "" for an op of the account only."""
+
+    problem: RematProblem
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    """The module path of each op, "" where none is known."""
+
+
+def price(
+    joint: fx.GraphModule,
+    forward_outputs: int,
+    price_of: Callable[[fx.Node], NodePrice],
+    accumulated: Collection[int] = (),
+) -> PricedGraph:
+    """Price a canonical joint graph.
+
+    `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
+    gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
+    """
+    return _Pricer(joint, forward_outputs, price_of, accumulated).run()
+
+
+class _Pricer:
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        forward_outputs: int,
+        price_of: Callable[[fx.Node], NodePrice],
+        accumulated: Collection[int],
+    ) -> None:
+        self.graph = joint.graph
+        self.price_of = price_of
+        self.storages: Storages = find_storages(joint.graph)
+        self.resident = {
+            index
+            for index, info in enumerate(self.storages.infos)
+            if info.maker.op in ("placeholder", "get_attr") and not is_tangent(info.maker)
+        }
+        self.mutated = {
+            index
+            for node in joint.graph.nodes
+            if node.op == "call_function" and is_mutation(node)
+            for index in self.storages.of[node]
+        }
+        results = joint.graph.output_node().args[0]
+        assert isinstance(results, (tuple, list))
+        self.results = results
+        self.kept = {
+            index
+            for position, node in enumerate(results)
+            if isinstance(node, fx.Node) and position not in accumulated
+            for index in self.storages.of.get(node, ())
+        }
+        self.forward_outputs = forward_outputs
+        self.listed: list[Storage] = []
+        self.number: dict[int, int] = {}
+        self.ops: list[Op] = []
+        self.nodes: list[str] = []
+        self.modules: list[str] = []
+
+    def run(self) -> PricedGraph:
+        forward, backward = split_halves(self.graph)
+        paths = {node: module_path(node) for node in (*forward, *backward)}
+        blocks = number_blocks([paths[node] for node in forward])
+        for node in forward:
+            if is_random(node):
+                self.add_generator_state(node)
+            self.add(node, paths[node], blocks.get(paths[node], -1), self.recomputable(node))
+        forward_ops = len(self.ops)
+        self.add_tangents()
+        for node in backward:
+            self.add(node, paths[node], -1, recomputable=False)
+        self.add_hand_over()
+        problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules))
+
+    def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
+        price = self.price_of(node)
+        reads = [self.number[index] for index in self.storages.read_by(node) if index not in self.resident]
+        if recomputable and is_random(node):
+            reads.append(len(self.listed) - 1)
+        makes = tuple(self.list_storage(index) for index in self.storages.made_by(node))
+        self.append(
+            Op(
+                name=node.name,
+                seconds=price.seconds,
+                reads=tuple(dict.fromkeys(reads)),
+                makes=makes,
+                workspace_bytes=price.workspace_bytes,
+                recomputable=recomputable,
+                block=block,
+                attention=is_attention_core(node, path),
+            ),
+            node.name,
+            path,
+        )
+
+    def append(self, op: Op, node: str = "", path: str = "") -> None:
+        self.ops.append(op)
+        self.nodes.append(node)
+        self.modules.append(path)
+
+    def list_storage(self, index: int) -> int:
+        info = self.storages.infos[index]
+        self.number[index] = len(self.listed)
+        self.listed.append(Storage(info.name, info.bytes, kept=index in self.kept))
+        return self.number[index]
+
+    def add_generator_state(self, node: fx.Node) -> None:
+        """What a random op must keep to be repeated: an op of its own, so that keeping it is the schedule's choice."""
+        if not self.recomputable(node):
+            return
+        device = _device_type(node)
+        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES.get(device, 5056)))
+        self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
+
+    def add_tangents(self) -> None:
+        """The gradients of the outputs: autograd makes them before the backward and holds them until its end."""
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and is_tangent(node):
+                self.kept.update(self.storages.of[node])
+                makes = tuple(self.list_storage(index) for index in self.storages.of[node])
+                self.append(Op(node.name, 0.0, (), makes, recomputable=False))
+
+    def add_hand_over(self) -> None:
+        """Autograd takes a gradient over as `.grad` where its strides are the parameter's, else it copies it."""
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
+        copied = [
+            self.storages.infos[index].bytes
+            for given, gradient in pairs
+            if isinstance(gradient, fx.Node) and gradient.meta["val"].stride() != given.meta["val"].stride()
+            for index in self.storages.of[gradient]
+        ]
+        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=max(copied, default=0), recomputable=False))
+
+    def recomputable(self, node: fx.Node) -> bool:
+        if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
+            return False
+        reads_mutated = not self.mutated.isdisjoint(self.storages.read_by(node))
+        position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
+        trains = position is not None and node.args[position] is True
+        return trains or not reads_mutated
+
+
+def split_halves(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes to schedule (those that make memory or have effects), forward and backward, each in program order."""
+    late = backward_nodes(graph)
+    scheduled = [node for node in graph.nodes if is_scheduled(node)]
+    return [node for node in scheduled if node not in late], [node for node in scheduled if node in late]
+
+
+def is_scheduled(node: fx.Node) -> bool:
+    """Whether a schedule names the node; the others follow what they read."""
+    if node.op != "call_function":
+        return False
+    return is_mutation(node) or not (is_view(node) or node.target is operator.getitem)
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the node is a placeholder for the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _device_type(node: fx.Node) -> str:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return first.device.type

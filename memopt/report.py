@@ -1,0 +1,99 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from memopt.errors import GIB
+from memopt.plan import ModuleRow, Plan
+
+MODULE_ROWS = 24
+
+
+def render(plan: Plan, width: int = 110) -> str:
+    """The plan's tables as plain text, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    console.print(_headline(plan))
+    console.print(_bytes_table(plan))
+    console.print(_module_table(plan))
+    for note in plan.notes:
+        console.print(f"note: {note}")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _headline(plan: Plan) -> str:
+    return (
+        f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
+        f"peak {size(plan.planned.peak_bytes)} of a budget of {size(plan.budget_bytes)} "
+        f"(plain {size(plan.plain.peak_bytes)}), "
+        f"added time {plan.added_time:.1%} of {milliseconds(plan.step_seconds)} (no plan adds less than {plan.bound:.1%})"
+    )
+
+
+def _bytes_table(plan: Plan) -> Table:
+    table = Table(title="Where every byte goes at the peak", title_justify="left")
+    table.add_column("row")
+    for title in ("plain", "planned"):
+        table.add_column(title, justify="right")
+    plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
+    for name in dict.fromkeys([*plain, *planned]):
+        table.add_row(name, size(plain.get(name, 0)), size(planned.get(name, 0)))
+    table.add_section()
+    table.add_row("peak", size(plan.plain.peak_bytes), size(plan.planned.peak_bytes))
+    table.add_row("at", plan.plain.at, plan.planned.at)
+    return table
+
+
+def _module_table(plan: Plan) -> Table:
+    table = Table(title="What each module keeps for the backward, and evaluates again", title_justify="left")
+    table.add_column("module", overflow="fold")
+    for title in ("saved", "recomputed", "ops again", "time", "added"):
+        table.add_column(title, justify="right")
+    for row in folded(plan.modules):
+        again = f"{row.recomputed_ops} of {row.ops}" if row.recomputed_ops else "–"
+        table.add_row(
+            row.path or "(model)",
+            size(row.saved_bytes),
+            size(row.recomputed_bytes),
+            again,
+            milliseconds(row.seconds),
+            milliseconds(row.added_seconds),
+        )
+    return table
+
+
+def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow]:
+    """The rows summed to the deepest level of modules at which there are at most `most`."""
+    rows = list(rows)
+    depth = max((row.path.count(".") for row in rows), default=0)
+    while True:
+        merged: dict[str, ModuleRow] = {}
+        for row in rows:
+            path = ".".join(row.path.split(".")[: depth + 1])
+            merged[path] = _sum(merged[path], row) if path in merged else replace(row, path=path)
+        if len(merged) <= most or depth == 0:
+            return list(merged.values())
+        depth -= 1
+
+
+def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
+    names = [name for name in ModuleRow.__dataclass_fields__ if name != "path"]
+    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "12 kB"."""
+    for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+    return f"{nbytes} B" if nbytes else "–"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds else "–"

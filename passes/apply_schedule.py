@@ -1,0 +1,182 @@
+"""Write a recomputation schedule into a joint graph: every evaluation becomes a node of its own."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from passes.graph_pass import Pass, PassError
+from passes.node_facts import is_random
+
+FORWARD = "must_be_in_forward"
+BACKWARD = "must_be_in_backward"
+
+
+@dataclass(frozen=True)
+class ApplySchedule(Pass):
+    """Evaluate the nodes in the order that `evaluations` names, the repeated ones again from what is then at hand.
+
+    `evaluations` holds the names of the nodes that make memory or have effects; all others (views, `getitem`s,
+    constants) follow the version that they are read from. The first `boundary` evaluations and the first
+    `forward_outputs` results are the forward; each node is tagged with its half in `meta["partitioner_tag"]`,
+    PyTorch's own word for it. A random op that is evaluated again saves the generator's state the first time and
+    repeats from it.
+
+    Before:
+        relu = aten.relu(addmm)
+        mm = aten.mm(relu, weight)
+        mm_1 = aten.mm(tangents_1, relu)
+    After (`evaluations=("relu", "mm", "relu", "mm_1")`, `boundary=2`):
+        relu = aten.relu(addmm)
+        mm = aten.mm(relu, weight)
+        relu_again = aten.relu(addmm)
+        mm_1 = aten.mm(tangents_1, relu_again)
+    """
+
+    evaluations: tuple[str, ...]
+    boundary: int
+    forward_outputs: int
+
+    def __repr__(self) -> str:
+        repeated = len(self.evaluations) - len(set(self.evaluations))
+        return f"ApplySchedule({len(self.evaluations)} evaluations, {repeated} of them again)"
+
+    def requires(self, graph_module: fx.GraphModule) -> None:
+        known = {node.name for node in graph_module.graph.nodes}
+        for name in self.evaluations:
+            if name not in known:
+                raise PassError(self.name, name, "the graph has no such node", "make the schedule from this very graph")
+
+    def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        return fx.GraphModule(graph_module, _Rewriter(self, graph_module.graph).run())
+
+
+class _Rewriter:
+    """One walk over the schedule; `latest` binds each node of the old graph to its newest evaluation."""
+
+    def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
+        self.schedule = schedule
+        self.old = {node.name: node for node in graph.nodes}
+        self.result = graph.output_node()
+        self.new = fx.Graph(tracer_cls=graph._tracer_cls)
+        self.latest: dict[fx.Node, fx.Node] = {}
+        self.state: dict[fx.Node, fx.Node] = {}
+        self.derived: set[fx.Node] = set()
+        self.planned = frozenset(schedule.evaluations)
+        self.times = Counter(schedule.evaluations)
+        self.tag = FORWARD
+
+    def run(self) -> fx.Graph:
+        for node in self.old.values():
+            if node.op == "placeholder":
+                self.latest[node] = self.new.node_copy(node)
+        for name in self.schedule.evaluations[: self.schedule.boundary]:
+            self.evaluate(self.old[name])
+        results = self.results()
+        outputs = [self.bind(value) for value in results[: self.schedule.forward_outputs]]
+        self.forget_followers()
+        self.tag = BACKWARD
+        for name in self.schedule.evaluations[self.schedule.boundary :]:
+            self.evaluate(self.old[name])
+        outputs += [self.bind(value) for value in results[self.schedule.forward_outputs :]]
+        self.new.output(tuple(outputs)).meta.update(self.result.meta)
+        self.drop_unread_elements()
+        return self.new
+
+    def results(self) -> Sequence[Argument]:
+        values = self.result.args[0]
+        return values if isinstance(values, (list, tuple)) else (values,)
+
+    def evaluate(self, node: fx.Node) -> None:
+        again = node in self.latest
+        self.forget_followers(node)
+        args = tuple(self.bind(arg) for arg in node.args)
+        kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
+        name = f"{node.name}_again" if again else node.name
+        if self.times[node.name] > 1 and is_random(node):
+            made = self.repeat_random(node, name, args, kwargs) if again else self.save_random(node, args, kwargs)
+        else:
+            made = self.add(node, node.target, args, kwargs, name)
+        self.latest[node] = made
+        # A tuple pins all its elements: take them out at once.
+        for user in node.users:
+            if self.holds(user) and user.name not in self.planned:
+                self.bind(user)
+
+    def bind(self, value: Argument) -> Argument:
+        """The same argument, read from the newest evaluations."""
+        return fx.map_arg(value, self.newest)
+
+    def newest(self, node: fx.Node) -> fx.Node:
+        if node not in self.latest:
+            assert node.name not in self.planned, f"{node.name} is read before it is evaluated"
+            args = tuple(self.bind(arg) for arg in node.args)
+            kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
+            name = f"{node.name}_again" if node in self.derived else node.name
+            self.latest[node] = self.add(node, node.target, args, kwargs, name, op=node.op)
+            self.derived.add(node)
+        return self.latest[node]
+
+    def forget_followers(self, source: fx.Node | None = None) -> None:
+        """Views and elements of an older version (of every version: `source=None`) are to be derived anew."""
+        if source is None:
+            self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
+            return
+        pending = [user for user in source.users if user.name not in self.planned]
+        while pending:
+            follower = pending.pop()
+            if self.latest.pop(follower, None) is not None:
+                pending += [user for user in follower.users if user.name not in self.planned]
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether the node itself holds memory: an input, an evaluation, or an element of what one returns."""
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return node.args[0].name in self.planned
+        return node.op == "placeholder" or node.name in self.planned
+
+    def save_random(self, node: fx.Node, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> fx.Node:
+        save = torch.ops.higher_order.run_and_save_rng_state
+        pair = self.add(node, save, (node.target, *args), kwargs, f"{node.name}_and_state")
+        drawn = self.add(node, operator.getitem, (pair, 1), {}, node.name)
+        state = self.add(node, operator.getitem, (pair, 0), {}, f"{node.name}_state")
+        state.meta["val"] = _fake_generator_state(drawn)
+        pair.meta["val"] = (state.meta["val"], drawn.meta["val"])
+        self.state[node] = state
+        return drawn
+
+    def repeat_random(self, node: fx.Node, name: str, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> fx.Node:
+        repeat = torch.ops.higher_order.run_with_rng_state
+        return self.add(node, repeat, (self.state[node], node.target, *args), kwargs, name)
+
+    def add(
+        self,
+        like: fx.Node,
+        target: fx.node.Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str,
+        op: str = "call_function",
+    ) -> fx.Node:
+        node = self.new.create_node(op, target, args, kwargs, name=name)
+        node.meta = {**like.meta, "partitioner_tag": self.tag}
+        return node
+
+    def drop_unread_elements(self) -> None:
+        for node in reversed(self.new.nodes):
+            if node.target is operator.getitem and not node.users:
+                self.new.erase_node(node)
+
+
+def _fake_generator_state(drawn: fx.Node) -> torch.Tensor:
+    """A fake tensor like the state of the generator that made `drawn`: on the CPU whatever the device."""
+    value = drawn.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    state = torch.get_rng_state() if first.device.type == "cpu" else torch.empty(16, dtype=torch.uint8)
+    with first.fake_mode:
+        return torch.empty(state.shape, dtype=torch.uint8)
