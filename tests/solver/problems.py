@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.schedule import Schedule
 
 MATMUL_FLOPS, MEMORY_BYTES, LAUNCH_SECONDS = 553e12, 4.3e12, 5e-6
 
@@ -197,3 +198,23 @@ def random_problem(random_state: random.Random, forward_ops: int) -> RematProble
             kept=[place for place in places if random_state.random() < 0.08],
         )
     return tape.problem(resident_bytes=random_state.choice([0, 7]))
+
+
+def text(problem: RematProblem, schedule: Schedule) -> str:
+    """The names of a schedule's evaluations, repeated ones in brackets."""
+    seen: set[int] = set()
+    names = []
+    for op in schedule.evaluations:
+        names.append(f"({problem.ops[op].name})" if op in seen else problem.ops[op].name)
+        seen.add(op)
+    return " ".join(names)
+
+
+def random_schedule(random_state: random.Random, problem: RematProblem) -> Schedule:
+    """Every op once in order, with forward ops evaluated again at random places after their first time."""
+    evaluations: list[int] = []
+    for index in range(len(problem.ops)):
+        evaluations.append(index)
+        again = [op for op in range(min(index + 1, problem.forward_ops)) if problem.ops[op].recomputable]
+        evaluations += random_state.choices(again, k=random_state.choice([0, 0, 0, 1, 2])) if again else []
+    return Schedule(tuple(evaluations))
