@@ -8,8 +8,8 @@ GIB = 1024**3
 class BudgetError(ValueError):
     """No plan keeps the step within the budget, so no step is taken.
 
-    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed, `dominated_by`
-    what holds it up, each in GB of 1024³ bytes.
+    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed, both in GB
+    of 1024³ bytes; `dominated_by` says what holds it up.
     """
 
     def __init__(self, budget_bytes: int, smallest_bytes: int, dominated_by: str) -> None:

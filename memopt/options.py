@@ -54,9 +54,7 @@ def check_options(
     _check_choice("precision", precision, PRECISIONS)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)
-    return Options(
-        budget_bytes(budget_gb), loss_fn, optimizer, precision, frozenset(allow), backend, outputs, hardware
-    )
+    return Options(budget_bytes(budget_gb), loss_fn, optimizer, precision, frozenset(allow), backend, outputs, hardware)
 
 
 def budget_bytes(budget_gb: float) -> int:
@@ -65,7 +63,9 @@ def budget_bytes(budget_gb: float) -> int:
         raise TypeError(f"budget_gb must be a number of gigabytes, such as 12 or 7.5, not {budget_gb!r}")
     gb = float(budget_gb)
     if not math.isfinite(gb) or gb <= 0:
-        raise ValueError(f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}")
+        raise ValueError(
+            f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}"
+        )
     return int(gb * GIB)
 
 

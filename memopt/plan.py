@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def graphs(self) -> dict[str, tuple[fx.GraphModule, ...]]:
-        """The joint graphs of each stage, a module a region: "captured" and "scheduled". Print one to read it as code."""
+        """The joint graphs of each stage ("captured", "scheduled"), a module a region; `print_readable()` shows code."""
         captured = self._live()
         return {
             "captured": tuple(region.module for region in captured.regions),
@@ -116,20 +116,20 @@ class Plan:
 
     def at(self, budget_gb: float) -> Plan:
         """The plan of the same captured step for another budget. Raises `BudgetError`, and `ValueError` if loaded."""
-        from memopt.options import budget_bytes  # noqa: PLC0415 — the road: options import levers, levers no plan
-        from memopt.planner import make_plan  # noqa: PLC0415 — a plan is made there, and can ask for another
+        from memopt.options import budget_bytes
+        from memopt.planner import make_plan
 
         return make_plan(self._live(), self.account, budget_bytes(budget_gb))
 
     def smallest_gb(self) -> float:
         """The smallest budget that works for this step, in GB."""
-        from memopt.planner import smallest_budget  # noqa: PLC0415
+        from memopt.planner import smallest_budget
 
         return smallest_budget(self._live(), self.account) / GIB
 
     def table(self) -> str:
         """Where every byte goes before and after, and what each module keeps and recomputes, as text."""
-        from memopt.report import render  # noqa: PLC0415
+        from memopt.report import render
 
         return render(self)
 

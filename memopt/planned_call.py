@@ -27,7 +27,7 @@ class PlannedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains():
-            return self.model._call_impl(*args, **kwargs)
+            return self.forward.plain(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def loss(self, inputs: Any, targets: Any) -> Any:

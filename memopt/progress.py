@@ -20,7 +20,7 @@ def stage(name: str) -> Iterator[None]:
 
     Elsewhere (a log file, a notebook server) the time goes to the logger "memopt" at level INFO.
     """
-    global _depth  # noqa: PLW0603 — one terminal, one spinner
+    global _depth
     started = time.perf_counter()
     outermost = _depth == 0 and _console.is_terminal
     _depth += 1

@@ -32,7 +32,8 @@ def _headline(plan: Plan) -> str:
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)} of a budget of {size(plan.budget_bytes)} "
         f"(plain {size(plan.plain.peak_bytes)}), "
-        f"added time {plan.added_time:.1%} of {milliseconds(plan.step_seconds)} (no plan adds less than {plan.bound:.1%})"
+        f"added time {plan.added_time:.1%} of {milliseconds(plan.step_seconds)} "
+        f"(no plan adds less than {plan.bound:.1%})"
     )
 
 

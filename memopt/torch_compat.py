@@ -6,7 +6,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler, profiler_legacy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "CpuMemoryEvents",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "Unsupported",
     "aot_autograd",
     "boxed",
@@ -136,7 +137,7 @@ def plain_tensors() -> ExitStack:
 assert rng_prims.run_and_save_rng_state is not None
 
 
-def capture_settings() -> AbstractContextManager[None]:
+def capture_settings() -> ExitStack:
     """The Dynamo and AOTAutograd settings under which models are captured and run.
 
     Sizes and scalars that depend on data stay in the graph; hooks added later are noticed; past the limit of
@@ -159,9 +160,7 @@ def capture_settings() -> AbstractContextManager[None]:
         )
     )
     stack.enter_context(
-        functorch_config.patch(
-            functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False
-        )
+        functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
     return stack
 
@@ -207,7 +206,8 @@ def upper_bound(size: torch.SymInt) -> int:
         return int(node.hint)
     bound = node.shape_env.bound_sympy(node.expr).upper
     if not bound.is_Integer:
-        raise ValueError(f"the size {size} depends on data and has no bound; call torch._check({size} <= …) in the model")
+        mend = f"call torch._check({size} <= …) in the model"
+        raise ValueError(f"the size {size} depends on data and has no bound; {mend}")
     return int(bound)
 
 

@@ -118,6 +118,9 @@ class Situation:
 
     def __init__(self, calls: TrainingCalls, held: bool, others: int) -> None:
         self.calls, self.held, self.others = calls, held, others
+        self.call: Call = ((), {})
+        self.others_now = 0
+        self.forward: PendingForward | None = None
         self.plans: dict[str, Plan] = {}
         """By the signature of the call that they were made for; only used where the forward breaks into regions."""
         self.schedules: dict[str, RegionSchedule] = {}
@@ -195,9 +198,10 @@ class Situation:
         compiled = lower(graph_module, inputs, cut)
         parameters = parameter_numbers(inputs)
 
-        def region(forward: PendingForward, *args: Any) -> Any:
+        def region(forward: PendingForward | None, *args: Any) -> Any:
             for number in parameters:
                 calls.leaves.set(number, args[number])
+            assert forward is not None
             return hand_out(compiled(*args), undifferentiated, forward)
 
         return region

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,6 +14,8 @@ from torch.fx.node import Argument
 
 from passes.graph_pass import Pass, PassError
 from passes.node_facts import is_random
+
+Kwargs = dict[str, Argument]
 
 FORWARD = "must_be_in_forward"
 BACKWARD = "must_be_in_backward"
@@ -48,6 +51,7 @@ class ApplySchedule(Pass):
         return f"ApplySchedule({len(self.evaluations)} evaluations, {repeated} of them again)"
 
     def requires(self, graph_module: fx.GraphModule) -> None:
+        super().requires(graph_module)
         known = {node.name for node in graph_module.graph.nodes}
         for name in self.evaluations:
             if name not in known:
@@ -64,7 +68,7 @@ class _Rewriter:
         self.schedule = schedule
         self.old = {node.name: node for node in graph.nodes}
         self.result = graph.output_node()
-        self.new = fx.Graph(tracer_cls=graph._tracer_cls)
+        self.new = fx.Graph()
         self.latest: dict[fx.Node, fx.Node] = {}
         self.state: dict[fx.Node, fx.Node] = {}
         self.derived: set[fx.Node] = set()
@@ -85,7 +89,8 @@ class _Rewriter:
         for name in self.schedule.evaluations[self.schedule.boundary :]:
             self.evaluate(self.old[name])
         outputs += [self.bind(value) for value in results[self.schedule.forward_outputs :]]
-        self.new.output(tuple(outputs)).meta.update(self.result.meta)
+        returned = outputs if isinstance(self.result.args[0], list) else tuple(outputs)
+        self.new.output(returned).meta.update(self.result.meta)
         self.drop_unread_elements()
         return self.new
 
@@ -100,10 +105,10 @@ class _Rewriter:
         kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
         name = f"{node.name}_again" if again else node.name
         if self.times[node.name] > 1 and is_random(node):
-            made = self.repeat_random(node, name, args, kwargs) if again else self.save_random(node, args, kwargs)
+            draw = self.repeat_random if again else self.save_random
+            self.latest[node] = draw(node, name, args, kwargs)
         else:
-            made = self.add(node, node.target, args, kwargs, name)
-        self.latest[node] = made
+            self.latest[node] = self.add(node, node.target, args, kwargs, name)
         # A tuple pins all its elements: take them out at once.
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
@@ -140,26 +145,28 @@ class _Rewriter:
             return node.args[0].name in self.planned
         return node.op == "placeholder" or node.name in self.planned
 
-    def save_random(self, node: fx.Node, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> fx.Node:
-        save = torch.ops.higher_order.run_and_save_rng_state
-        pair = self.add(node, save, (node.target, *args), kwargs, f"{node.name}_and_state")
-        drawn = self.add(node, operator.getitem, (pair, 1), {}, node.name)
-        state = self.add(node, operator.getitem, (pair, 0), {}, f"{node.name}_state")
+    def save_random(self, node: fx.Node, name: str, args: tuple[Argument, ...], kwargs: Kwargs) -> fx.Node:
+        save: Any = torch.ops.higher_order.run_and_save_rng_state
+        drawing: Any = node.target
+        pair = self.add(node, save, (drawing, *args), kwargs, f"{name}_and_state")
+        drawn = self.add(node, operator.getitem, (pair, 1), {}, name)
+        state = self.add(node, operator.getitem, (pair, 0), {}, f"{name}_state")
         state.meta["val"] = _fake_generator_state(drawn)
         pair.meta["val"] = (state.meta["val"], drawn.meta["val"])
         self.state[node] = state
         return drawn
 
-    def repeat_random(self, node: fx.Node, name: str, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> fx.Node:
-        repeat = torch.ops.higher_order.run_with_rng_state
-        return self.add(node, repeat, (self.state[node], node.target, *args), kwargs, name)
+    def repeat_random(self, node: fx.Node, name: str, args: tuple[Argument, ...], kwargs: Kwargs) -> fx.Node:
+        repeat: Any = torch.ops.higher_order.run_with_rng_state
+        drawing: Any = node.target
+        return self.add(node, repeat, (self.state[node], drawing, *args), kwargs, name)
 
     def add(
         self,
         like: fx.Node,
         target: fx.node.Target,
         args: tuple[Argument, ...],
-        kwargs: dict[str, Argument],
+        kwargs: Kwargs,
         name: str,
         op: str = "call_function",
     ) -> fx.Node:

@@ -26,7 +26,9 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     """
     simulation = simulate(problem, schedule)
     moving = simulation.peak_bytes - problem.resident_bytes
-    outputs = sum(s.bytes for s, maker in zip(problem.storages, problem.producer, strict=True) if _is_output(problem, s, maker))
+    outputs = sum(
+        s.bytes for s, maker in zip(problem.storages, problem.producer, strict=True) if _is_output(problem, s, maker)
+    )
     graph_peak = account.resident_bytes + moving
     fixed = {
         "parameters": account.parameters,
@@ -38,7 +40,12 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     }
     optimizer_peak = account.optimizer_step_bytes(outputs)
     if optimizer_peak > graph_peak:
-        rows = {**fixed, "gradients": account.gradients, "outputs": outputs, "optimizer temporaries": account.optimizer_temporaries}
+        rows = {
+            **fixed,
+            "gradients": account.gradients,
+            "outputs": outputs,
+            "optimizer temporaries": account.optimizer_temporaries,
+        }
         return Breakdown(optimizer_peak, "optimizer.step()", _ordered(rows))
     held = account.gradients if account.gradients_held else 0
     rows = {**fixed, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}

@@ -35,20 +35,18 @@ def training_call(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Calla
 
     It has a code object of its own, since Dynamo keeps and counts compilations by code object.
     """
-    if loss_fn is None:
+    run: Any = model._call_impl  # not the model itself, whose call is memopt's by now
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return model._call_impl(*args, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
 
-    else:
+    def loss(inputs: Any, targets: Any) -> Any:
+        assert loss_fn is not None
+        if isinstance(inputs, dict):
+            return loss_fn(run(**inputs), targets)
+        return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
 
-        def call(inputs: Any, targets: Any) -> Any:
-            if isinstance(inputs, dict):
-                return loss_fn(model._call_impl(**inputs), targets)
-            if isinstance(inputs, (tuple, list)):
-                return loss_fn(model._call_impl(*inputs), targets)
-            return loss_fn(model._call_impl(inputs), targets)
-
+    call = forward if loss_fn is None else loss
     call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
     return call
 
@@ -153,7 +151,9 @@ def capture(
             with mode:
                 compile_call(training_call(model, loss_fn), record_and_go_on, whole=False)(*arguments, **keywords)
         except Exception as failure:
-            raise CaptureError(f"{_cannot(model, reason)} (planning past it failed: {first_line(failure)})") from failure
+            raise CaptureError(
+                f"{_cannot(model, reason)} (planning past it failed: {first_line(failure)})"
+            ) from failure
     if not regions:
         raise CaptureError(_cannot(model, reason))
     note = f"captured in {len(regions)} regions, since {reason}; what runs between them is not planned"

@@ -21,8 +21,8 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     if with_targets:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
             raise TypeError(
-                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; put the inputs of "
-                "the model into one tuple or dict"
+                f"with a loss_fn a batch must be a pair (inputs, targets), not {_kind(example_inputs)}; "
+                "put the inputs of the model into one tuple or dict"
             )
         return tuple(example_inputs), {}
     if isinstance(example_inputs, Mapping):

@@ -80,7 +80,8 @@ def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: 
     refusing = tuple(position in undifferentiated for position in handled)
     if all(refusing):
         return tuple(outputs)
-    handed = iter(_HandOut.apply(forward, refusing, *(outputs[position] for position in handled)))
+    hand_out_all: Any = _HandOut.apply
+    handed = iter(hand_out_all(forward, refusing, *(outputs[position] for position in handled)))
     return tuple(next(handed) if position in handled else value for position, value in enumerate(outputs))
 
 

@@ -47,7 +47,8 @@ def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], lis
     """What the forward has and the backward reads or returns: tensors, and sizes."""
     results = graph.output_node()
     returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
-    tensors, sizes = [], []
+    tensors: list[fx.Node] = []
+    sizes: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output" or is_tangent(node) or _is_backward(node):
             continue

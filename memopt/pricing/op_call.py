@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,12 +95,15 @@ def op_call(node: fx.Node) -> OpCall | None:
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    results = _freeze(node.meta.get("val"))
-    if next(_specs(results), None) is None:
+    if next(tensors_in(node.meta.get("val")), None) is None:
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    frozen = tuple((name, _freeze(value)) for name, value in kwargs.items())
-    return OpCall(node.target, _freeze(tuple(args)), frozen, results)
+    return describe(node.target, args, kwargs, node.meta["val"])
+
+
+def describe(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
+    """The call of an operator with these arguments (real, fake or meta tensors) and results."""
+    return OpCall(op, _freeze(tuple(args)), tuple((name, _freeze(v)) for name, v in kwargs.items()), _freeze(results))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -112,4 +112,3 @@ def storage_bytes(value: torch.Tensor) -> int:
     """Bytes of the memory behind a tensor; sizes that depend on data count as the largest they may be."""
     nbytes = value.untyped_storage().nbytes()
     return nbytes if isinstance(nbytes, int) else upper_bound(nbytes)
-
