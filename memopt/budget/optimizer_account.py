@@ -59,7 +59,7 @@ def optimizer_account(
     given = list(_instance_parameters(optimizer) if isinstance(optimizer, Optimizer) else parameters)
     trained = [parameter for parameter in given if parameter.requires_grad]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
-    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True):  # type: ignore[no-untyped-call]
+    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(parameter): _fake_with_gradient(parameter) for parameter in trained}
         count = _LiveBytes(device_type)
         with count:  # some make their state when they are made
