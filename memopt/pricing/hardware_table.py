@@ -55,8 +55,8 @@ _HOPPER = {
 _GPUS = (
     _gpu("a100-40", 1.555, 40, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
     _gpu("a100-80", 2.039, 80, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
-    _gpu("h100-sxm", 3.35, 80, "NVIDIA H100 datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
-    _gpu("h200", 4.8, 141, "NVIDIA H200 datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
+    _gpu("h100", 3.35, 80, "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
+    _gpu("h200", 4.8, 141, "NVIDIA H200 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
     _gpu(
         "l4", 0.3, 24, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5, float8_e5m2=242.5,
@@ -85,7 +85,7 @@ _BY_NAME = {entry.name: entry for entry in _GPUS}
 _CUDA_NAMES = {
     r"(NVIDIA )?A100.*40GB.*": "a100-40",
     r"(NVIDIA )?A100.*80GB.*": "a100-80",
-    r"NVIDIA H100 80GB HBM3": "h100-sxm",
+    r"NVIDIA H100 80GB HBM3": "h100",
     r"NVIDIA H200": "h200",
     r"NVIDIA L4": "l4",
     r"(NVIDIA )?Tesla T4": "t4",

@@ -21,7 +21,7 @@ def test_every_entry_has_its_figures_and_a_source() -> None:
 
 
 def test_figures_are_dense_and_with_fp32_accumulation() -> None:
-    assert hardware("h100-sxm").flops["bfloat16"] == pytest.approx(989.5e12)
+    assert hardware("h100").flops["bfloat16"] == pytest.approx(989.5e12)
     assert hardware("rtx-4090").flops["float16"] == pytest.approx(165.2e12)
 
 
@@ -47,7 +47,7 @@ def test_cpu_scales_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100 80GB PCIe", "a100-80"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA L4", "l4"),
         ("Tesla T4", "t4"),
