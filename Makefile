@@ -1,0 +1,32 @@
+# `make demo` and `make test` are all the set-up there is: each makes .venv first, once, and again when the
+# requirements change. PYTHON chooses the interpreter, 3.10 to 3.13: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test test-all check
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# The slow tests too: minutes each. An empty -m takes back the "not slow" of pyproject.toml.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m ""
+
+check: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+# --clear: a .venv that an interrupted run or another Python left behind is made anew.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or \
+	sys.exit("memopt needs Python 3.10 to 3.13, $(PYTHON) is %d.%d; choose another: make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
