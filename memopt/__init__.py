@@ -1,6 +1,8 @@
 """memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
 
 from memopt.api import optimize, plan, plan_of, remove, training_loss
+from memopt.compare_step import compare
+from memopt.comparison import Comparison
 from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
 from memopt.meter import measure_peak
 from memopt.plan import Plan
@@ -8,8 +10,10 @@ from memopt.plan import Plan
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "Comparison",
     "Plan",
     "UnplannedGradientError",
+    "compare",
     "measure_peak",
     "optimize",
     "plan",

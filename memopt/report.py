@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
@@ -17,14 +17,17 @@ MODULE_ROWS = 24
 
 def render(plan: Plan, width: int = 110) -> str:
     """The plan's tables as plain text, `width` columns wide."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    console.print(_headline(plan))
-    console.print(_bytes_table(plan))
-    console.print(_module_table(plan))
-    for note in plan.notes:
-        console.print(f"note: {note}")
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    notes = (f"note: {note}" for note in plan.notes)
+    return as_text(_headline(plan), _bytes_table(plan), _module_table(plan), *notes, width=width)
+
+
+def as_text(*parts: RenderableType, width: int = 110) -> str:
+    """What rich would print, as plain text, `width` columns wide."""
+    page = io.StringIO()
+    console = Console(file=page, width=width, color_system=None, highlight=False, markup=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
 def _headline(plan: Plan) -> str:
