@@ -19,6 +19,13 @@ def to_schedule(evaluations: Ints) -> Schedule:
     return Schedule(tuple(evaluations.tolist()))
 
 
+def live_bytes(arrays: Arrays, evaluations: Ints) -> Ints:
+    """Bytes live at each evaluation."""
+    change = np.zeros(evaluations.size + 1, np.int64)
+    _count_changes(arrays, evaluations, np.full(arrays.size.size, -1, np.int64), change)
+    return np.cumsum(change[:-1]) + arrays.workspace[evaluations] + arrays.resident_bytes
+
+
 def peak_bytes(arrays: Arrays, evaluations: Ints) -> int:
     """The most bytes live at any evaluation."""
     return int(live_bytes(arrays, evaluations).max(initial=arrays.resident_bytes))
@@ -32,15 +39,19 @@ def added_seconds(arrays: Arrays, evaluations: Ints) -> float:
 
 def remove_dead(arrays: Arrays, evaluations: Ints) -> Ints:
     """The schedule without repeated evaluations that nothing reads."""
-    return evaluations[wanted_evaluations(arrays, evaluations)]
+    keep = np.zeros(evaluations.size, np.bool_)
+    keep[np.unique(evaluations, return_index=True)[1]] = True
+    _mark_wanted(arrays, evaluations, np.zeros(arrays.size.size, np.bool_), keep)
+    return evaluations[keep]
 
 
 @native
-def live_bytes(arrays: Arrays, evaluations: Ints) -> Ints:
-    """Bytes live at each evaluation."""
+def _count_changes(arrays: Arrays, evaluations: Ints, dies: Ints, change: Ints) -> None:
+    """Add to `change` each version's bytes at its making and take them off after its death.
+
+    `dies` says per storage where its latest version dies, -1 before its first making.
+    """
     count = evaluations.size
-    dies = np.full(arrays.size.size, -1, np.int64)  # per storage: where its latest version dies; -1: not made yet
-    change = np.zeros(count + 1, np.int64)
     for position in range(count):
         op = evaluations[position]
         for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
@@ -56,24 +67,13 @@ def live_bytes(arrays: Arrays, evaluations: Ints) -> Ints:
     for storage in range(arrays.size.size):
         if dies[storage] >= 0:
             change[dies[storage] + 1] -= arrays.size[storage]
-    live = np.cumsum(change[:count]) + arrays.resident_bytes
-    for position in range(count):
-        live[position] += arrays.workspace[evaluations[position]]
-    return live
 
 
 @native
-def wanted_evaluations(arrays: Arrays, evaluations: Ints) -> Flags:
-    """Which evaluations to keep: firsts, and those of which a later kept evaluation reads something."""
-    count = evaluations.size
-    first = np.full(arrays.seconds.size, count, np.int64)
-    for position in range(count - 1, -1, -1):
-        first[evaluations[position]] = position
-    wanted = np.zeros(arrays.size.size, np.bool_)
-    keep = np.zeros(count, np.bool_)
-    for position in range(count - 1, -1, -1):
+def _mark_wanted(arrays: Arrays, evaluations: Ints, wanted: Flags, keep: Flags) -> None:
+    """From the end: keep an evaluation of which a later kept one reads something; `keep` starts with the firsts."""
+    for position in range(evaluations.size - 1, -1, -1):
         op = evaluations[position]
-        keep[position] = first[op] == position
         for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
             keep[position] |= wanted[arrays.makes[at]]
         if keep[position]:
@@ -81,4 +81,3 @@ def wanted_evaluations(arrays: Arrays, evaluations: Ints) -> Flags:
                 wanted[arrays.makes[at]] = False
             for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
                 wanted[arrays.reads[at]] = True
-    return keep

@@ -1,4 +1,7 @@
-"""Compiles the solvers' hot loops with numba where it is installed; without it the same source runs as plain Python."""
+"""Compiles the solvers' hot loops with numba where it is installed; without it the same source runs as plain Python.
+
+Kernels keep to loops over arrays that are made outside: compiling stays a matter of seconds, once.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,18 @@ except ImportError:  # numba lags behind new Python releases; the plans are the 
 
 def native(function: Function) -> Function:
     """Compile `function` at its first call and keep the machine code on disk for later processes."""
+    return _compiled(function, {})
+
+
+def native_part(function: Function) -> Function:
+    """The same for a part of other kernels, which Python never calls: without the code that unpacks its arguments."""
+    return _compiled(function, {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})
+
+
+def _compiled(function: Function, options: dict[str, bool]) -> Function:
     if compiler is None:
         return function
     try:
-        return compiler(cache=True)(function)
+        return compiler(cache=True, **options)(function)
     except RuntimeError:  # no writable place for the cache (read-only installs): compile in each process
-        return compiler(function)
+        return compiler(**options)(function)

@@ -15,13 +15,13 @@ from memopt.solver.lower_bound import LowerBound, floor_of
 from memopt.solver.min_cut import CutNetwork
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Schedule
-from memopt.solver.search import EXPONENTS, Candidate, Search, candidate
+from memopt.solver.search import NEAREST_POWERS, NEXT_POWERS, SAVE_ALL_POWERS, Candidate, Search, candidate
 from memopt.solver.simulator import simulate
 
 # A plan this close to the lower bound, as a share of the step, is not searched any further.
 _CLOSE_ENOUGH = 1e-4
-# A local search costs about a millisecond for 50 ops and round: half a second on one core on graphs of any size.
-_EXPLORED_OPS, _MOST_ROUNDS, _FEWEST_ROUNDS = 30_000, 60, 4
+# How many evaluations the plans of a local search may have together: a dozen plans of 48 layers, half a second.
+_EXPLORED = 40_000
 
 
 @dataclass(frozen=True)
@@ -100,25 +100,17 @@ class Portfolio:
         schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
         return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
 
-    @property
-    def _rounds(self) -> int:
-        """Rounds of local search."""
-        return min(max(_EXPLORED_OPS // max(len(self._problem.ops), 1), _FEWEST_ROUNDS), _MOST_ROUNDS)
-
     def _improve(self, search: Search, known: list[Candidate], budget_bytes: int) -> None:
         """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""
-        fitting = [plan for plan in known if plan.peak_bytes <= budget_bytes]
-        fitting.sort(key=lambda plan: plan.added_seconds)
-        search.polish(fitting[:3])
-        seeds = self._seeds(known, budget_bytes)
-        search.repair(seeds)
-        search.explore(seeds, self._rounds)
-
-    def _seeds(self, known: list[Candidate], budget_bytes: int) -> list[Candidate]:
-        """Save-all, and the plans whose peak is nearest above and below the budget."""
+        fitting = sorted((p for p in known if p.peak_bytes <= budget_bytes), key=lambda plan: plan.added_seconds)
         above = sorted((p for p in known if p.peak_bytes > budget_bytes), key=lambda plan: plan.peak_bytes)
-        below = sorted((p for p in known if p.peak_bytes <= budget_bytes), key=lambda plan: plan.added_seconds)
-        return [self._baselines[0], *above[:4], *below[:2]]
+        for plan in fitting[:3]:
+            search.polish(plan)
+        save_all = self._baselines[0]
+        search.repair(save_all, SAVE_ALL_POWERS)
+        for seed, powers in zip(above, (NEAREST_POWERS, NEXT_POWERS, NEXT_POWERS), strict=False):
+            search.repair(seed, powers)
+        search.explore([save_all, *above[:3], *fitting[:2]], _EXPLORED)
 
     @cached_property
     def _smallest(self) -> Candidate:
@@ -137,16 +129,18 @@ class Portfolio:
                 seeds = [best, *seeds[:5]]
         search = Search(self._arrays, best.peak_bytes)
         search.offer(best)
-        search.repair(seeds[:2])
-        search.explore(seeds[:2], self._rounds // 4)
+        search.polish(best)
+        for seed in seeds[:2]:
+            search.repair(seed, NEAREST_POWERS)
+        search.explore(seeds[:2], _EXPLORED // 4)
         assert search.best is not None
         return search.best
 
     def _first_fit(self, seeds: list[Candidate], cap_bytes: int) -> Candidate | None:
         search = Search(self._arrays, cap_bytes)
         for seed in seeds:
-            for powers in EXPONENTS:
-                plan = search.repaired(seed, powers)
+            for rule in (*SAVE_ALL_POWERS, *NEAREST_POWERS):
+                plan = search.repaired(seed, rule)
                 if plan is not None:
                     return plan
         return None

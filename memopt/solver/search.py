@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,12 @@ from memopt.solver.liveness import added_seconds, peak_bytes
 from memopt.solver.polish import polish
 from memopt.solver.repair import repair
 
-# (bytes^p, distance^a) of the repair's rule. None is best everywhere: a = 0 wins near save-all, a = 1 in deep plans.
-EXPONENTS = ((1.0, 1.0), (1.0, 0.0), (1.0, 0.5), (0.7, 1.0), (0.5, 0.5))
+# (p, a) of the repair's rule, bytes^p and distance^a. None is best everywhere; these together lost least on
+# transformers, hourglasses, chains and random graphs, from near save-all down to the smallest peak.
+SAVE_ALL_POWERS = ((1.0, 0.5), (1.2, 0.3), (0.5, 0.0), (0.5, 0.5), (0.7, 0.2), (1.0, 1.0))
+NEAREST_POWERS = ((1.0, 0.5), (1.0, 0.0), (0.5, 1.0))
+NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
+LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,47 +53,45 @@ class Search:
         self.best = plan
         return True
 
-    def polish(self, plans: Iterable[Candidate]) -> None:
-        """Spend what memory each fitting plan leaves, by several orders."""
-        for plan in plans:
-            for length_exponent in (0.0, 0.5, 1.0):
-                evaluations = polish(self._arrays, plan.evaluations, self._cap_bytes, length_exponent)
-                self.offer(candidate(self._arrays, _polished(plan.method), evaluations))
+    def polish(self, plan: Candidate, method: str | None = None) -> None:
+        """Spend what memory a fitting plan leaves, by several orders."""
+        for length_exponent in LENGTH_EXPONENTS:
+            evaluations = polish(self._arrays, plan.evaluations, self._cap_bytes, length_exponent)
+            self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
 
-    def repair(self, seeds: Sequence[Candidate], exponents: Sequence[tuple[float, float]] = EXPONENTS) -> None:
-        """Replay each seed under the cap by each rule of eviction, and polish what comes out."""
-        for seed in seeds:
-            for powers in exponents:
-                self.offer(self.repaired(seed, powers))
+    def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
+        """Replay a seed under the cap by each rule of eviction, and polish what comes out."""
+        for rule in powers:
+            plan = self.repaired(seed, rule)
+            if plan is not None:
+                self.polish(plan, plan.method)
 
-    def repaired(self, seed: Candidate, powers: tuple[float, float]) -> Candidate | None:
-        """One repair of one seed, polished; None where it does not fit."""
-        evaluations = repair(self._arrays, seed.evaluations, self._cap_bytes, *powers)
-        if evaluations is None:
-            return None
-        method = f"{_root(seed.method)}, repaired"
-        return candidate(self._arrays, method, polish(self._arrays, evaluations, self._cap_bytes))
+    def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
+        """One repair of one seed; None where it does not fit."""
+        evaluations = repair(self._arrays, seed.evaluations, self._cap_bytes, *rule)
+        return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
 
-    def explore(self, seeds: Sequence[Candidate], rounds: int) -> None:
-        """Local search: repair the best plan (at times a seed) with noisy scores under a smaller cap, and polish."""
+    def explore(self, seeds: Sequence[Candidate], evaluations: int) -> None:
+        """Local search: repair the best plan (at times a seed) with noisy scores under a smaller cap, and polish.
+
+        Ends when its plans together have about as many `evaluations`, or after 60 of them.
+        """
         draw = self._random
-        for _ in range(rounds):
-            if self.best is None:
+        rules = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
+        for _ in range(60):
+            if self.best is None or evaluations < 0:
                 return
-            seed = self.best if not seeds or draw.random() < 0.7 else seeds[int(draw.integers(len(seeds)))]
+            seed = self.best if draw.random() < 0.7 else seeds[int(draw.integers(len(seeds)))]
             noise = np.exp(draw.normal(0.0, draw.choice((0.1, 0.3, 0.8)), self._arrays.size.size))
             cap_bytes = int(self._cap_bytes * (1 - 0.08 * draw.random() ** 2))
-            powers = EXPONENTS[int(draw.integers(len(EXPONENTS)))]
-            evaluations = repair(self._arrays, seed.evaluations, cap_bytes, *powers, noise=noise)
-            if evaluations is not None:
-                evaluations = polish(self._arrays, evaluations, self._cap_bytes, draw.choice((0.0, 0.5, 1.0)))
-                self.offer(candidate(self._arrays, f"{_root(seed.method)}, local search", evaluations))
+            rule = rules[int(draw.integers(len(rules)))]
+            plan = repair(self._arrays, seed.evaluations, cap_bytes, *rule, noise=noise)
+            evaluations -= self._arrays.seconds.size if plan is None else plan.size
+            if plan is not None:
+                plan = polish(self._arrays, plan, self._cap_bytes, draw.choice(LENGTH_EXPONENTS))
+                self.offer(candidate(self._arrays, f"{_root(seed.method)}, local search", plan))
 
 
 def _root(method: str) -> str:
     """The seed that a plan comes from."""
     return method.split(",")[0]
-
-
-def _polished(method: str) -> str:
-    return method if method.endswith("polished") else f"{method}, polished"

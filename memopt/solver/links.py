@@ -1,0 +1,248 @@
+"""A schedule as doubly linked lists of reads, from which evaluations can be removed and put back exactly.
+
+Removing a repeated evaluation hands its readers to the evaluation of the same op before it, and removes in turn what
+was evaluated again only for it. The live bytes are kept up to date. Putting back is Knuth's "dancing links" (2000):
+an unlinked element still knows its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Flags, Floats, Ints
+from memopt.solver.liveness import live_bytes
+from memopt.solver.native import native, native_part
+
+NONE = -1
+
+
+class Links(NamedTuple):
+    """A version is what one evaluation makes of one storage; versions and reads are numbered through."""
+
+    seconds: Floats
+    """Per evaluation."""
+    before: Ints
+    """Per evaluation: the one before it of the same op, or none."""
+    after: Ints
+    alive: Flags
+    queued: Flags
+    live: Ints
+    """Per evaluation: bytes live, if it is alive itself."""
+    version_start: Ints
+    maker: Ints
+    """Per version: its evaluation."""
+    size: Ints
+    forever: Flags
+    """Per version: the first of a kept storage, which never dies."""
+    head: Ints
+    """Per version: its first read, or none."""
+    tail: Ints
+    read_start: Ints
+    position: Ints
+    """Per read: its evaluation."""
+    version: Ints
+    previous: Ints
+    """Per read: the read of the same version before it, or none."""
+    next: Ints
+    removed: Ints
+    """Evaluations that the last `remove` removed, in order."""
+    log: Ints
+    """What it did to `live`, as (from, to, bytes)."""
+
+
+def link(arrays: Arrays, evaluations: Ints) -> Links:
+    """The lists of a schedule."""
+    count = evaluations.size
+    version_start = _starts(np.diff(arrays.make_start)[evaluations])
+    read_start = _starts(np.diff(arrays.read_start)[evaluations])
+    versions, reads = int(version_start[-1]), int(read_start[-1])
+    links = Links(
+        seconds=arrays.seconds[evaluations],
+        before=np.full(count, NONE, np.int64),
+        after=np.full(count, NONE, np.int64),
+        alive=np.ones(count, np.bool_),
+        queued=np.zeros(count, np.bool_),
+        live=live_bytes(arrays, evaluations),
+        version_start=version_start,
+        maker=np.repeat(np.arange(count), np.diff(version_start)),
+        size=np.zeros(versions, np.int64),
+        forever=np.zeros(versions, np.bool_),
+        head=np.full(versions, NONE, np.int64),
+        tail=np.full(versions, NONE, np.int64),
+        read_start=read_start,
+        position=np.repeat(np.arange(count), np.diff(read_start)),
+        version=np.zeros(reads, np.int64),
+        previous=np.full(reads, NONE, np.int64),
+        next=np.full(reads, NONE, np.int64),
+        removed=np.zeros(count, np.int64),
+        log=np.zeros(3 * (reads + 2 * versions), np.int64),
+    )
+    _fill(arrays, evaluations, np.full(arrays.seconds.size, NONE, np.int64), links)
+    return links
+
+
+def _starts(lengths: Ints) -> Ints:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+
+
+@native
+def _fill(arrays: Arrays, evaluations: Ints, latest: Ints, links: Links) -> None:
+    """Link evaluations and reads; `latest` holds each op's latest evaluation, none at first."""
+    for i in range(evaluations.size):
+        op = evaluations[i]
+        read = links.read_start[i]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            v = links.version_start[latest[arrays.producer[storage]]] + arrays.slot[storage]
+            links.version[read] = v
+            links.previous[read] = links.tail[v]
+            if links.tail[v] == NONE:
+                links.head[v] = read
+            else:
+                links.next[links.tail[v]] = read
+            links.tail[v] = read
+            read += 1
+        v = links.version_start[i]
+        for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+            links.size[v] = arrays.size[arrays.makes[at]]
+            links.forever[v] = latest[op] == NONE and arrays.kept[arrays.makes[at]]
+            v += 1
+        links.before[i] = latest[op]
+        if latest[op] != NONE:
+            links.after[latest[op]] = i
+        latest[op] = i
+
+
+@native_part
+def death(links: Links, v: int) -> int:
+    """The last evaluation at which version `v` is live."""
+    if links.forever[v]:
+        return links.alive.size - 1
+    return links.maker[v] if links.tail[v] == NONE else links.position[links.tail[v]]
+
+
+@native_part
+def remove(links: Links, i: int) -> tuple[int, int]:
+    """Remove the repeated evaluation `i`, then those that only it needed; the lengths of `removed` and of `log`."""
+    links.removed[0] = i
+    count, done, logged = 1, 0, 0
+    while done < count:
+        i = links.removed[done]
+        done += 1
+        logged = _hand_over(links, i, logged)
+        links.alive[i] = False
+        links.after[links.before[i]] = links.after[i]
+        if links.after[i] != NONE:
+            links.before[links.after[i]] = links.before[i]
+        for read in range(links.read_start[i], links.read_start[i + 1]):
+            v = links.version[read]
+            died = death(links, v)
+            previous, following = links.previous[read], links.next[read]
+            if previous == NONE:
+                links.head[v] = following
+            else:
+                links.next[previous] = following
+            if following == NONE:
+                links.tail[v] = previous
+            else:
+                links.previous[following] = previous
+            logged = _add(links, logged, death(links, v) + 1, died + 1, -links.size[v])
+            maker = links.maker[v]
+            if not links.queued[maker] and _unread(links, maker):
+                links.queued[maker] = True
+                links.removed[count] = maker
+                count += 1
+    return count, logged
+
+
+@native_part
+def put_back(links: Links, count: int, logged: int) -> None:
+    """Take back the last `remove`, step by step in reverse."""
+    for done in range(count - 1, -1, -1):
+        i = links.removed[done]
+        for read in range(links.read_start[i + 1] - 1, links.read_start[i] - 1, -1):
+            previous, following, v = links.previous[read], links.next[read], links.version[read]
+            if previous == NONE:
+                links.head[v] = read
+            else:
+                links.next[previous] = read
+            if following == NONE:
+                links.tail[v] = read
+            else:
+                links.previous[following] = read
+        if links.after[i] != NONE:
+            links.before[links.after[i]] = i
+        links.after[links.before[i]] = i
+        links.alive[i] = True
+        links.queued[i] = False
+        _take_back_hand_over(links, i)
+    for at in range(0, logged, 3):
+        for position in range(links.log[at], links.log[at + 1]):
+            links.live[position] -= links.log[at + 2]
+
+
+@native_part
+def _hand_over(links: Links, i: int, logged: int) -> int:
+    """Let the readers of evaluation `i` read the evaluation of the same op before it; the log's new length."""
+    w = links.version_start[links.before[i]]
+    for v in range(links.version_start[i], links.version_start[i + 1]):
+        died = death(links, w)
+        logged = _add(links, logged, i, death(links, v) + 1, -links.size[v])
+        read = links.head[v]
+        if read != NONE:
+            links.previous[read] = links.tail[w]
+            if links.tail[w] == NONE:
+                links.head[w] = read
+            else:
+                links.next[links.tail[w]] = read
+            links.tail[w] = links.tail[v]
+            while read != NONE:
+                links.version[read] = w
+                read = links.next[read]
+            logged = _add(links, logged, died + 1, death(links, w) + 1, links.size[v])
+        w += 1
+    return logged
+
+
+@native_part
+def _take_back_hand_over(links: Links, i: int) -> None:
+    w = links.version_start[links.before[i]]
+    for v in range(links.version_start[i], links.version_start[i + 1]):
+        read = links.head[v]
+        if read != NONE:
+            links.tail[w] = links.previous[read]
+            if links.tail[w] == NONE:
+                links.head[w] = NONE
+            else:
+                links.next[links.tail[w]] = NONE
+            links.previous[read] = NONE
+            while read != NONE:
+                links.version[read] = v
+                read = links.next[read]
+        w += 1
+
+
+@native_part
+def _unread(links: Links, i: int) -> bool:
+    """Whether `i` repeats an op and nothing reads what it makes."""
+    if links.before[i] == NONE:
+        return False
+    for v in range(links.version_start[i], links.version_start[i + 1]):  # noqa: SIM110 (a loop compiles faster)
+        if links.head[v] != NONE:
+            return False
+    return True
+
+
+@native_part
+def _add(links: Links, logged: int, start: int, stop: int, amount: int) -> int:
+    """Add bytes to the positions from `start` up to, not including, `stop`, and log it; the log's new length."""
+    if start >= stop:
+        return logged
+    for position in range(start, stop):
+        links.live[position] += amount
+    links.log[logged] = start
+    links.log[logged + 1] = stop
+    links.log[logged + 2] = amount
+    return logged + 3

@@ -1,0 +1,297 @@
+"""The state of a replay: what is in memory, when each value is needed next, and what it costs to have it again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Flags, Floats, Ints
+from memopt.solver.native import native, native_part
+
+NEVER = 2**62
+
+# Places in `Replay.scalars`.
+USED, EVALUATED, NOW, PRESENT, AWAY, STAMP, LOOK = range(7)
+
+
+class Replay(NamedTuple):
+    """Positions are those of the seed schedule. Lists are filled up to a length in `scalars`."""
+
+    scalars: Ints
+    """Bytes in use, evaluations made, position in the seed, lengths of `present` and `away`, visits, looks."""
+    evaluations: Ints
+    event_start: Ints
+    events: Ints
+    """Per storage, in the seed: 2 · position of a read, or 2 · position + 1 of its making again."""
+    cursor: Ints
+    """Per storage: its first event that is not past."""
+    present: Ints
+    """Storages in memory."""
+    place: Ints
+    """Per storage: its place in `present`, or -1."""
+    away: Ints
+    """Storages that were made, are not in memory, and that the seed has not done with."""
+    is_away: Flags
+    copied: Flags
+    """Per kept storage: a second version of it is alive."""
+    made: Flags
+    """Per op: evaluated once."""
+    need: Ints
+    """Per storage in memory: position of its next read, also by what must be recomputed; as of the last look."""
+    pinned: Ints
+    """Per storage: the look at which an op under way used it."""
+    cost: Floats
+    """Per storage: seconds to have it again if it is evicted, inputs that are missing now included."""
+    stale: Flags
+    visited: Ints
+    op_need: Ints
+    """Per op that must be evaluated again: by when, as of the look in `op_look`."""
+    op_look: Ints
+    pending: Ints
+    stack: Ints
+    candidates: Ints
+    scores: Floats
+    bytes_power: Floats
+    distance_power: Floats
+
+
+def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, distance_power: Floats) -> Replay:
+    """Nothing made yet; room for `most` evaluations."""
+    ops, storages = arrays.seconds.size, arrays.size.size
+    reads, makes = np.diff(arrays.read_start), np.diff(arrays.make_start)
+    event_start = np.zeros(storages + 1, np.int64)
+    replay = Replay(
+        scalars=np.zeros(7, np.int64),
+        evaluations=np.zeros(most, np.int64),
+        event_start=event_start,
+        events=np.zeros(int(reads[seed].sum() + makes[seed].sum()), np.int64),
+        cursor=np.zeros(storages, np.int64),
+        present=np.zeros(storages, np.int64),
+        place=np.full(storages, -1, np.int64),
+        away=np.zeros(storages, np.int64),
+        is_away=np.zeros(storages, np.bool_),
+        copied=np.zeros(storages, np.bool_),
+        made=np.zeros(ops, np.bool_),
+        need=np.zeros(storages, np.int64),
+        pinned=np.zeros(storages, np.int64),
+        cost=np.zeros(storages),
+        stale=np.ones(storages, np.bool_),
+        visited=np.zeros(ops, np.int64),
+        op_need=np.zeros(ops, np.int64),
+        op_look=np.zeros(ops, np.int64),
+        pending=np.zeros(storages + ops, np.int64),
+        stack=np.zeros(ops + 1, np.int64),
+        candidates=np.zeros(storages, np.int64),
+        scores=np.zeros(storages),
+        bytes_power=bytes_power,
+        distance_power=distance_power,
+    )
+    replay.scalars[USED] = arrays.resident_bytes
+    _list_events(arrays, seed, replay)
+    return replay
+
+
+@native
+def _list_events(arrays: Arrays, seed: Ints, replay: Replay) -> None:
+    """Count each storage's events, then put them down in the seed's order."""
+    fill, start, made = replay.cursor, replay.event_start, replay.made
+    for counting in (True, False):
+        for position in range(seed.size):
+            op = seed[position]
+            for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+                storage = arrays.reads[at]
+                if not counting:
+                    replay.events[start[storage] + fill[storage]] = 2 * position
+                fill[storage] += 1
+            if made[op]:
+                for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+                    storage = arrays.makes[at]
+                    if not counting:
+                        replay.events[start[storage] + fill[storage]] = 2 * position + 1
+                    fill[storage] += 1
+            made[op] = True
+        for op in range(made.size):
+            made[op] = False
+        for storage in range(fill.size):
+            start[storage + 1] = start[storage] + fill[storage]
+            fill[storage] = 0
+    for storage in range(fill.size):
+        replay.cursor[storage] = start[storage]
+
+
+@native_part
+def evaluate(arrays: Arrays, replay: Replay, op: int) -> None:
+    """Make what `op` makes."""
+    scalars = replay.scalars
+    replay.evaluations[scalars[EVALUATED]] = op
+    scalars[EVALUATED] += 1
+    replay.made[op] = True
+    for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+        storage = arrays.makes[at]
+        if replay.place[storage] < 0:
+            replay.place[storage] = scalars[PRESENT]
+            replay.present[scalars[PRESENT]] = storage
+            scalars[PRESENT] += 1
+            scalars[USED] += arrays.size[storage]
+            _spread_staleness(arrays, replay, storage)
+        elif arrays.kept[storage] and not replay.copied[storage]:
+            replay.copied[storage] = True
+            scalars[USED] += arrays.size[storage]
+
+
+@native_part
+def drop(arrays: Arrays, replay: Replay, storage: int) -> None:
+    """Let `storage` go."""
+    scalars = replay.scalars
+    scalars[PRESENT] -= 1
+    last = replay.present[scalars[PRESENT]]
+    replay.present[replay.place[storage]] = last
+    replay.place[last] = replay.place[storage]
+    replay.place[storage] = -1
+    scalars[USED] -= arrays.size[storage]
+    if not replay.is_away[storage]:
+        replay.is_away[storage] = True
+        replay.away[scalars[AWAY]] = storage
+        scalars[AWAY] += 1
+    _spread_staleness(arrays, replay, storage)
+
+
+@native_part
+def _spread_staleness(arrays: Arrays, replay: Replay, storage: int) -> None:
+    """The storage came or went: mark the costs that count it, through whatever is missing."""
+    scalars, pending = replay.scalars, replay.pending
+    scalars[STAMP] += 1
+    pending[0] = storage
+    count = 1
+    while count > 0:
+        count -= 1
+        changed = pending[count]
+        for at in range(arrays.reader_start[changed], arrays.reader_start[changed + 1]):
+            op = arrays.readers[at]
+            if not replay.made[op] or replay.visited[op] == scalars[STAMP]:
+                continue
+            replay.visited[op] = scalars[STAMP]
+            for make in range(arrays.make_start[op], arrays.make_start[op + 1]):
+                made = arrays.makes[make]
+                replay.stale[made] = True
+                if replay.place[made] < 0:
+                    pending[count] = made
+                    count += 1
+
+
+@native_part
+def cost(arrays: Arrays, replay: Replay, storage: int) -> float:
+    """Seconds to have `storage` again, infinite where something that it misses cannot be recomputed."""
+    if not replay.stale[storage]:
+        return replay.cost[storage]
+    scalars, pending = replay.scalars, replay.pending
+    scalars[STAMP] += 1
+    total = 1e-12  # never zero: bytes and distance still decide among ops that cost nothing
+    pending[0] = arrays.producer[storage]
+    replay.visited[pending[0]] = scalars[STAMP]
+    count = 1
+    while count > 0:
+        count -= 1
+        op = pending[count]
+        if not arrays.repeatable[op]:
+            total = np.inf
+            break
+        total += arrays.seconds[op]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            producer = arrays.producer[arrays.reads[at]]
+            if replay.place[arrays.reads[at]] < 0 and replay.visited[producer] != scalars[STAMP]:
+                replay.visited[producer] = scalars[STAMP]
+                pending[count] = producer
+                count += 1
+    replay.cost[storage] = total
+    replay.stale[storage] = False
+    return total
+
+
+@native_part
+def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
+    """Fill `need` of what is in memory, and pin what the ops on the stack (of that `depth`) use."""
+    scalars, need = replay.scalars, replay.need
+    scalars[LOOK] += 1
+    for at in range(scalars[PRESENT]):
+        storage = replay.present[at]
+        need[storage] = _next_read(replay, storage)
+    last = _look_at_away(arrays, replay)
+    for level in range(depth):
+        op = replay.stack[level]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            if replay.place[storage] < 0:
+                last = max(last, _need_op(replay, arrays.producer[storage], scalars[NOW]))
+            else:
+                need[storage] = scalars[NOW]
+                replay.pinned[storage] = scalars[LOOK]
+    op = replay.stack[depth - 1]
+    for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+        replay.pinned[arrays.makes[at]] = scalars[LOOK]
+    pass_need_on(arrays, replay, last)
+
+
+@native_part
+def _look_at_away(arrays: Arrays, replay: Replay) -> int:
+    """Mark the ops that must make again what the seed reads; the last of them, or -1."""
+    scalars = replay.scalars
+    last = -1
+    at = 0
+    while at < scalars[AWAY]:
+        storage = replay.away[at]
+        soonest = _next_read(replay, storage)
+        if replay.place[storage] >= 0 or replay.cursor[storage] == replay.event_start[storage + 1]:
+            replay.is_away[storage] = False
+            scalars[AWAY] -= 1
+            replay.away[at] = replay.away[scalars[AWAY]]
+            continue
+        if soonest < NEVER:
+            last = max(last, _need_op(replay, arrays.producer[storage], soonest))
+        at += 1
+    return last
+
+
+@native_part
+def _next_read(replay: Replay, storage: int) -> int:
+    """Position of the seed's next read of the version in memory; never where the seed makes it again before."""
+    at, stop = replay.cursor[storage], replay.event_start[storage + 1]
+    while at < stop and replay.events[at] < 2 * replay.scalars[NOW]:
+        at += 1
+    replay.cursor[storage] = at
+    if at < stop and replay.events[at] % 2 == 0:
+        return replay.events[at] // 2
+    return NEVER
+
+
+@native_part
+def _need_op(replay: Replay, op: int, soonest: int) -> int:
+    """The op must be evaluated again, at `soonest` at the latest; returns it."""
+    if replay.op_look[op] != replay.scalars[LOOK]:
+        replay.op_look[op] = replay.scalars[LOOK]
+        replay.op_need[op] = soonest
+    else:
+        replay.op_need[op] = min(replay.op_need[op], soonest)
+    return op
+
+
+@native_part
+def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
+    """The storage was evicted: what it is recomputed from is needed as soon as it was."""
+    pass_need_on(arrays, replay, _need_op(replay, arrays.producer[storage], replay.need[storage]))
+
+
+@native_part
+def pass_need_on(arrays: Arrays, replay: Replay, last: int) -> None:
+    """From op `last` back: what an op to evaluate again reads is needed as soon as the op is."""
+    scalars = replay.scalars
+    for op in range(last, -1, -1):
+        if replay.op_look[op] != scalars[LOOK]:
+            continue
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            if replay.place[storage] < 0:
+                _need_op(replay, arrays.producer[storage], replay.op_need[op])
+            else:
+                replay.need[storage] = min(replay.need[storage], replay.op_need[op])
