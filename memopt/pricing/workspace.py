@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -37,7 +37,7 @@ class Measured:
     output_bytes: int | None
     """Bytes of the storages that it made and returned, views of its inputs left out; None if it was not run."""
     seconds: float | None
-    """Median time of a run, on this machine's CPU; None if it was not run."""
+    """Time of a run on this machine's CPU, the median of three after a first one if that is short; None if not run."""
 
 
 def workspace_bytes(node: fx.Node, device_type: str) -> int:
@@ -60,13 +60,12 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
     or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then).
     """
     calls = {node: op_call(node) for node in nodes}
-    fresh = {call for call in calls.values() if call is not None and _key(call) not in _known}
+    fresh = dict.fromkeys(call for call in calls.values() if call is not None and _key(call) not in _known)
     if fresh:
         # Profilers, autocast and dispatch modes belong to a thread: in one of our own, whatever is active in the
         # caller's (a meter around the first step, the fake mode of a compiler) neither disturbs us nor is disturbed.
-        worker = threading.Thread(target=_measure_all, args=(fresh,), name="memopt-workspace")
-        worker.start()
-        worker.join()
+        with ThreadPoolExecutor(1, "memopt-workspace") as worker:
+            worker.submit(_measure_all, fresh).result()
     return {node: _NOTHING if call is None else _known[_key(call)] for node, call in calls.items()}
 
 

@@ -86,7 +86,7 @@ COMMON: dict[str, Rule] = {
     **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
     **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call)),
     **for_each("index _unsafe_index", index),
-    **for_each("repeat binary_cross_entropy_backward", lambda call: 2 * SCALARS),
+    **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: KB),
     "nonzero": lambda call: 16 * first(call).numel,
     "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
     "masked_scatter_backward": lambda call: 24 * call.inputs[1].numel,
