@@ -79,8 +79,7 @@ COMMON: dict[str, Rule] = {
         "_adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward grid_sampler_2d "
         "grid_sampler_2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
         "replication_pad2d_backward channel_shuffle pixel_shuffle pixel_unshuffle upsample_nearest2d_backward "
-        "upsample_bilinear2d_backward upsample_bicubic2d_backward col2im _unsafe_view _reshape_alias "
-        "unfold_backward",
+        "upsample_bilinear2d_backward upsample_bicubic2d_backward col2im _unsafe_view _reshape_alias",
         nothing,
     ),
     **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
