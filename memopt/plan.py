@@ -38,6 +38,15 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """A way to choose by hand what to recompute: its name, the step's peak, its added time as a fraction."""
+
+    name: str
+    peak_gb: float
+    added_time: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is kept, what is evaluated again, what the step will hold and take. Sizes in bytes, times in seconds.
 
@@ -93,7 +102,7 @@ class Plan:
 
     @property
     def graphs(self) -> dict[str, tuple[fx.GraphModule, ...]]:
-        """The joint graphs of each stage ("captured", "scheduled"), a module a region; `print_readable()` shows code."""
+        """The joint graphs of each stage ("captured", "scheduled"), a module a region; `print_readable` shows code."""
         captured = self._live()
         return {
             "captured": tuple(region.module for region in captured.regions),
@@ -120,6 +129,12 @@ class Plan:
         from memopt.planner import make_plan
 
         return make_plan(self._live(), self.account, budget_bytes(budget_gb))
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        """What the recipes of hand-written checkpointing would do on the same captured step, as simulated."""
+        from memopt.planner import recipes  # noqa: PLC0415
+
+        return recipes(self._live(), self.account)
 
     def smallest_gb(self) -> float:
         """The smallest budget that works for this step, in GB."""

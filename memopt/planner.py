@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memopt.budget.account import Account
-from memopt.budget.breakdown import breakdown, live_versions
+from memopt.budget.breakdown import breakdown, live_versions, output_bytes
 from memopt.capture.joint import JointGraph
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB, BudgetError
-from memopt.plan import ModuleRow, Plan
+from memopt.plan import ModuleRow, Plan, Recipe
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
@@ -137,6 +137,20 @@ def _solve(joined: Joined, account: Account, budget_bytes: int) -> Solution:
 def smallest_budget(captured: Captured, account: Account) -> int:
     """The smallest budget, in bytes, that `make_plan` finds a plan for."""
     return _smallest(captured.joined(accumulating=account.gradients_held), account)[0]
+
+
+def recipes(captured: Captured, account: Account) -> tuple[Recipe, ...]:
+    """What hand-written checkpointing would reach, and what it would add."""
+    joined = captured.joined(accumulating=account.gradients_held)
+    after = account.optimizer_step_bytes(output_bytes(joined.problem))
+    return tuple(
+        Recipe(
+            baseline.name,
+            max(baseline.peak_bytes + account.resident_bytes, after) / GIB,
+            baseline.added_seconds / joined.problem.seconds,
+        )
+        for baseline in joined.portfolio.baselines()
+    )
 
 
 def _smallest(joined: Joined, account: Account) -> tuple[int, str]:

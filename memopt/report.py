@@ -12,7 +12,7 @@ from rich.table import Table
 from memopt.errors import GIB
 from memopt.plan import ModuleRow, Plan
 
-MODULE_ROWS = 24
+MODULE_ROWS = 60
 
 
 def render(plan: Plan, width: int = 110) -> str:

@@ -26,9 +26,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     """
     simulation = simulate(problem, schedule)
     moving = simulation.peak_bytes - problem.resident_bytes
-    outputs = sum(
-        s.bytes for s, maker in zip(problem.storages, problem.producer, strict=True) if _is_output(problem, s, maker)
-    )
+    outputs = output_bytes(problem)
     graph_peak = account.resident_bytes + moving
     fixed = {
         "parameters": account.parameters,
@@ -90,8 +88,10 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
             yield storage, made
 
 
-def _is_output(problem: RematProblem, storage: object, maker: int) -> bool:
-    return bool(getattr(storage, "kept", False)) and maker < problem.forward_ops
+def output_bytes(problem: RematProblem) -> int:
+    """Bytes of what the forward returns, which its caller may hold until the step's end."""
+    made = zip(problem.storages, problem.producer, strict=True)
+    return sum(storage.bytes for storage, maker in made if storage.kept and maker < problem.forward_ops)
 
 
 def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -20,5 +20,8 @@ def price_nodes(nodes: Sequence[fx.Node], card: Hardware) -> dict[fx.Node, NodeP
     """
     if card.name == "cpu":
         measured = measure_workspaces(nodes)
-        return {node: NodePrice(node_seconds(node, card), measured[node].workspace_bytes) for node in nodes}
+        return {
+            node: NodePrice(node_seconds(node, card), measured[node].workspace_bytes, measured[node].output_bytes or 0)
+            for node in nodes
+        }
     return {node: NodePrice(node_seconds(node, card), workspace_bytes(node, "cuda")) for node in nodes}

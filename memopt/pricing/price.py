@@ -29,6 +29,9 @@ class NodePrice:
 
     seconds: float
     workspace_bytes: int
+    output_bytes: int = 0
+    """What its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps the
+    memory of its elements); else 0."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,18 @@ class _Pricer:
         reads = [self.number[index] for index in self.storages.read_by(node) if index not in self.resident]
         if recomputable and is_random(node):
             reads.append(len(self.listed) - 1)
-        makes = tuple(self.list_storage(index) for index in self.storages.made_by(node))
+        made = self.storages.made_by(node)
+        surplus = max(0, price.output_bytes - sum(self.storages.infos[index].bytes for index in made))
+        makes = tuple(self.list_storage(index, surplus if index == made[0] else 0) for index in made)
+        # A repeated draw puts the generator's present state aside.
+        set_aside = GENERATOR_STATE_BYTES[_device_type(node)] if recomputable and is_random(node) else 0
         self.append(
             Op(
                 name=node.name,
                 seconds=price.seconds,
                 reads=tuple(dict.fromkeys(reads)),
                 makes=makes,
-                workspace_bytes=price.workspace_bytes,
+                workspace_bytes=price.workspace_bytes + set_aside,
                 recomputable=recomputable,
                 block=block,
                 attention=is_attention_core(node, path),
@@ -135,10 +142,10 @@ class _Pricer:
         self.nodes.append(node)
         self.modules.append(path)
 
-    def list_storage(self, index: int) -> int:
+    def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        self.listed.append(Storage(info.name, info.bytes, kept=index in self.kept))
+        self.listed.append(Storage(info.name, info.bytes + surplus_bytes, kept=index in self.kept))
         return self.number[index]
 
     def add_generator_state(self, node: fx.Node) -> None:
@@ -146,7 +153,7 @@ class _Pricer:
         if not self.recomputable(node):
             return
         device = _device_type(node)
-        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES.get(device, 5056)))
+        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES[device]))
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_tangents(self) -> None:

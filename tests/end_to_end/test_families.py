@@ -1,0 +1,66 @@
+"""Real architectures under budgets: the plain model's bits, peaks that were predicted, never above the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+import memopt
+from memopt.errors import GIB
+from tests.end_to_end.steps import Step, assert_equal, restored_buffers, train_step
+from tests.families import FAMILIES, Family
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Budgets between the smallest that works (0) and the plain model's peak (1)."""
+USUAL = (1.0, 0.4, 0.0)
+ROUNDING = 1e-6
+
+
+def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, budget_gb: float) -> None:
+    with restored_buffers(model):
+        memopt.optimize(model, budget_gb, optimizer=None)
+        step = train_step(model, batch)
+        made = memopt.plan_of(model)
+        memopt.remove(model)
+    assert_equal(step, plain, ROUNDING if family.rounding else 0.0)
+    assert step.peak_bytes <= budget_gb * GIB
+    assert step.peak_bytes <= made.predicted_peak_bytes <= 1.02 * step.peak_bytes
+    assert made.regions == plan.at(budget_gb).regions, "planning ahead and planning at the first call differ"
+    assert made.bound <= made.added_time + 1e-9
+
+
+def budgets(plan: memopt.Plan, plain: Step, shares: tuple[float, ...]) -> list[float]:
+    smallest = plan.smallest_gb()
+    return [smallest + share * (plain.peak_bytes / GIB - smallest) for share in shares]
+
+
+def run_family(family: Family, shares: tuple[float, ...]) -> None:
+    model, batch = family.make(), family.batch("usual")
+    with restored_buffers(model):
+        plain = train_step(model, batch)
+    plan = memopt.plan(model, 1000, batch, optimizer=None)
+    for budget_gb in budgets(plan, plain, shares):
+        check_budget(family, plain, model, batch, plan, budget_gb)
+    with pytest.raises(memopt.BudgetError):
+        plan.at(0.98 * plan.smallest_gb())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_three_budgets(family: Family) -> None:
+    run_family(family, USUAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_five_budgets(family: Family) -> None:
+    run_family(family, SHARES)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.repeated_blocks], ids=str)
+def test_beats_checkpointing_per_block(family: Family) -> None:
+    model, batch = family.make(), family.batch("usual")
+    plan = memopt.plan(model, 1000, batch, optimizer=None)
+    family.per_block_checkpoint(model)  # type: ignore[misc]
+    peak_gb = train_step(model, batch).peak_bytes / GIB
+    assert plan.smallest_gb() < peak_gb
+    per_block = next(recipe for recipe in plan.recipes() if recipe.name == "per block")
+    assert plan.at(peak_gb).added_time < per_block.added_time
