@@ -24,11 +24,13 @@ class _Survey(NamedTuple):
     score: Floats
 
 
-def polish(arrays: Arrays, evaluations: Ints, cap_bytes: int, length_exponent: float = 0.5) -> Ints:
+def polish(
+    arrays: Arrays, evaluations: Ints, cap_bytes: int, length_exponent: float = 0.5, noise: Floats | None = None
+) -> Ints:
     """The schedule without repeated evaluations that `cap_bytes` lets it do without.
 
-    Candidates go by seconds saved for each byte held longer, times the length of that to the power `length_exponent`.
-    Where the schedule is within the cap it stays so.
+    Candidates go by seconds saved for each byte held longer, times the length of that to the power `length_exponent`;
+    `noise` multiplies each op's score (for a local search). Where the schedule is within the cap it stays so.
     """
     evaluations = remove_dead(arrays, evaluations)
     links = link(arrays, evaluations)
@@ -36,7 +38,8 @@ def polish(arrays: Arrays, evaluations: Ints, cap_bytes: int, length_exponent: f
         count = evaluations.size
         survey = _Survey(np.zeros(count), np.zeros(count, np.int64), np.arange(count), np.zeros(count))
         _look(links, survey, length_exponent)
-        order = np.argsort(-survey.score, kind="stable")
+        score = survey.score if noise is None else survey.score * noise[evaluations]
+        order = np.argsort(-score, kind="stable")
         if not _drop_all(links, survey, order, cap_bytes):
             return evaluations[links.alive]
 

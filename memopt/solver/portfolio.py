@@ -22,6 +22,8 @@ from memopt.solver.simulator import simulate
 _CLOSE_ENOUGH = 1e-4
 # How many evaluations the plans of a local search may have together: a dozen plans of 48 layers, half a second.
 _EXPLORED = 40_000
+# How many the repairs may make that look for the smallest peak: a second or two.
+_SPENT_ON_SMALLEST = 150_000
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Portfolio:
         search.repair(save_all, SAVE_ALL_POWERS)
         for seed, powers in zip(above, (NEAREST_POWERS, NEXT_POWERS, NEXT_POWERS), strict=False):
             search.repair(seed, powers)
-        search.explore([save_all, *above[:3], *fitting[:2]], _EXPLORED)
+        search.explore(save_all, [*above[:3], *fitting[:2]], _EXPLORED)
 
     @cached_property
     def _smallest(self) -> Candidate:
@@ -119,9 +121,12 @@ class Portfolio:
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]
         low = floor_of(self._problem).bytes
-        while best.peak_bytes > low * 1.003 + 1:
+        spent = 0
+        while best.peak_bytes > low * 1.003 + 1 and spent < _SPENT_ON_SMALLEST:
             cap_bytes = (low + best.peak_bytes) // 2
-            plan = self._first_fit(seeds, cap_bytes)
+            search = Search(self._arrays, cap_bytes)
+            plan = _first_fit(search, seeds)
+            spent += search.spent
             if plan is None:
                 low = cap_bytes
             else:
@@ -132,21 +137,25 @@ class Portfolio:
         search.polish(best)
         for seed in seeds[:2]:
             search.repair(seed, NEAREST_POWERS)
-        search.explore(seeds[:2], _EXPLORED // 4)
+        search.explore(self._baselines[0], seeds[:2], _EXPLORED // 4)
         assert search.best is not None
+        self._found.append(search.best)
         return search.best
-
-    def _first_fit(self, seeds: list[Candidate], cap_bytes: int) -> Candidate | None:
-        search = Search(self._arrays, cap_bytes)
-        for seed in seeds:
-            for rule in (*SAVE_ALL_POWERS, *NEAREST_POWERS):
-                plan = search.repaired(seed, rule)
-                if plan is not None:
-                    return plan
-        return None
 
     def _judged(self, plan: Candidate, budget_bytes: int, bound: float) -> Solution:
         schedule = to_schedule(plan.evaluations)
         simulation = simulate(self._problem, schedule)
         assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the solvers and the simulator disagree"
         return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
+
+
+def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
+    """The first repair of any seed by any rule that fits."""
+    for seed in seeds:
+        for rule in (*SAVE_ALL_POWERS, *NEAREST_POWERS):
+            plan = search.repaired(seed, rule)
+            if plan is not None:
+                return plan
+            if search.spent >= _SPENT_ON_SMALLEST // 2:
+                return None
+    return None

@@ -11,6 +11,8 @@ needed from then on, until it is recomputed. Values evicted in the forward, or s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from memopt.solver.arrays import Arrays, Floats, Ints
@@ -36,6 +38,15 @@ from memopt.solver.replay import (
 _SLACK = 0.01
 
 
+class Repaired(NamedTuple):
+    """What a replay came to."""
+
+    evaluations: Ints | None
+    """Within the cap, or None where the replay got stuck."""
+    spent: int
+    """Evaluations that the replay made, dead ends included: what it cost to run."""
+
+
 def repair(
     arrays: Arrays,
     seed: Ints,
@@ -43,8 +54,8 @@ def repair(
     bytes_exponent: float = 1.0,
     distance_exponent: float = 1.0,
     noise: Floats | None = None,
-) -> Ints | None:
-    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule, or None where the replay gets stuck.
+) -> Repaired:
+    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule.
 
     `noise` multiplies each storage's score (for a local search). The replay gives up when it has made several times as
     many evaluations as there are ops, so it always ends.
@@ -56,10 +67,12 @@ def repair(
     distance_power = np.arange(seed.size + 2, dtype=np.float64) ** distance_exponent
     replay = start_replay(arrays, seed, most, bytes_power, distance_power)
     slack_bytes = int(_SLACK * (cap_bytes - arrays.resident_bytes))
-    if not _replay_all(arrays, replay, seed, cap_bytes, slack_bytes):
-        return None
-    evaluations = remove_dead(arrays, replay.evaluations[: replay.scalars[EVALUATED]])
-    return evaluations if peak_bytes(arrays, evaluations) <= cap_bytes else None
+    whole = _replay_all(arrays, replay, seed, cap_bytes, slack_bytes)
+    spent = int(replay.scalars[EVALUATED])
+    evaluations = remove_dead(arrays, replay.evaluations[:spent]) if whole else None
+    if evaluations is not None and peak_bytes(arrays, evaluations) > cap_bytes:
+        evaluations = None
+    return Repaired(evaluations, spent)
 
 
 @native

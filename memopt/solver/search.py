@@ -18,6 +18,7 @@ SAVE_ALL_POWERS = ((1.0, 0.5), (1.2, 0.3), (0.5, 0.0), (0.5, 0.5), (0.7, 0.2), (
 NEAREST_POWERS = ((1.0, 0.5), (1.0, 0.0), (0.5, 1.0))
 NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
 LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
+_RULES = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,8 @@ class Search:
         self._cap_bytes = cap_bytes
         self._random = np.random.default_rng(0)
         self.best: Candidate | None = None
+        self.spent = 0
+        """Evaluations that all repairs made: a measure of work that, unlike time, is the same in every run."""
 
     def offer(self, plan: Candidate | None) -> bool:
         """Take the plan if it fits and is faster than the best."""
@@ -68,28 +71,41 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """One repair of one seed; None where it does not fit."""
-        evaluations = repair(self._arrays, seed.evaluations, self._cap_bytes, *rule)
+        evaluations, spent = repair(self._arrays, seed.evaluations, self._cap_bytes, *rule)
+        self.spent += spent
         return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
 
-    def explore(self, seeds: Sequence[Candidate], evaluations: int) -> None:
-        """Local search: repair the best plan (at times a seed) with noisy scores under a smaller cap, and polish.
+    def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
+        """Local search: repair with noise, mostly the best plan under a smaller cap, and polish with noise.
 
-        Ends when its plans together have about as many `evaluations`, or after 60 of them.
+        Ends when its repairs have made about as many `evaluations` together, or after 200 of them.
         """
         draw = self._random
-        rules = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
-        for _ in range(60):
-            if self.best is None or evaluations < 0:
+        limit = self.spent + evaluations
+        for _ in range(200):
+            if self.best is None or self.spent >= limit:
                 return
-            seed = self.best if draw.random() < 0.7 else seeds[int(draw.integers(len(seeds)))]
-            noise = np.exp(draw.normal(0.0, draw.choice((0.1, 0.3, 0.8)), self._arrays.size.size))
-            cap_bytes = int(self._cap_bytes * (1 - 0.08 * draw.random() ** 2))
-            rule = rules[int(draw.integers(len(rules)))]
-            plan = repair(self._arrays, seed.evaluations, cap_bytes, *rule, noise=noise)
-            evaluations -= self._arrays.seconds.size if plan is None else plan.size
-            if plan is not None:
-                plan = polish(self._arrays, plan, self._cap_bytes, draw.choice(LENGTH_EXPONENTS))
-                self.offer(candidate(self._arrays, f"{_root(seed.method)}, local search", plan))
+            kind = draw.random()
+            if kind < 0.6:
+                seed, spread, shrink = self.best, draw.choice((0.0, 0.1, 0.3, 0.8)), 0.15
+            elif kind < 0.8 or not seeds:
+                seed, spread, shrink = save_all, draw.choice((0.05, 0.1, 0.2, 0.4)), 0.05
+            else:
+                seed, spread, shrink = seeds[int(draw.integers(len(seeds)))], 0.3, 0.15
+            self.offer(self._nearby(seed, spread, int(self._cap_bytes * (1 - shrink * draw.random() ** 2))))
+
+    def _nearby(self, seed: Candidate, spread: float, cap_bytes: int) -> Candidate | None:
+        """A repair and a polish of the seed, each by a rule drawn at random and with random noise."""
+        draw, arrays = self._random, self._arrays
+        rule = _RULES[int(draw.integers(len(_RULES)))]
+        noise = np.exp(draw.normal(0.0, spread, arrays.size.size))
+        plan, spent = repair(arrays, seed.evaluations, cap_bytes, *rule, noise=noise)
+        self.spent += spent
+        if plan is None:
+            return None
+        noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
+        plan = polish(arrays, plan, self._cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+        return candidate(arrays, f"{_root(seed.method)}, local search", plan)
 
 
 def _root(method: str) -> str:

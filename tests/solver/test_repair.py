@@ -16,7 +16,7 @@ from tests.solver.problems import chain, random_problem, random_schedule, text, 
 
 
 def repaired(problem, schedule, cap_bytes, *exponents):
-    evaluations = repair(arrays_of(problem), to_array(schedule), cap_bytes, *exponents)
+    evaluations = repair(arrays_of(problem), to_array(schedule), cap_bytes, *exponents).evaluations
     return None if evaluations is None else to_schedule(evaluations)
 
 
