@@ -87,10 +87,9 @@ def _segment_starts(problem: RematProblem) -> list[int]:
     inner = crossing[1:count]
     if inner.size == 0:
         return [0]
-    few = np.quantile(inner, 0.3)
-    starts = [0]
-    for at in range(1, count):
-        lowest = crossing[at] <= crossing[at - 1] and crossing[at] < crossing[min(at + 1, count - 1)]
-        if lowest and crossing[at] <= few:
-            starts.append(at)
-    return starts
+    falls = crossing[1:count] <= np.minimum(crossing[: count - 1], np.quantile(inner, 0.3))
+    next_crossing = np.append(crossing[2:count], crossing[count - 1])
+    lowest = np.flatnonzero(falls & (inner < next_crossing))
+    if lowest.size < 2:  # a uniform chain has no valleys: any of its ops may begin a segment
+        lowest = np.flatnonzero(falls & (inner <= next_crossing))
+    return [0, *(1 + lowest).tolist()]

@@ -36,9 +36,10 @@ def measure(name: str, problem: RematProblem) -> None:
         fitting = [b.added_seconds for b in portfolio.baselines() if b.peak_bytes <= budget_bytes]
         baseline = f"{min(fitting) / step:6.2f}" if fitting else "     –"
         most = max(solution.schedule.recomputed().values(), default=0) + 1
+        bound, added = solution.lower_bound_seconds / step, solution.added_seconds / step
         print(
-            f"  {share:4}: bound {solution.lower_bound_seconds / step:6.2f}, memopt {solution.added_seconds / step:6.2f}, "
-            f"best baseline {baseline}; evaluated up to {most} times; {seconds:.2f} s [{solution.method}]"
+            f"  {share:4}: bound {bound:6.2f}, memopt {added:6.2f}, best baseline {baseline}; "
+            f"evaluated up to {most} times; {seconds:.2f} s [{solution.method}]"
         )
 
 

@@ -39,5 +39,17 @@ def test_without_blocks_the_forward_is_cut_where_little_crosses() -> None:
     problem = transformer(4, blocks=False)
     blocks = forward_blocks(problem)
     first_ops = [problem.ops[blocks.index(block)].name for block in range(max(blocks) + 1)]
-    assert_expected_inline(" ".join(first_ops), """embedding 0.norm2 1.norm1 1.norm2 2.norm1 2.norm2 3.norm1 3.norm2""")
+    assert_expected_inline(
+        " ".join(first_ops),
+        """embedding 0.norm2 1.norm1 1.norm2 2.norm1 2.norm2 3.norm1 3.norm2""",
+    )
     assert set(baseline_schedules(problem)) >= {"save all", "per block", "sqrt(L) segments", "attention only"}
+
+
+def test_a_uniform_chain_has_segments_too() -> None:
+    problem = chain(16)
+    schedules = baseline_schedules(problem)
+    assert (
+        simulate(problem, schedules["sqrt(L) segments"]).peak_bytes
+        < simulate(problem, schedules["save all"]).peak_bytes
+    )
