@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.graph_pass import Pass, PassError
-from passes.node_facts import is_random
+from passes.node_facts import is_pure, is_random, may_write
 
 Kwargs = dict[str, Argument]
 
@@ -52,10 +52,18 @@ class ApplySchedule(Pass):
 
     def requires(self, graph_module: fx.GraphModule) -> None:
         super().requires(graph_module)
-        known = {node.name for node in graph_module.graph.nodes}
-        for name in self.evaluations:
-            if name not in known:
-                raise PassError(self.name, name, "the graph has no such node", "make the schedule from this very graph")
+        nodes = {node.name: node for node in graph_module.graph.nodes}
+        times = Counter(self.evaluations)
+        mend = "make the schedule from this very graph"
+        for name in times:
+            if name not in nodes:
+                raise PassError(self.name, name, "the graph has no such node", mend)
+        for node in nodes.values():
+            if node.op == "call_function" and not is_pure(node):
+                if not times[node.name]:
+                    raise PassError(self.name, node.name, "it is in no evaluation, yet draws or has effects", mend)
+                if times[node.name] > 1 and may_write(node):
+                    raise PassError(self.name, node.name, "its effects must not be repeated", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return fx.GraphModule(graph_module, _Rewriter(self, graph_module.graph).run())
@@ -96,7 +104,8 @@ class _Rewriter:
 
     def results(self) -> Sequence[Argument]:
         values = self.result.args[0]
-        return values if isinstance(values, (list, tuple)) else (values,)
+        assert isinstance(values, (list, tuple)), "a joint graph returns its results in a row"
+        return values
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
