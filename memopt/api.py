@@ -54,7 +54,7 @@ def optimize(
     if example_inputs is not None:
         call.plan(example_inputs)
     remove(model)
-    model._compiled_call_impl = call  # where torch.nn.Module.compile puts its own
+    call.take_over()
     return model
 
 
@@ -94,8 +94,9 @@ def plan_of(model: nn.Module) -> Plan:
 
 def remove(model: Model) -> Model:
     """Give the plain model back, in place; a plain model stays as it is."""
-    if planned_call_of(model) is not None:
-        del model._compiled_call_impl
+    call = planned_call_of(model)
+    if call is not None:
+        call.give_back()
     return model
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Decimal
+
 GIB = 1024**3
 
 
 class BudgetError(ValueError):
     """No plan keeps the step within the budget, so no step is taken.
 
-    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed, both in GB
-    of 1024³ bytes; `dominated_by` says what holds it up.
+    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed (or, where
+    only that is known, one that certainly works), both in GB of 1024³ bytes; `dominated_by` says what holds it up.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, dominated_by: str) -> None:
+    def __init__(self, budget_bytes: int, smallest_bytes: int, dominated_by: str, *, least: bool = True) -> None:
         self.budget_gb = budget_bytes / GIB
         self.smallest_gb = smallest_bytes / GIB
         self.dominated_by = dominated_by
-        super().__init__(
-            f"a budget of {self.budget_gb:.6g} GB is too small for this step: the smallest that works is "
-            f"{_round_up(self.smallest_gb)} GB, dominated by {dominated_by}"
-        )
+        figure = f"{_round_up(self.smallest_gb)} GB"
+        works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
+        super().__init__(f"a budget of {self.budget_gb:.6g} GB is too small for this step: {works} {dominated_by}")
 
 
 class CaptureError(ValueError):
@@ -32,8 +33,6 @@ class UnplannedGradientError(ValueError):
 
 def _round_up(gb: float) -> str:
     """Six digits, never below the value: the figure printed must work as a budget."""
-    text = f"{gb:.6g}"
-    if float(text) >= gb:
-        return text
-    exponent = len(text.split(".")[1]) if "." in text else 0
-    return f"{float(text) + 10.0**-exponent:.{exponent}f}"
+    value = Decimal(gb)
+    text = f"{value.quantize(Decimal(1).scaleb(value.adjusted() - 5), rounding=ROUND_CEILING):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

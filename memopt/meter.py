@@ -129,7 +129,7 @@ def resident_cpu_blocks() -> dict[int, int]:
     with plain_tensors(), torch.no_grad():
         for tensor in _live_tensors():
             for storage in _storages(tensor):
-                address, nbytes = storage.data_ptr(), storage.nbytes()
+                address, nbytes = _address(storage), storage.nbytes()
                 if address and nbytes:  # storages made by numpy or in shared memory may alias one block
                     blocks[address] = max(blocks.get(address, 0), nbytes)
     return blocks
@@ -155,6 +155,14 @@ def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
     except (NotImplementedError, RuntimeError):
         return ()  # opaque tensors and wrapper subclasses have no storage of their own
     return (storage,) if storage.device.type == "cpu" else ()
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """Where the storage's memory is; 0 where it has none, as in wrappers that a tracer left behind."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage"
+        return 0
 
 
 class _CudaMeters:

@@ -11,7 +11,6 @@ from torch import nn
 from memopt.capture.inputs import as_call, check_device
 from memopt.options import Options
 from memopt.plan import Plan
-from memopt.planner import make_plan
 from memopt.training import TrainingCalls
 
 
@@ -22,8 +21,9 @@ class PlannedCall:
     def __init__(self, model: nn.Module, options: Options) -> None:
         check_model(model)
         self.model, self.options = model, options
-        self.forward = TrainingCalls(model, options, loss_fn=None)
-        self.with_loss = TrainingCalls(model, options, options.loss_fn) if options.loss_fn else None
+        self.own_call = _own_call(model)
+        self.forward = TrainingCalls(model, options, None, self.own_call)
+        self.with_loss = TrainingCalls(model, options, options.loss_fn, self.own_call) if options.loss_fn else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains():
@@ -44,10 +44,21 @@ class PlannedCall:
         """Plan a training call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
         calls = self.with_loss or self.forward
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
-        check_device(call, self.model)
-        account = calls.account(call, held=False, others=0)
-        calls.latest = make_plan(calls.capture(call), account, self.options.budget_bytes)
+        check_device(call, self.model, meta_allowed=True)
+        calls.latest = calls.plan_ahead(call)
         return calls.latest
+
+    def take_over(self) -> None:
+        """Stand in for the model's call."""
+        module: Any = self.model
+        module._compiled_call_impl = self
+
+    def give_back(self) -> None:
+        """Leave no trace in the model: what it was called through before, it is called through again."""
+        del self.model._compiled_call_impl
+        if self.own_call is not None:
+            module: Any = self.model
+            module._compiled_call_impl = self.own_call
 
     @property
     def latest(self) -> Plan | None:
@@ -59,6 +70,12 @@ def planned_call_of(model: nn.Module) -> PlannedCall | None:
     """What an optimised model is called through; None for a plain model."""
     call: Callable[..., Any] | None = getattr(model, "_compiled_call_impl", None)
     return call if isinstance(call, PlannedCall) else None
+
+
+def _own_call(model: nn.Module) -> Callable[..., Any] | None:
+    """What the model is called through when it is plain: its `compile()`, if there was one."""
+    planned = planned_call_of(model)
+    return planned.own_call if planned is not None else vars(model).get("_compiled_call_impl")
 
 
 def check_model(model: nn.Module) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,15 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
+from torch._dynamo.exc import TorchDynamoException as DynamoError
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler, profiler_legacy
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,23 +35,32 @@ __all__ = [
     "LEGACY_PROFILER",
     "BackendCompilerFailed",
     "CpuMemoryEvents",
+    "DynamoError",
     "FakeTensor",
     "FakeTensorMode",
+    "Fate",
+    "RecompileLimit",
     "TorchDispatchMode",
-    "Unsupported",
     "aot_autograd",
     "boxed",
     "capture_settings",
+    "compile_with",
+    "current_backward",
+    "current_leaf",
+    "data_symbols_of",
     "extract_halves",
+    "fate_of_gradient",
     "keeps_graph",
+    "known_sizes",
     "new_fake_mode",
+    "plain_symbol",
     "plain_tensors",
     "profiler_is_active",
     "to_fake",
+    "tracing_again",
     "tree_leaves",
     "tree_map",
     "upper_bound",
-    "will_accumulate",
 ]
 
 # `torch._C` is the extension module: its profiler functions have no complete stubs, hence Any.
@@ -165,6 +179,22 @@ def capture_settings() -> ExitStack:
     return stack
 
 
+def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:
+    """`call` compiled by `backend`, one graph for each set of shapes; `whole`: as one region or not at all."""
+    known = set(cached_backends)
+    compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=whole)
+    # Dynamo keeps every backend for good, to reset it with all others; ours has no state of that kind.
+    for added in set(cached_backends) - known:
+        del cached_backends[added]
+    return compiled
+
+
+def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
+    """In a Dynamo backend: makes contexts in which the same region can be lowered again, later."""
+    context: Any = torch._guards.TracingContext.get()
+    return lambda: torch._guards.tracing(context)
+
+
 def extract_halves(
     joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -199,25 +229,78 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) ->
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
 
 
+_known_sizes: ContextVar[Mapping[str, int]] = ContextVar("known_sizes", default={})
+
+
+@contextmanager
+def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Values of data-dependent symbols, by name, that `upper_bound` counts with inside the block."""
+    token = _known_sizes.set(sizes)
+    try:
+        yield
+    finally:
+        _known_sizes.reset(token)
+
+
 def upper_bound(size: torch.SymInt) -> int:
-    """The largest value that a symbolic size may take: its hint where it has one, else the bound of its data."""
+    """The largest value that a symbolic size may take: its hint where it has one, else by the sizes known here, else
+    the bound of its data."""
     node: Any = size.node
     if node.has_hint():
         return int(node.hint)
-    bound = node.shape_env.bound_sympy(node.expr).upper
+    known = _known_sizes.get()
+    expression = node.expr.xreplace({s: known[s.name] for s in node.expr.free_symbols if s.name in known})
+    bound = node.shape_env.bound_sympy(expression).upper
     if not bound.is_Integer:
         mend = f"call torch._check({size} <= …) in the model"
         raise ValueError(f"the size {size} depends on data and has no bound; {mend}")
     return int(bound)
 
 
-def will_accumulate(parameter: torch.Tensor) -> bool:
-    """In a backward pass: whether it will add to the parameter's `.grad` (`torch.autograd.grad` does not)."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+def data_symbols_of(value: Any) -> set[str]:
+    """Names of the symbols in a node's value whose size only data tell."""
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(data_symbols_of, value))
+    return {symbol.name for symbol in free_unbacked_symbols(value)} if isinstance(value, _SYMBOLIC) else set()
+
+
+_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
+
+
+def plain_symbol(size: int | torch.SymInt) -> str | None:
+    """The symbol's name if a size is one symbol and no expression of it."""
+    if isinstance(size, int):
+        return None
+    expression: Any = size.node.expr
+    return expression.name if expression.is_symbol else None
+
+
+class Fate(Enum):
+    """What the backward pass that runs does with the gradient of a leaf."""
+
+    ACCUMULATED = "added to its .grad"
+    RETURNED = "returned by torch.autograd.grad"
+    DROPPED = "wanted by nobody"
+
+
+def fate_of_gradient(leaf: torch.Tensor) -> Fate:
+    """In a backward pass: what it will do with the leaf's gradient."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
-        return False
+        return Fate.RETURNED
+
+
+def current_leaf(position: int) -> torch.Tensor | None:
+    """In the backward of a captured region: the leaf that was tensor input `position` of that call, if it was one."""
+    edges: Any = torch._C._current_autograd_node().next_functions
+    return getattr(edges[position][0], "variable", None)
+
+
+def current_backward() -> int:
+    """A number for the backward pass that runs."""
+    return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:

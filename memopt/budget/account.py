@@ -32,13 +32,15 @@ class Account:
     gradients_held: bool = False
     other_forwards: int = 0
     """What forwards hold whose backward is still to come."""
+    between_regions: int = 0
+    """The most that eager code holds between the captured regions, where the forward breaks into several."""
 
     @property
     def resident_bytes(self) -> int:
         """What is there from the first op of the forward to the last of the backward."""
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
-        return fixed + held + self.other_forwards
+        return fixed + held + self.other_forwards + self.between_regions
 
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak of `optimizer.step()`, while the caller still holds the inputs and `outputs` bytes of outputs."""

@@ -34,6 +34,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "inputs": account.inputs,
         "optimizer state": account.optimizer_state,
         "forwards in waiting": account.other_forwards,
+        "between the regions": account.between_regions,
         "reserve": account.reserve,
     }
     optimizer_peak = account.optimizer_step_bytes(outputs)

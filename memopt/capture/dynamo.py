@@ -1,27 +1,24 @@
-"""Captures a training call with Dynamo and AOTAutograd."""
+"""Compiles training calls with Dynamo and AOTAutograd, region by region, by a backend of ours."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from memopt.capture.fake_model import fake_parameters
-from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
-from memopt.capture.outputs import detach_all_but_scalars
 from memopt.errors import CaptureError
 from memopt.torch_compat import (
     BackendCompilerFailed,
-    Unsupported,
+    DynamoError,
+    RecompileLimit,
     aot_autograd,
     boxed,
     capture_settings,
-    new_fake_mode,
+    compile_with,
 )
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -36,6 +33,13 @@ def training_call(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Calla
     It has a code object of its own, since Dynamo keeps and counts compilations by code object.
     """
     run: Any = model._call_impl  # not the model itself, whose call is memopt's by now
+    call = loss_call(run, loss_fn)
+    call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
+    return call
+
+
+def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Any:
+    """What is called in training: `run` itself, or the loss of its output."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
@@ -46,45 +50,91 @@ def training_call(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Calla
             return loss_fn(run(**inputs), targets)
         return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
 
-    call = forward if loss_fn is None else loss
-    call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
-    return call
-
-
-def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> Callable[..., Any]:
-    """`call`, compiled region by region by `backend`; `whole`: as one region or not at all (`CaptureError`)."""
-    compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=whole)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with capture_settings():
-                return compiled(*args, **kwargs)
-        except BackendCompilerFailed as failure:
-            cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure
-            raise cause from None
-        except Unsupported as failure:
-            raise GraphBreak(first_line(failure)) from failure
-
-    return run
+    return forward if loss_fn is None else loss
 
 
 class GraphBreak(CaptureError):
     """The call cannot be captured as one graph."""
 
 
+class TooManyShapes(CaptureError):
+    """Dynamo keeps as many compilations of the call as it may."""
+
+
+class _Compilations:
+    """The compiled regions of a call. They live here and not with Dynamo: what hangs on a code object is invisible to
+    the garbage collector, so that a model that its own compiled regions refer to would never die."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.regions: list[Callable[..., Any]] = []
+
+
+def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
+    owner = weakref.ref(compilations)
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        kept = owner()
+        assert kept is not None
+        kept.regions.append(kept.backend(graph_module, inputs))
+        number = len(kept.regions) - 1
+
+        def region(*args: Any) -> Any:
+            alive = owner()
+            assert alive is not None
+            return alive.regions[number](*args)
+
+        return region
+
+    return backend
+
+
+def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> Callable[..., Any]:
+    """`call`, compiled region by region by `backend`; `whole`: as one region or not at all (`GraphBreak`).
+
+    Raises what `backend` raises, and `TooManyShapes`.
+    """
+    compilations = _Compilations(backend)
+    compiled = compile_with(_as_seen_by_dynamo(compilations), call, whole=whole)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        assert compilations.backend is backend  # keeps the regions alive as long as this function
+        try:
+            with capture_settings():
+                return compiled(*args, **kwargs)
+        except BackendCompilerFailed as failure:
+            cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure
+            raise cause from None
+        except RecompileLimit as limit:
+            raise TooManyShapes(
+                "the model was called with more sets of shapes than torch.compile keeps; pad inputs to fewer lengths"
+            ) from limit
+        except DynamoError as failure:
+            if not whole:
+                raise
+            raise GraphBreak(first_line(failure)) from failure
+
+    return run
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without torch's advice on debugging."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def lower(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Partition) -> Callable[..., Any]:
-    """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable."""
+def lower(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], parameters: frozenset[int], partition: Partition
+) -> Callable[..., Any]:
+    """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable.
+
+    A region without gradients has no joint graph: `partition` is not called then.
+    """
 
     def partition_traced(
         traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(JointGraph.of(traced, num_fwd_outputs, parameter_numbers(inputs)))
+        return partition(JointGraph.of(traced, num_fwd_outputs, parameters))
 
     def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
@@ -99,69 +149,15 @@ def lower(graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Partit
     return compile_region(graph_module, list(inputs))
 
 
-def parameter_numbers(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a region's inputs are parameters."""
-    return frozenset(number for number, value in enumerate(inputs) if isinstance(value, nn.Parameter))
+def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
+    """The fakes that Dynamo captured a region with."""
+    return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
-class _Recorded(Exception):
-    """The joint graph is there: tracing need not go on."""
-
-
-def capture(
-    model: nn.Module,
-    call: Call,
-    loss_fn: Callable[..., Any] | None,
-    device: torch.device,
-    *,
-    differentiate_all: bool,
-) -> tuple[tuple[JointGraph, ...], tuple[str, ...]]:
-    """The joint graphs of every region of one training call, found on fakes: nothing is allocated, nothing runs.
-
-    Returns the regions in the order of their forwards, and notes on what was not captured. Raises `CaptureError` where
-    no region could be captured.
-    """
-    mode = new_fake_mode()
-    regions: list[JointGraph] = []
-
-    def keep(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        regions.append(joint)
-        raise _Recorded
-
-    def record(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        if not differentiate_all:
-            detach_all_but_scalars(graph_module)
-        lower(graph_module, inputs, keep)
-
-    def record_and_go_on(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with contextlib.suppress(_Recorded):
-            record(graph_module, inputs)
-        return graph_module.forward
-
-    with fake_parameters(model, mode, device):
-        arguments, keywords = fake_call(call, mode, device)
-        try:
-            compile_call(training_call(model, loss_fn), record, whole=True)(*arguments, **keywords)
-            reason = "Dynamo passed it over"
-        except _Recorded:
-            return tuple(regions), ()
-        except GraphBreak as broken:
-            reason = str(broken)
-        try:
-            with mode:
-                compile_call(training_call(model, loss_fn), record_and_go_on, whole=False)(*arguments, **keywords)
-        except Exception as failure:
-            raise CaptureError(
-                f"{_cannot(model, reason)} (planning past it failed: {first_line(failure)})"
-            ) from failure
-    if not regions:
-        raise CaptureError(_cannot(model, reason))
-    note = f"captured in {len(regions)} regions, since {reason}; what runs between them is not planned"
-    return tuple(regions), (note,)
-
-
-def _cannot(model: nn.Module, reason: str) -> str:
-    return (
-        f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; mend the model there, or add "
-        "'plain' to allow to run it unplanned"
+def parameter_numbers(inputs: Sequence[Any], hooked: Container[int]) -> frozenset[int]:
+    """Which of a region's inputs are parameters, less those whose `id` is in `hooked`."""
+    return frozenset(
+        number
+        for number, value in enumerate(inputs)
+        if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in hooked
     )

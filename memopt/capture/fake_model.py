@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.torch_compat import FakeTensorMode, to_fake
 
+Fakes = Mapping[torch.Tensor, torch.Tensor]
+
 
 @contextmanager
-def fake_parameters(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Swap parameters and buffers for fakes on `device`, tied ones for one fake, and swap them back at the end."""
+def fake_parameters(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[Fakes]:
+    """Swap parameters and buffers for fakes on `device`, tied ones for one fake; yields which fake stands for which.
+
+    At the end every module has its attributes as before, also those that the forward has set meanwhile: where a forward
+    breaks into regions, its Python runs once on fakes.
+    """
     fakes: dict[torch.Tensor, torch.Tensor] = {}
-    swapped: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        before += [(table, dict(table)) for table in (vars(module), module._parameters, module._buffers)]
     try:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        swapped.append((table, name, tensor))  # type: ignore[arg-type]
                         if tensor not in fakes:
                             fakes[tensor] = to_fake(mode, tensor, device)
-        for table, name, tensor in swapped:
-            table[name] = fakes[tensor]
-        yield
+                        table[name] = fakes[tensor]  # type: ignore[assignment]
+        yield fakes
     finally:
-        for table, name, tensor in swapped:
-            table[name] = tensor
+        for table, values in before:
+            table.clear()
+            table.update(values)

@@ -53,11 +53,15 @@ def call_signature(call: Call) -> str:
     return repr(tree_map(describe, call))
 
 
-def check_device(call: Call, model: nn.Module) -> None:
-    """Raise `ValueError` where an input lies on another device than the model's parameters."""
+def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) -> None:
+    """Raise `ValueError` where an input lies on another device than the model's parameters.
+
+    Scalars may lie anywhere, as in torch. `meta_allowed`: nothing is run, so inputs or model may be on "meta".
+    """
     home = next(model.parameters()).device
     for tensor in tensors_in(call):
-        if "meta" not in (home.type, tensor.device.type) and tensor.device != home and tensor.dim() > 0:
+        planned_only = meta_allowed and "meta" in (home.type, tensor.device.type)
+        if tensor.device != home and tensor.dim() > 0 and not planned_only:
             raise ValueError(
                 f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is on {home}; "
                 f"move one of them with .to(…)"

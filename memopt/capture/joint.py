@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from passes import CANONICAL, format_graph
@@ -18,7 +20,7 @@ class JointGraph:
     module: fx.GraphModule = field(repr=False)
     forward_outputs: int
     parameter_inputs: frozenset[int] = frozenset()
-    """Which of the `primals_*`, counted from 0, are parameters."""
+    """Which of the `primals_*`, counted from 0, are parameters whose gradient this region alone makes, no hook sees."""
 
     @classmethod
     def of(cls, traced: fx.GraphModule, forward_outputs: int, parameter_inputs: frozenset[int]) -> JointGraph:
@@ -32,11 +34,23 @@ class JointGraph:
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:
-        """Result position → number of the `primals_*` input whose gradient it is, for gradients of parameters."""
+        """Result position → number of the `primals_*` input whose gradient it is, for gradients of parameters that can
+        be given away at once: nothing else in the graph reads them, and no two results are one."""
         results = self.module.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
+        times = Counter(result for result in results if isinstance(result, fx.Node))
         return {
             self.forward_outputs + number: number
             for number, result in enumerate(results[self.forward_outputs :])
-            if isinstance(result, fx.Node) and number in self.parameter_inputs
+            if number in self.parameter_inputs
+            and isinstance(result, fx.Node)
+            and result.op != "placeholder"
+            and len(result.users) == times[result] == 1
         }
+
+    @cached_property
+    def tensor_positions(self) -> dict[int, int]:
+        """Number of an input → its position among the inputs that are tensors: autograd counts no others."""
+        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        tensors = [number for number, node in enumerate(primals) if isinstance(node.meta["val"], torch.Tensor)]
+        return {number: position for position, number in enumerate(tensors)}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -43,31 +41,17 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-@dataclass(eq=False)
-class PendingForward:
-    """A forward whose backward is still to come: what it holds, and the peak that its backward will reach."""
+class Awaited(Protocol):
+    """A forward whose backward is still to come."""
 
-    held_bytes: int
-    peak_bytes: int
-    done: bool = False
+    def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
+        """The backward of a region with these leaves is about to run. Raises to forbid it."""
 
-
-@dataclass
-class PendingForwards:
-    """The forwards of a model that wait for their backward; one that is dropped leaves by itself."""
-
-    _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
-
-    def waiting(self) -> list[PendingForward]:
-        return [forward for forward in self._alive if not forward.done]
-
-    def begin(self, held_bytes: int, peak_bytes: int) -> PendingForward:
-        forward = PendingForward(held_bytes, peak_bytes)
-        self._alive.add(forward)
-        return forward
+    def after_backward(self) -> None:
+        """The forward needs to wait no longer."""
 
 
-def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: PendingForward) -> tuple[Any, ...]:
+def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: Awaited) -> tuple[Any, ...]:
     """Give a region's outputs to its caller, tied to `forward` until their backward has run.
 
     An output in `undifferentiated` requires a gradient, as in the plain model, and refuses one when it comes.
@@ -89,7 +73,7 @@ class _HandOut(torch.autograd.Function):
     """The identity, placed where a region's outputs meet the caller's graph."""
 
     @staticmethod
-    def forward(ctx: Any, forward: PendingForward, refusing: tuple[bool, ...], *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, forward: Awaited, refusing: tuple[bool, ...], *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.refusing = forward, refusing
         ctx.shapes = [tuple(value.shape) for value in values]
@@ -104,7 +88,20 @@ class _HandOut(torch.autograd.Function):
                     f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss; "
                     "optimise with outputs='all' to plan for the gradients of all outputs"
                 )
+        if torch.is_grad_enabled():
+            raise UnplannedGradientError(
+                "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
+                "memopt.remove(model) to differentiate twice"
+            )
+        ctx.forward.before_backward(_leaves_behind(ctx))
         if not keeps_graph():
-            ctx.forward.done = True
+            ctx.forward.after_backward()
         passed = (None if refused else gradient for gradient, refused in zip(gradients, ctx.refusing, strict=True))
         return None, None, *passed
+
+
+def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
+    """The leaves that a region read whose outputs were handed out."""
+    regions = {edge for edge, _ in hand_out.next_functions if edge is not None}
+    edges = [edge for region in regions for edge, _ in region.next_functions]
+    return [edge.variable for edge in edges if hasattr(edge, "variable")]

@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from memopt.pricing.storages import is_view
-from memopt.torch_compat import will_accumulate
+from memopt.torch_compat import Fate, current_leaf, fate_of_gradient
 
 
-class Leaves:
-    """The parameters that a region was last called with, by the number of its input."""
+@dataclass
+class Accumulation:
+    """Whether gradients may be added to `.grad` one by one. Not while several forwards wait for their backward:
+    autograd then sums their gradients first, and adding them singly would round differently."""
 
-    def __init__(self) -> None:
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.only_forward = True
-        """False while several forwards wait for their backward: autograd then sums their gradients first, and adding
-        them one by one would round differently."""
-
-    def set(self, number: int, parameter: torch.Tensor) -> None:
-        self._parameters[number] = weakref.ref(parameter)
-
-    def get(self, number: int) -> torch.Tensor | None:
-        reference = self._parameters.get(number)
-        return reference() if reference is not None else None
+    allowed: bool = True
 
 
 class AccumulateGradient(nn.Module):
-    """Adds a gradient to its parameter's `.grad` and gives None, where autograd would do only that with it; else passes
-    it on: the first gradient, gradients that hooks look at, `torch.autograd.grad`, `create_graph`."""
+    """Adds a gradient to its parameter's `.grad` and gives None, where autograd would do only that with it; gives None
+    too where nobody waits for it (`backward(inputs=…)` of others); else passes it on: the first gradient, one that a
+    hook looks at, `torch.autograd.grad`.
 
-    def __init__(self, leaves: Leaves, number: int) -> None:
+    The parameter is input `position` (among tensors) of the very call whose backward runs: one region serves many
+    calls, with other parameters each.
+    """
+
+    def __init__(self, accumulation: Accumulation, position: int) -> None:
         super().__init__()
-        self.leaves, self.number = leaves, number
+        self.accumulation, self.position = accumulation, position
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        parameter = self.leaves.get(self.number)
-        if parameter is None or not self.leaves.only_forward or not _only_added(parameter, gradient):
+        parameter = current_leaf(self.position)
+        if parameter is None:
             return gradient
-        assert parameter.grad is not None
-        parameter.grad.add_(gradient)
-        return None
+        fate = fate_of_gradient(parameter)
+        if fate is Fate.DROPPED:
+            return None
+        if fate is Fate.ACCUMULATED and self.accumulation.allowed and _only_added(parameter, gradient):
+            assert parameter.grad is not None
+            parameter.grad.add_(gradient)
+            return None
+        return gradient
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
@@ -59,26 +60,23 @@ def _only_added(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         and held.layout == gradient.layout == torch.strided
         and held.dtype == gradient.dtype
         and not held.requires_grad
-        and not torch.is_grad_enabled()
         and not is_hooked(parameter)
-        and will_accumulate(parameter)
     )
 
 
-def accumulate_in_place(backward: fx.GraphModule, inputs: Mapping[int, int], leaves: Leaves) -> None:
+def accumulate_in_place(backward: fx.GraphModule, inputs: Mapping[int, int], accumulation: Accumulation) -> None:
     """Put an `AccumulateGradient` behind each gradient of a parameter, right where it is computed. Edits the graph.
 
-    `inputs` maps positions of the backward's results to the number of the input whose gradient it is.
+    `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
     """
     graph = backward.graph
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for position, number in inputs.items():
         gradient = results[position]
-        if not isinstance(gradient, fx.Node) or gradient.op == "placeholder" or len(gradient.users) > 1:
-            continue
+        assert isinstance(gradient, fx.Node)
         name = f"accumulate_gradient_{number}"
-        backward.add_submodule(name, AccumulateGradient(leaves, number))
+        backward.add_submodule(name, AccumulateGradient(accumulation, number))
         with graph.inserting_after(_raise_views(gradient)):
             node = graph.call_module(name, (gradient,))
         node.meta = dict(gradient.meta)

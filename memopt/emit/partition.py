@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.emit.gradients import Leaves, accumulate_in_place
+from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.pricing.price import is_tangent
 from memopt.torch_compat import extract_halves
 from passes import ApplySchedule
@@ -30,16 +30,16 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
 
 
 def partition(
-    joint: JointGraph, schedule: RegionSchedule, leaves: Leaves | None = None
+    joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region. With `leaves`, gradients are added to `.grad` in place."""
+    """The forward and backward modules of a region. With `accumulation`, gradients are added to `.grad` in place."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
-    if leaves is not None:
-        first = joint.forward_outputs
-        inputs = {position - first: number for position, number in joint.parameter_gradients.items()}
-        accumulate_in_place(backward, inputs, leaves)
+    if accumulation is not None:
+        first, tensors = joint.forward_outputs, joint.tensor_positions
+        inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
+        accumulate_in_place(backward, inputs, accumulation)
     return forward, backward
 
 

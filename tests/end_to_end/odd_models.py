@@ -87,8 +87,22 @@ class GraphBreak(Layered):
         return self.loss(self.part(x, middle, len(self.blocks)), labels)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
 class BreakInLoop(Layered):
     """Breaks inside the loop: Dynamo gives up the frame and captures each block alone, as one graph called often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in self.blocks)
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -1,0 +1,205 @@
+"""Training calls in one situation: planned and compiled for each set of shapes, whole or region by region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from memopt.capture.dynamo import (
+    GraphBreak,
+    TooManyShapes,
+    compile_call,
+    example_inputs,
+    lower,
+    parameter_numbers,
+    training_call,
+)
+from memopt.capture.inputs import Call, call_signature
+from memopt.capture.joint import JointGraph
+from memopt.capture.outputs import detach_all_but_scalars, hand_out
+from memopt.emit.partition import RegionSchedule, partition
+from memopt.errors import CaptureError
+from memopt.pending import PendingForward
+from memopt.plan import Plan
+from memopt.torch_compat import tracing_again
+
+if TYPE_CHECKING:
+    from memopt.training import TrainingCalls
+
+
+@dataclass(frozen=True)
+class State:
+    """What a plan depends on beside the call itself."""
+
+    gradients_held: bool = False
+    """Gradients are there before the step: gradient accumulation."""
+    other_forwards: int = 0
+    """Bytes that forwards hold whose backward is still to come."""
+    hooked: frozenset[int] = frozenset()
+    """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
+
+
+class TooTight(Exception):
+    """The plan leaves no room for the forwards in waiting: plan for this very situation."""
+
+
+class Situation:
+    """Training calls in one state: each set of shapes is planned when it comes, and compiled for good."""
+
+    def __init__(self, calls: TrainingCalls, state: State) -> None:
+        self.calls, self.state = calls, state
+        self._call: Call | None = None
+        self._others = 0
+        self._forward: PendingForward | None = None
+        self._broken: dict[str, RegionCalls] = {}
+        """Calls that break into regions, by their signature."""
+        self._whole = self._compile_whole()
+
+    def run(self, call: Call, others: int) -> Any:
+        """Run a planned call; forwards in waiting now hold `others` bytes."""
+        self._call, self._others = call, others
+        try:
+            broken = self._broken.get(call_signature(call)) if self._broken else None
+            if broken is None:
+                try:
+                    return self._run_whole(call)
+                except GraphBreak:
+                    broken = RegionCalls(self.calls, self.state, call)
+                    self._broken[call_signature(call)] = broken
+            return broken.run(call, self._begin(broken.plan))
+        finally:
+            self._call = self._forward = None
+
+    def _begin(self, plan: Plan) -> PendingForward:
+        """Account for a forward that is about to run as planned."""
+        if plan.predicted_peak_bytes - self.state.other_forwards + self._others > plan.budget_bytes:
+            raise TooTight
+        return self.calls.begin(plan, self.state)
+
+    def _compile_whole(self) -> Callable[..., Any]:
+        return compile_call(training_call(self.calls.model, self.calls.loss_fn), self._plan_and_lower, whole=True)
+
+    def _run_whole(self, call: Call) -> Any:
+        try:
+            return self._whole(*call[0], **call[1])
+        except TooManyShapes:
+            self._whole = self._compile_whole()
+            return self._whole(*call[0], **call[1])
+
+    def _plan_and_lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend for a call that is one region: planned as soon as its joint graph is there."""
+        plans: list[Plan] = []
+        assert self._call is not None
+        call = self._call
+        undifferentiated = frozenset() if self.calls.differentiate_all else detach_all_but_scalars(graph_module)
+
+        def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            plans.append(self.calls.plan(self.calls.remember((joint,)), call, self.state))
+            return partition(joint, plans[0].regions[0], self.calls.accumulation)
+
+        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut)
+        if not plans:
+            return compiled  # without gradients: nothing waits for a backward
+
+        def region(*args: Any) -> Any:
+            forward = self._begin(plans[0])
+            return hand_out(compiled(*args), undifferentiated, forward)
+
+        return region
+
+
+class RegionCalls:
+    """Calls of one signature whose forward breaks into regions, planned all together before the first runs.
+
+    The runs of a forward are counted, and each has a schedule of its own, also where Dynamo compiles one region for
+    all of them (a block called in a loop).
+    """
+
+    def __init__(self, calls: TrainingCalls, state: State, call: Call) -> None:
+        self.calls = calls
+        self.plan = calls.plan_ahead(call, state)
+        self.forward: PendingForward | None = None
+        assert self.plan.captured is not None
+        self.regions = self.plan.captured.regions
+        self._run = compile_call(training_call(calls.model, calls.loss_fn), self._lower, whole=False)
+
+    def run(self, call: Call, forward: PendingForward) -> Any:
+        self.forward = forward
+        try:
+            return self._run(*call[0], **call[1])
+        finally:
+            self.forward = None
+
+    def next_run(self, fingerprint: str) -> int:
+        """The number of the run that begins now. Raises `CaptureError` where it was not planned."""
+        assert self.forward is not None
+        number = self.forward.regions_run
+        if number >= len(self.regions) or self.regions[number].fingerprint != fingerprint:
+            raise CaptureError(
+                "the forward took another way than when it was planned: it depends on the values of its inputs outside "
+                "of any captured region; mend the graph break, or add 'plain' to allow to run it unplanned"
+            )
+        return number
+
+    def _lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend for a region."""
+        try:
+            region = _Region(self, graph_module, inputs)
+        except CaptureError:
+            return self.eager(graph_module)
+        return region.unplanned or region
+
+    def eager(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
+        """The region unplanned, where the user allows that; inside of an `except CaptureError`."""
+        if "plain" not in self.calls.options.allow:
+            raise
+        self.calls.unplanned = True
+        return graph_module.forward
+
+
+class _Region:
+    """A compiled region: lowered once for each schedule that its runs have."""
+
+    def __init__(self, owner: RegionCalls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.owner, self.graph_module = owner, graph_module
+        self.again: Callable[[], AbstractContextManager[Any]] = tracing_again()
+        self.variants: dict[tuple[RegionSchedule, frozenset[int]], Callable[..., Any]] = {}
+        self.fingerprint = ""
+        self.unplanned: Callable[..., Any] | None = None
+        compiled = self.lower(inputs)
+        if not self.variants:
+            self.unplanned = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            number = self.owner.next_run(self.fingerprint)
+        except CaptureError:
+            return self.owner.eager(self.graph_module)(*args)
+        if self.key(number) not in self.variants:
+            with self.again():
+                self.lower(example_inputs(self.graph_module))  # not those of the first run: they would live on here
+        forward = self.owner.forward
+        assert forward is not None
+        forward.regions_run += 1
+        return hand_out(self.variants[self.key(number)](*args), frozenset(), forward)
+
+    def key(self, number: int) -> tuple[RegionSchedule, frozenset[int]]:
+        return self.owner.plan.regions[number], self.owner.regions[number].parameter_inputs
+
+    def lower(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Lower for the run that begins now."""
+        keys: list[tuple[RegionSchedule, frozenset[int]]] = []
+
+        def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            self.fingerprint = joint.fingerprint
+            keys.append(self.key(self.owner.next_run(joint.fingerprint)))
+            schedule, parameters = keys[0]
+            return partition(replace(joint, parameter_inputs=parameters), schedule, self.owner.calls.accumulation)
+
+        compiled = lower(self.graph_module, inputs, frozenset(), cut)
+        self.variants.update(dict.fromkeys(keys, compiled))
+        return compiled

@@ -1,0 +1,104 @@
+"""Runs the same piece of training on a plain and an optimised model, measures both, and compares what they leave."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import memopt
+from memopt.budget.account import distinct_bytes
+from tests.families import loss_of
+
+GIB = 1024**3
+Piece = Callable[[nn.Module], Any]
+"""Forwards and backwards of a model, in any order; returns what is to be compared."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a piece of training left behind."""
+
+    returned: Any
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    peak_bytes: int
+    """The most that was held at once: parameters, buffers, gradients, inputs, and all that was allocated beside them."""
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, dict) else model(*batch)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return loss_of(call(model, batch))
+
+
+def step(model: nn.Module, batch: Any) -> Tensor:
+    """One forward and backward; gives the loss."""
+    value = loss(model, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def run(model: nn.Module, piece: Piece, *batches: Any) -> Trained:
+    """Run a piece of training; `batches` are the inputs that the caller holds all the while."""
+    gc.collect()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    inputs = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
+    own = distinct_bytes([*model.parameters(), *model.buffers(), *gradients, *inputs])
+    torch.manual_seed(0)
+    with memopt.measure_peak("cpu") as peak:
+        returned = piece(model)
+    return Trained(
+        returned,
+        {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+        own + peak.allocated_bytes,
+    )
+
+
+def assert_same(trained: Trained, plain: Trained) -> None:
+    """What was returned, every gradient and every buffer: the same bits."""
+    for name, gradient in plain.gradients.items():
+        assert same(trained.gradients[name], gradient), f"the gradient of {name} differs"
+    for name, buffer in plain.buffers.items():
+        assert same(trained.buffers[name], buffer), f"the buffer {name} differs"
+    ours, theirs = tree_leaves(trained.returned), tree_leaves(plain.returned)
+    assert len(ours) == len(theirs)
+    assert all(map(same, ours, theirs)), f"what the calls return differs: {ours} and {theirs}"
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def plan(model: nn.Module, batch: Any, **options: Any) -> memopt.Plan:
+    """The plan of a step without an optimiser under a budget that it cannot exceed."""
+    return memopt.plan(model, 1.0, batch, **{"optimizer": None, **options})
+
+
+def tight(model: nn.Module, batch: Any, **options: Any) -> float:
+    """A budget in GB, halfway from the smallest that works to the plain step's peak."""
+    roomy = plan(model, batch, **options)
+    smallest = roomy.smallest_gb()
+    assert smallest < 0.95 * roomy.plain_peak_gb, "the test needs a model that recomputation helps"
+    return (smallest + roomy.plain_peak_gb) / 2
+
+
+def check(model: nn.Module, piece: Piece, budget_gb: float, *batches: Any, **options: Any) -> Trained:
+    """Assert that a piece of training leaves the plain model's bits and keeps to the budget; optimises `model`."""
+    plain = run(copy.deepcopy(model), piece, *batches)
+    memopt.optimize(model, budget_gb, **{"optimizer": None, **options})
+    trained = run(model, piece, *batches)
+    assert_same(trained, plain)
+    assert trained.peak_bytes <= budget_gb * GIB, f"{trained.peak_bytes} bytes exceed {budget_gb * GIB:.0f}"
+    return trained
