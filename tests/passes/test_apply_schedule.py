@@ -129,6 +129,27 @@ def test_outputs_are_the_versions_of_the_forward() -> None:
     assert all(node.meta["partitioner_tag"] == FORWARD for node in (loss, activation))
 
 
+def test_views_of_views_follow() -> None:
+    sketch = Sketch()
+    sin = sketch.call(aten.sin.default, sketch.input("primals_1", 4, 2))
+    view = sketch.call(aten.view.default, sketch.call(aten.t.default, sin), [2, 2, 2])
+    module = sketch.returns(sketch.call(aten.sum.default, view), sketch.call(aten.neg.default, view))
+    assert_expected_inline(
+        format_graph(ApplySchedule(("sin", "sum_1", "sin", "neg"), 4, 2)(module)),
+        """\
+input primals_1: f32[4, 2]
+sin: f32[4, 2] = aten.sin(primals_1)
+t: f32[2, 4] = aten.t(sin)
+view: f32[2, 2, 2] = aten.view(t, [2, 2, 2])
+sum_1: f32[] = aten.sum(view)
+sin_again: f32[4, 2] = aten.sin(primals_1)
+t_again: f32[2, 4] = aten.t(sin_again)
+view_again: f32[2, 2, 2] = aten.view(t_again, [2, 2, 2])
+neg: f32[2, 2, 2] = aten.neg(view_again)
+return (sum_1, neg)""",
+    )
+
+
 def plain_schedule(captured: Captured) -> tuple[GraphModule, ApplySchedule, tuple[str, ...]]:
     """The canonical graph, every op of it once, and the names of those that may be evaluated again."""
     module = CANONICAL(captured.graph_module)
