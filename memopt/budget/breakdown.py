@@ -60,14 +60,13 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
     for storage, evaluation in live_versions(problem, schedule, position):
         maker = problem.producer[storage]
         in_forward = maker < problem.forward_ops
-        if problem.storages[storage].kept:
+        first = schedule.evaluations.index(maker) == evaluation
+        if problem.storages[storage].kept and first:
             kind = "outputs" if in_forward or not problem.ops[maker].reads else "gradients"
         elif not in_forward:
             kind = "backward temporaries"
-        elif schedule.evaluations.index(maker) == evaluation:
-            kind = "saved activations"
         else:
-            kind = "recomputed activations"
+            kind = "saved activations" if first else "recomputed activations"
         totals[kind] += problem.storages[storage].bytes
     totals["workspace"] += op_now.workspace_bytes
     return dict(totals)
@@ -76,16 +75,19 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
     """The storages live while evaluation `position` runs, each with the evaluation that made its version."""
     made_at: dict[int, int] = {}
-    last_read: dict[tuple[int, int], int] = {}
+    live_until: dict[tuple[int, int], int] = {}
+    end = len(schedule.evaluations)
     for now, index in enumerate(schedule.evaluations):
         op = problem.ops[index]
         for storage in op.reads:
-            last_read[storage, made_at[storage]] = now
+            version = storage, made_at[storage]
+            live_until[version] = max(live_until[version], now)
         for storage in op.makes:
+            is_result = problem.storages[storage].kept and storage not in made_at
             made_at[storage] = now
-            last_read[storage, now] = now
-    for (storage, made), last in last_read.items():
-        if made <= position and (last >= position or problem.storages[storage].kept):
+            live_until[storage, now] = end if is_result else now
+    for (storage, made), last in live_until.items():
+        if made <= position <= last:
             yield storage, made
 
 
