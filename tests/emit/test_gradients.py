@@ -1,0 +1,184 @@
+"""Gradients that are added to `.grad` where they are made: only where autograd would do just that with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+
+from memopt.emit.gradients import AccumulateGradient, Accumulation, accumulate_in_place, is_hooked
+from passes import format_graph
+from tests.passes.capture import Sketch, aten
+
+
+class Twice(torch.autograd.Function):
+    """Stands in for a captured region: doubles its last input, and gives its gradient away by `accumulate`."""
+
+    given: list[Tensor | None]
+
+    @staticmethod
+    def forward(ctx: Any, accumulate: AccumulateGradient, other: Tensor, value: Tensor) -> Tensor:
+        ctx.accumulate = accumulate
+        return 2 * value.detach() + other.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        Twice.given.append(ctx.accumulate(2 * gradient))
+        return None, gradient, Twice.given[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients_yet() -> None:
+    Twice.given = []
+
+
+def loss(parameter: Tensor, other: Tensor | None = None, *, allowed: bool = True) -> Tensor:
+    accumulate = AccumulateGradient(Accumulation(allowed), position=1)
+    result: Any = Twice.apply(accumulate, torch.zeros(3) if other is None else other, parameter)
+    return result.sum()
+
+
+def trained() -> torch.nn.Parameter:
+    """A parameter that holds a gradient of ones."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    return parameter
+
+
+def test_the_first_gradient_is_passed_on() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    loss(parameter).backward()
+    assert Twice.given[0] is not None
+    assert torch.equal(parameter.grad, torch.full((3,), 2.0))
+
+
+def test_later_ones_are_added_in_place() -> None:
+    parameter = trained()
+    held = parameter.grad
+    loss(parameter).backward()
+    assert Twice.given == [None]
+    assert parameter.grad is held
+    assert torch.equal(held, torch.full((3,), 3.0))
+
+
+def test_they_go_to_the_parameter_of_the_very_call() -> None:
+    """One region serves many calls: their backwards may come in any order."""
+    first, second = trained(), trained()
+    losses = [loss(first), loss(second)]
+    losses[0].backward()
+    assert (first.grad.tolist(), second.grad.tolist()) == ([3.0] * 3, [1.0] * 3)
+    losses[1].backward()
+    assert second.grad.tolist() == [3.0] * 3
+
+
+def test_torch_autograd_grad_gets_its_gradient() -> None:
+    parameter = trained()
+    (gradient,) = torch.autograd.grad(loss(parameter), parameter)
+    assert gradient.tolist() == [2.0] * 3
+    assert parameter.grad.tolist() == [1.0] * 3
+
+
+def test_nobody_waits_for_it() -> None:
+    parameter, other = trained(), torch.nn.Parameter(torch.zeros(3))
+    loss(parameter, other).backward(inputs=[other])
+    assert Twice.given == [None]
+    assert parameter.grad.tolist() == [1.0] * 3
+    assert other.grad.tolist() == [1.0] * 3
+
+
+def with_hook(parameter: Tensor) -> None:
+    parameter.register_hook(lambda gradient: 10 * gradient)
+
+
+def with_late_hook(parameter: Tensor) -> None:
+    parameter.register_post_accumulate_grad_hook(multiply_gradient)
+
+
+def multiply_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(10)
+
+
+@pytest.mark.parametrize(("hook", "expected"), [(with_hook, 21.0), (with_late_hook, 30.0)])
+def test_hooks_see_their_gradient(hook: Callable[[Tensor], None], expected: float) -> None:
+    parameter = trained()
+    assert not is_hooked(parameter)
+    hook(parameter)
+    assert is_hooked(parameter)
+    loss(parameter).backward()
+    assert Twice.given[0] is not None
+    assert parameter.grad.tolist() == [expected] * 3
+
+
+def differentiable(parameter: Tensor) -> None:
+    parameter.grad = torch.ones(3, requires_grad=True)
+
+
+def sparse(parameter: Tensor) -> None:
+    parameter.grad = torch.ones(3).to_sparse()
+
+
+@pytest.mark.parametrize("hold", [differentiable, sparse])
+def test_what_autograd_would_not_add_in_place_is_passed_on(hold: Callable[[Tensor], None]) -> None:
+    parameter = trained()
+    hold(parameter)
+    loss(parameter).backward()
+    assert Twice.given[0] is not None
+    assert parameter.grad.to_dense().tolist() == [3.0] * 3
+
+
+def test_not_while_several_forwards_wait() -> None:
+    parameter = trained()
+    loss(parameter, allowed=False).backward()
+    assert Twice.given[0] is not None
+    assert parameter.grad.tolist() == [3.0] * 3
+
+
+def test_an_input_that_is_no_leaf_gets_its_gradient() -> None:
+    parameter = trained()
+    loss(parameter * 5).backward()
+    assert Twice.given[0] is not None
+    assert parameter.grad.tolist() == [11.0] * 3
+
+
+def backward_graph() -> fx.GraphModule:
+    sketch = Sketch()
+    x, tangent = sketch.input("mm", 2, 3), sketch.input("tangents_1", 2, 4)
+    product = sketch.call(aten.mm.default, sketch.call(aten.t.default, tangent), x)
+    summed = sketch.call(aten.sum.dim_IntList, tangent, [0], True)
+    view = sketch.call(aten.view.default, summed, [4])
+    weight = sketch.call(aten.t.default, sketch.call(aten.t.default, product))
+    return sketch.returns(weight, None, view, tangent)
+
+
+def test_golden() -> None:
+    """Each gradient is given away right after its memory is there: the views that lead to it move up."""
+    backward = backward_graph()
+    accumulate_in_place(backward, {0: 0, 2: 5}, Accumulation())
+    backward.graph.lint()
+    assert_expected_inline(
+        format_graph(backward),
+        """\
+input mm: f32[2, 3]
+input tangents_1: f32[2, 4]
+t: f32[4, 2] = aten.t(tangents_1)
+mm_1: f32[4, 3] = aten.mm(t, mm)
+t_1: f32[3, 4] = aten.t(mm_1)
+t_2: f32[4, 3] = aten.t(t_1)
+accumulate_gradient_0: f32[4, 3] = call_module.accumulate_gradient_0(t_2)
+sum_1: f32[1, 4] = aten.sum.dim_IntList(tangents_1, [0], True)
+view: f32[4] = aten.view(sum_1, [4])
+accumulate_gradient_5: f32[4] = call_module.accumulate_gradient_5(view)
+return (accumulate_gradient_0, None, accumulate_gradient_5, tangents_1)""",
+    )
+
+
+def test_nothing_to_accumulate_changes_nothing() -> None:
+    backward = backward_graph()
+    before = format_graph(backward)
+    accumulate_in_place(backward, {}, Accumulation())
+    assert format_graph(backward) == before
