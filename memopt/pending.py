@@ -42,7 +42,7 @@ class PendingForward:
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
         self._extra_bytes += distinct_bytes(each for each in leaves if self._handed_on(each))
         waiting = sum(forward.held_bytes for forward in self.beside.waiting() if forward is not self)
-        peak = self.plan.predicted_peak_bytes
+        peak = self.plan.ceiling_bytes
         if keeps_graph():
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)

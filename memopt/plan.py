@@ -60,6 +60,8 @@ class Plan:
     plain: Breakdown
     """The peak of the same captured step with nothing recomputed."""
     planned: Breakdown
+    ceiling_bytes: int
+    """The peak at the largest data-dependent sizes that the plan allows for; where there are none, the predicted."""
     step_seconds: float
     added_seconds: float
     held_bytes: int
@@ -132,7 +134,7 @@ class Plan:
 
     def recipes(self) -> tuple[Recipe, ...]:
         """What the recipes of hand-written checkpointing would do on the same captured step, as simulated."""
-        from memopt.planner import recipes  # noqa: PLC0415
+        from memopt.planner import recipes
 
         return recipes(self._live(), self.account)
 

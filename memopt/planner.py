@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import breakdown, live_versions, output_bytes
+from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB, BudgetError
@@ -17,6 +18,7 @@ from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
 from memopt.progress import stage
 from memopt.solver import Infeasible, Op, Portfolio, RematProblem, Schedule, Solution
+from memopt.torch_compat import known_sizes
 
 
 @dataclass(frozen=True)
@@ -27,30 +29,28 @@ class Captured:
     regions: tuple[JointGraph, ...]
     hardware: Hardware
     notes: tuple[str, ...] = ()
+    data_sizes: DataSizes = field(default_factory=DataSizes)
 
     @cached_property
-    def prices(self) -> tuple[Sequence[PricedGraph], Sequence[PricedGraph]]:
-        """Each region priced twice: gradients kept to the end of the backward, and added to `.grad` at once."""
+    def _joined(self) -> dict[tuple[bool, bool], Joined]:
+        return {}
+
+    def joined(self, *, accumulating: bool, as_seen: bool = False) -> Joined:
+        """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`; `as_seen`: with
+        data-dependent sizes as they were on the batch at hand rather than the most that is allowed."""
+        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
+        if key not in self._joined:
+            with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
+                self._joined[key] = join(self._prices(accumulating))
+        return self._joined[key]
+
+    def _prices(self, accumulating: bool) -> list[PricedGraph]:
         nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
         price_of = price_nodes(nodes, self.hardware).__getitem__
-        kept = [price(region.module, region.forward_outputs, price_of) for region in self.regions]
-        added = [
-            price(region.module, region.forward_outputs, price_of, accumulated=region.parameter_gradients)
+        return [
+            price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
             for region in self.regions
         ]
-        return kept, added
-
-    def joined(self, *, accumulating: bool) -> Joined:
-        """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`."""
-        return self._accumulating if accumulating else self._first
-
-    @cached_property
-    def _first(self) -> Joined:
-        return join(self.prices[0])
-
-    @cached_property
-    def _accumulating(self) -> Joined:
-        return join(self.prices[1])
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
     joined = captured.joined(accumulating=account.gradients_held)
     with stage("solving"):
         solution = _solve(joined, account, budget_bytes)
-    planned = breakdown(joined.problem, solution.schedule, account)
-    plain = breakdown(joined.problem, Schedule.save_all(joined.problem), account)
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
     return Plan(
         model=captured.model_name,
         hardware=captured.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
-        plain=plain,
-        planned=planned,
+        plain=breakdown(seen.problem, Schedule.save_all(seen.problem), account),
+        planned=breakdown(seen.problem, solution.schedule, account),
+        ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
         step_seconds=joined.problem.seconds,
         added_seconds=solution.added_seconds,
         held_bytes=held_after_forward(joined.problem, solution.schedule),
@@ -112,7 +112,7 @@ def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
         method=solution.method,
         regions=split(joined, captured, solution.schedule),
         modules=module_rows(joined, solution.schedule),
-        notes=captured.notes,
+        notes=captured.notes + captured.data_sizes.notes(),
         captured=captured,
         joined=joined,
         schedule=solution.schedule,

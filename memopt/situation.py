@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.dynamo import (
     GraphBreak,
     TooManyShapes,
@@ -76,7 +77,7 @@ class Situation:
 
     def _begin(self, plan: Plan) -> PendingForward:
         """Account for a forward that is about to run as planned."""
-        if plan.predicted_peak_bytes - self.state.other_forwards + self._others > plan.budget_bytes:
+        if plan.ceiling_bytes - self.state.other_forwards + self._others > plan.budget_bytes:
             raise TooTight
         return self.calls.begin(plan, self.state)
 
@@ -98,8 +99,11 @@ class Situation:
         undifferentiated = frozenset() if self.calls.differentiate_all else detach_all_but_scalars(graph_module)
 
         def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            plans.append(self.calls.plan(self.calls.remember((joint,)), call, self.state))
-            return partition(joint, plans[0].regions[0], self.calls.accumulation)
+            captured = self.calls.remember((joint,), call)
+            plans.append(self.calls.plan(captured, call, self.state))
+            forward, backward = partition(joint, plans[0].regions[0], self.calls.accumulation)
+            guard_sizes(forward, captured.data_sizes.allowed)
+            return forward, backward
 
         compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut)
         if not plans:

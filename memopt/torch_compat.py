@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -229,7 +230,7 @@ def to_fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) ->
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
 
 
-_known_sizes: ContextVar[Mapping[str, int]] = ContextVar("known_sizes", default={})
+_known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
 
 
 @contextmanager
@@ -248,8 +249,9 @@ def upper_bound(size: torch.SymInt) -> int:
     node: Any = size.node
     if node.has_hint():
         return int(node.hint)
-    known = _known_sizes.get()
-    expression = node.expr.xreplace({s: known[s.name] for s in node.expr.free_symbols if s.name in known})
+    known = _known_sizes.get() or {}
+    values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
+    expression = sympy.sympify(node.expr.xreplace(values))
     bound = node.shape_env.bound_sympy(expression).upper
     if not bound.is_Integer:
         mend = f"call torch._check({size} <= …) in the model"

@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.budget.account import Account, account_of, distinct_bytes
 from memopt.capture.ahead import capture
+from memopt.capture.data_sizes import DataSizes, SizeOutgrown, is_real, match, new_symbols, observe
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, tensors_in
 from memopt.capture.joint import JointGraph
@@ -24,6 +25,7 @@ from memopt.planner import Captured, make_plan
 from memopt.pricing import hardware, hardware_of
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
+from memopt.training_state import TrainingState, generator_states, set_generators
 
 
 class TrainingCalls:
@@ -46,6 +48,8 @@ class TrainingCalls:
         self.situations: dict[State, Situation] = {}
         self.known: dict[tuple[Any, ...], Captured] = {}
         """What was captured, by its regions and notes: another budget or situation prices nothing anew."""
+        self.data_sizes: dict[str, DataSizes] = {}
+        """Sizes that depend on data, by the fingerprint of the region that they are of."""
         self.latest: Plan | None = None
         self.unplanned = False
 
@@ -57,17 +61,26 @@ class TrainingCalls:
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
         others = sum(forward.held_bytes for forward in waiting)
-        state = self._state()
         try:
-            try:
-                return self._situation(state).run((args, kwargs), others)
-            except TooTight:
-                return self._situation(replace(state, other_forwards=others)).run((args, kwargs), others)
+            return self._run((args, kwargs), self._state(), others)
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
             self.unplanned = True
             return self.plain(*args, **kwargs)
+
+    def _run(self, call: Call, state: State, others: int) -> Any:
+        generators = generator_states(self.device())
+        try:
+            return self._situation(state).run(call, others)
+        except TooTight:
+            return self._run(call, replace(state, other_forwards=others), others)
+        except SizeOutgrown:
+            # A forward writes to buffers only at its end, so that the generators are all there is to undo.
+            set_generators(generators, self.device())
+            self.situations.clear()
+            self.known.clear()
+            return self._run(call, state, others)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the plain model."""
@@ -91,7 +104,7 @@ class TrainingCalls:
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         for forward in waiting:
             planned = forward.plan
-            if planned.predicted_peak_bytes + gradients > planned.budget_bytes:
+            if planned.ceiling_bytes + gradients > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
                 raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
 
@@ -129,15 +142,29 @@ class TrainingCalls:
             captured = capture(
                 self.model, call, self.loss_fn, self.device(), state.hooked, differentiate_all=self.differentiate_all
             )
-        return self.plan(self.remember(captured.regions, captured.notes), call, state, captured.between_bytes)
+        return self.plan(self.remember(captured.regions, call, captured.notes), call, state, captured.between_bytes)
 
-    def remember(self, regions: tuple[JointGraph, ...], notes: tuple[str, ...] = ()) -> Captured:
+    def remember(self, regions: tuple[JointGraph, ...], call: Call, notes: tuple[str, ...] = ()) -> Captured:
         """The regions as something to plan; the same object as before if they were captured before."""
         key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes)
         if key not in self.known:
             card = hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
-            self.known[key] = Captured(type(self.model).__name__, regions, card, notes)
+            sizes = self._sizes(regions[0], call) if len(regions) == 1 else DataSizes()
+            self.known[key] = Captured(type(self.model).__name__, regions, card, notes, sizes)
         return self.known[key]
+
+    def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
+        """Sizes that depend on data: seen by running the call's forward without gradients; unknown for fakes."""
+        depends = any(True for _ in new_symbols(region.module.graph))
+        if not depends or not all(map(is_real, (*self.model.parameters(), *tensors_in(call)))):
+            return DataSizes()
+        state = TrainingState.of(self.model)
+        observed = observe(lambda: self.plain(*call[0], **call[1]))
+        state.undo_forward()
+        seen = match(region.module.graph, observed)
+        if seen is not None:
+            self.data_sizes[region.fingerprint] = DataSizes.of(seen, self.data_sizes.get(region.fingerprint))
+        return self.data_sizes.get(region.fingerprint, DataSizes())
 
     @property
     def differentiate_all(self) -> bool:

@@ -37,13 +37,17 @@ class TrainingState:
                 (module, table, {name: on_host(each) for name, each in table.items() if each is not None})
                 for module, table in tables
             ),
-            _generator_states(device),
+            generator_states(device),
         )
 
     def restore(self) -> None:
         """Set buffers and generators back to this state, and take all gradients away."""
         for parameter, _ in self.gradients:
             parameter.grad = None
+        self.undo_forward()
+
+    def undo_forward(self) -> None:
+        """Set buffers and generators back to this state."""
         for module, table, values in self.buffers:
             module._buffers.clear()
             module._buffers.update(table)
@@ -51,7 +55,7 @@ class TrainingState:
                 buffer = table[name]
                 if buffer is not None and not torch.equal(buffer.cpu(), value):
                     buffer.detach().copy_(value)
-        _set_generators(self.generators, self.device)
+        set_generators(self.generators, self.device)
 
     def restore_gradients(self) -> None:
         """Give the parameters the gradients of this state, the very tensors."""
@@ -78,12 +82,14 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _generator_states(device: torch.device) -> tuple[Any, ...]:
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of Python's, numpy's and torch's generators, for `set_generators`."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
+    """Set the generators back to what `generator_states` gave."""
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
