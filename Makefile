@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test test-all check
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/train_gpt2_within_budget.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
