@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.report import as_text, milliseconds, size
+from memopt.report import as_text, duration, size
 
 WORST_ROWS = 10
 
@@ -137,8 +137,8 @@ class Comparison:
         runs = (self.plain, self.optimized)
         table.add_row("loss", *(f"{run.loss:.9g}" for run in runs))
         table.add_row("peak, measured", *(size(run.peak_bytes) for run in runs))
-        table.add_row("budget", "", size(self.budget_bytes))
-        table.add_row("time", *(milliseconds(run.seconds) for run in runs))
+        table.add_row("of the budget", *(f"{run.peak_bytes / self.budget_bytes:.1%}" for run in runs))
+        table.add_row("time", *(duration(run.seconds) for run in runs))
         return table
 
 

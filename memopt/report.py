@@ -35,7 +35,7 @@ def _headline(plan: Plan) -> str:
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)} of a budget of {size(plan.budget_bytes)} "
         f"(plain {size(plan.plain.peak_bytes)}), "
-        f"added time {plan.added_time:.1%} of {milliseconds(plan.step_seconds)} "
+        f"added time {plan.added_time:.1%} of {duration(plan.step_seconds)} "
         f"(no plan adds less than {plan.bound:.1%})"
     )
 
@@ -66,8 +66,8 @@ def _module_table(plan: Plan) -> Table:
             size(row.saved_bytes),
             size(row.recomputed_bytes),
             again,
-            milliseconds(row.seconds),
-            milliseconds(row.added_seconds),
+            duration(row.seconds),
+            duration(row.added_seconds),
         )
     return table
 
@@ -99,5 +99,8 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if nbytes else "–"
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as people read them: "1.05 s", "23.3 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds else "–"

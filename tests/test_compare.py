@@ -181,4 +181,5 @@ def test_the_table_names_the_worst() -> None:
     assert found.worst == off
     assert "of 2 gradients and 0 buffers 1 differ, the losses by 0.25" in str(found)
     assert "layers.3.weight" in found.table()
-    assert "bitwise equal: the loss, 0 gradients and 0 buffers" in str(Comparison(run, run, (), (), 0))
+    assert "150.0%" in found.table()
+    assert "bitwise equal: the loss, 0 gradients and 0 buffers" in str(Comparison(run, run, (), (), 2 * 1024**2))
