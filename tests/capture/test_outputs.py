@@ -133,7 +133,7 @@ def test_the_forward_may_forbid_its_backward() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     weight, forward = nn.Parameter(torch.ones(3, 2)), Forward()
-    with pytest.raises(UnplannedGradientError, match="create_graph=True .* call memopt.remove"):
+    with pytest.raises(UnplannedGradientError, match=r"create_graph=True .* call memopt\.remove"):
         torch.autograd.grad(call(weight, forward)[0], weight, create_graph=True)
 
 
