@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +23,15 @@ from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
 from memopt.plan import Plan
 from memopt.planner import Captured, make_plan
-from memopt.pricing import hardware, hardware_of
+from memopt.pricing import Hardware, hardware, hardware_of
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
 from memopt.training_state import TrainingState, generator_states, set_generators
+
+LOSS_OUTSIDE = (
+    "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
+    "model return its loss"
+)
 
 
 class TrainingCalls:
@@ -127,7 +133,8 @@ class TrainingCalls:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def account(self, call: Call, state: State) -> Account:
-        account = account_of(self.model, tensors_in(call), self.options.optimizer, self.device())
+        device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
+        account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
         return replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
 
     def plan(self, captured: Captured, call: Call, state: State, between_bytes: int = 0) -> Plan:
@@ -148,9 +155,11 @@ class TrainingCalls:
         """The regions as something to plan; the same object as before if they were captured before."""
         key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes)
         if key not in self.known:
-            card = hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
-            sizes = self._sizes(regions[0], call) if len(regions) == 1 else DataSizes()
-            self.known[key] = Captured(type(self.model).__name__, regions, card, notes, sizes)
+            sizes = DataSizes()
+            if len(regions) == 1:
+                sizes = self._sizes(regions[0], call)
+                notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
+            self.known[key] = Captured(type(self.model).__name__, regions, self.card, notes, sizes)
         return self.known[key]
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
@@ -165,6 +174,11 @@ class TrainingCalls:
         if seen is not None:
             self.data_sizes[region.fingerprint] = DataSizes.of(seen, self.data_sizes.get(region.fingerprint))
         return self.data_sizes.get(region.fingerprint, DataSizes())
+
+    @cached_property
+    def card(self) -> Hardware:
+        """What the step is planned for: the card that was named, or the device at hand."""
+        return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
 
     @property
     def differentiate_all(self) -> bool:

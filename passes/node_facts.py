@@ -48,6 +48,11 @@ def is_random(node: Node) -> bool:
     return isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def is_tangent(node: Node) -> bool:
+    """True for the inputs of a joint graph that are the gradients of its outputs."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
 def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, draws nothing at random, asserts nothing.
 
@@ -92,8 +97,7 @@ def backward_nodes(graph: Graph) -> frozenset[Node]:
         if node.op == "output":
             continue
         marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        tangent = node.op == "placeholder" and str(node.target).startswith("tangents")
-        if marked or tangent or any(each in found for each in node.all_input_nodes):
+        if marked or is_tangent(node) or any(each in found for each in node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from memopt.budget.optimizer_account import optimizer_account
+from memopt.pricing.workspace_cuda import CUDA_PERSISTENT_WORKSPACE_BYTES
 
 # Scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
-# Measured on H100 and A100: the context with cuBLAS and cuDNN loaded; it never shows in torch's own count.
-CUDA_CONTEXT_BYTES = 512 * 1024**2
+# The context with cuBLAS and cuDNN loaded, a guess until measured, which never shows in torch's own count; and what
+# cuBLAS keeps for its workspaces.
+CUDA_RESERVE_BYTES = 512 * 1024**2 + CUDA_PERSISTENT_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,20 @@ class Account:
 
 
 def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any, device: torch.device) -> Account:
-    """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None)."""
+    """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer_bytes = optimizer_account(optimizer, trained, device.type)
+    home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()])
     return Account(
         parameters=distinct_bytes(parameters),
         buffers=own - distinct_bytes(parameters),
-        inputs=distinct_bytes(tensor for tensor in inputs if tensor.device.type in (device.type, "meta")),
+        inputs=distinct_bytes(tensor for tensor in inputs if tensor.device.type in (home.type, "meta")),
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes,
         gradients=distinct_bytes(trained),
-        reserve=BOOKKEEPING_BYTES + (CUDA_CONTEXT_BYTES if device.type == "cuda" else 0),
+        reserve=BOOKKEEPING_BYTES + (CUDA_RESERVE_BYTES if device.type == "cuda" else 0),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from passes import CANONICAL, format_graph
+from passes.node_facts import is_tangent
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class JointGraph:
             and result.op != "placeholder"
             and len(result.users) == times[result] == 1
         }
+
+    @cached_property
+    def ends_before_loss(self) -> bool:
+        """Whether a gradient that is not a scalar comes in: the loss is computed from what the region returns."""
+        return any(is_tangent(node) and node.meta["val"].dim() > 0 for node in self.module.graph.nodes)
 
     @cached_property
     def tensor_positions(self) -> dict[int, int]:

@@ -9,10 +9,10 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import Accumulation, accumulate_in_place
-from memopt.pricing.price import is_tangent
 from memopt.torch_compat import extract_halves
 from passes import ApplySchedule
 from passes.apply_schedule import BACKWARD
+from passes.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def _without_root(source: str) -> str:
     """`L['self'].layers.0` and `L['self']._modules['layers']._modules['0']` are both `layers.0`."""
     source = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
     source = re.sub(r"\[(\d+)\]", r".\1", source)
-    root = re.match(r"[LG]\['[^']*'\](\.__\w+__(\.\d+)?|\.cell_contents)*\.?", source)
+    root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)
     return source[root.end() :] if root else source
 
 

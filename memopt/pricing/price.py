@@ -13,7 +13,7 @@ from memopt.pricing.module_path import is_attention_core, module_path, number_bl
 from memopt.pricing.storages import Storages, find_storages, is_view
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
-from passes.node_facts import backward_nodes, binds_new_symbols
+from passes.node_facts import backward_nodes, binds_new_symbols, is_tangent
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -159,7 +159,7 @@ class _Pricer:
     def add_tangents(self) -> None:
         """The gradients of the outputs: autograd makes them before the backward and holds them until its end."""
         for node in self.graph.nodes:
-            if node.op == "placeholder" and is_tangent(node):
+            if is_tangent(node):
                 self.kept.update(self.storages.of[node])
                 makes = tuple(self.list_storage(index) for index in self.storages.of[node])
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
@@ -202,11 +202,6 @@ def is_scheduled(node: fx.Node) -> bool:
 def is_mutation(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether the node is a placeholder for the gradient of an output."""
-    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def _device_type(node: fx.Node) -> str:

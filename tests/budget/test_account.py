@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from memopt.budget.account import BOOKKEEPING_BYTES, CUDA_CONTEXT_BYTES, Account, account_of, distinct_bytes
+from memopt.budget.account import BOOKKEEPING_BYTES, CUDA_RESERVE_BYTES, Account, account_of, distinct_bytes
 
 CPU = torch.device("cpu")
 ACCOUNT = Account(
@@ -47,7 +47,7 @@ def test_inputs_elsewhere_do_not_count() -> None:
     account = account_of(model, inputs, None, torch.device("cuda"))
     assert account.inputs == 24
     assert account.parameters == account.gradients == (64 + 8) * 4
-    assert account.reserve == BOOKKEEPING_BYTES + CUDA_CONTEXT_BYTES
+    assert account.reserve == BOOKKEEPING_BYTES + CUDA_RESERVE_BYTES
 
 
 def test_adam_keeps_two_numbers_a_parameter() -> None:
