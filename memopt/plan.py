@@ -160,10 +160,14 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote. Raises `ValueError` for another format."""
-        values = json.loads(Path(path).read_text())
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; plan again with this version of memopt")
-        return _from_json(values)
+        try:
+            values = json.loads(Path(path).read_text())
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"another format than {FORMAT}")
+            return _from_json(values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no plan, or fields of another one
+            mend = "plan again with this version of memopt"
+            raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; {mend}") from error
 
     def _live(self) -> Captured:
         if self.captured is None:

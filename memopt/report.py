@@ -57,15 +57,15 @@ def _bytes_table(plan: Plan) -> Table:
 def _module_table(plan: Plan) -> Table:
     table = Table(title="What each module keeps for the backward, and evaluates again", title_justify="left")
     table.add_column("module", overflow="fold")
-    for title in ("saved", "recomputed", "ops again", "time", "added"):
+    for title in ("ops", "saved", "again", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
     for row in folded(plan.modules):
-        again = f"{row.recomputed_ops} of {row.ops}" if row.recomputed_ops else "–"
         table.add_row(
             row.path or "(model)",
+            str(row.ops),
             size(row.saved_bytes),
+            str(row.recomputed_ops or "–"),
             size(row.recomputed_bytes),
-            again,
             duration(row.seconds),
             duration(row.added_seconds),
         )
@@ -95,12 +95,17 @@ def size(nbytes: int) -> str:
     """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "12 kB"."""
     for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
         if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+            return f"{_three_digits(nbytes / scale)} {unit}"
     return f"{nbytes} B" if nbytes else "–"
 
 
 def duration(seconds: float) -> str:
     """Seconds as people read them: "1.05 s", "23.3 ms"."""
     if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds else "–"
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms" if seconds else "–"
+
+
+def _three_digits(value: float) -> str:
+    """Three digits, or all before the point: never "1e+03"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -1,0 +1,52 @@
+"""Joint graphs written by hand, for tests of what is planned from them: nothing is traced, nothing is measured."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from memopt.budget.account import Account
+from memopt.capture.joint import JointGraph
+from memopt.planner import Captured
+from memopt.pricing import hardware
+from tests.passes.capture import Sketch, aten
+
+ACCOUNT = Account(
+    parameters=3072, buffers=0, inputs=4096, optimizer_state=6144, optimizer_temporaries=2048, gradients=3072, reserve=0
+)
+
+
+def region(layers: int, *, loss: bool = True, width: int = 16, batch: int = 64, first: int = 0) -> JointGraph:
+    """`layers` of gelu(x @ weight) without biases, and their sum (`loss`) or the last hidden state."""
+    sketch = Sketch()
+    weights = [sketch.input(f"primals_{number + 1}", width, width) for number in range(layers)]
+    x = sketch.input(f"primals_{layers + 1}", batch, width)
+    tangent = sketch.input("tangents_1") if loss else sketch.input("tangents_1", batch, width)
+
+    def call(path: str, *args: object) -> Node:
+        node = sketch.call(*args)
+        node.meta["nn_module_stack"] = {"self": ("L['self']", object), "layer": (f"L['self'].{path}", object)}
+        return node
+
+    hidden, wide = [x], []
+    for number, weight in enumerate(weights):
+        wide.append(call(f"layers.{first + number}.linear", aten.mm.default, hidden[-1], weight))
+        hidden.append(call(f"layers.{first + number}", aten.gelu.default, wide[-1]))
+    output = sketch.call(aten.sum.default, hidden[-1]) if loss else hidden[-1]
+    gradient = sketch.call(aten.expand.default, tangent, [batch, width]) if loss else tangent
+    gradients = []
+    for number in reversed(range(layers)):
+        gradient = sketch.call(aten.gelu_backward.default, gradient, wide[number])
+        turned = sketch.call(aten.t.default, hidden[number])
+        gradients.append(sketch.call(aten.mm.default, turned, gradient))
+        gradient = sketch.call(aten.mm.default, gradient, sketch.call(aten.t.default, weights[number]))
+    module = sketch.returns(output, *reversed(gradients), None if loss and not first else gradient)
+    return JointGraph.of(module, 1, frozenset(range(layers)))
+
+
+def captured(*regions: JointGraph) -> Captured:
+    return Captured("Layers", regions or (region(3),), hardware("h100"))
+
+
+def two_regions() -> Captured:
+    """Two layers, a graph break, and two more with the loss."""
+    return captured(region(2, loss=False), region(2, first=2))

@@ -1,0 +1,174 @@
+"""From captured regions to a plan, on graphs written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from expecttest import assert_expected_inline
+
+from memopt.budget.account import Account
+from memopt.errors import GIB, BudgetError
+from memopt.planner import Captured, Joined, held_after_forward, make_plan, module_rows, recipes, smallest_budget, split
+from memopt.pricing.price import split_halves
+from memopt.solver import Schedule, simulate
+from tests.planned import ACCOUNT, captured, region, two_regions
+from tests.solver.problems import random_schedule
+
+HELD = replace(ACCOUNT, gradients_held=True)
+ROOMY = 10**6
+
+
+def joined(step: Captured) -> Joined:
+    return step.joined(accumulating=False)
+
+
+def test_regions_go_forward_in_order_and_backward_in_reverse() -> None:
+    both = joined(two_regions())
+    ops = zip(both.owner, both.problem.ops, strict=True)
+    runs = itertools.groupby(ops, key=lambda each: each[0][0])
+    assert_expected_inline(
+        "\n".join(f"{number}: {' '.join(op.name for _, op in run)}" for number, run in runs),
+        """\
+0: mm gelu mm_1 gelu_1
+1: mm gelu mm_1 gelu_1 sum_1 tangents_1 gelu_backward mm_2 mm_3 gelu_backward_1 mm_4 mm_5 hand_over_gradients
+0: tangents_1 gelu_backward mm_2 mm_3 gelu_backward_1 mm_4 mm_5 hand_over_gradients""",
+    )
+    assert both.problem.forward_ops == 9
+    for (number, local), op in zip(both.owner, both.problem.ops, strict=True):
+        own = both.prices[number].problem
+        for ours, theirs in ((op.reads, own.ops[local].reads), (op.makes, own.ops[local].makes)):
+            assert [both.problem.storages[s] for s in ours] == [own.storages[s] for s in theirs]
+
+
+def test_what_a_region_hands_to_the_next_is_kept() -> None:
+    problem = joined(two_regions()).problem
+    kept = [storage.name for storage in problem.storages if storage.kept]
+    assert kept == ["gelu_1", "tangents_1", "mm_2", "mm_4", "mm_5", "sum_1", "tangents_1", "mm_2", "mm_4", "mm_5"]
+
+
+def test_a_schedule_splits_into_those_of_the_regions() -> None:
+    step = two_regions()
+    both = joined(step)
+    for part, each in zip(split(both, step, Schedule.save_all(both.problem)), step.regions, strict=True):
+        forward, backward = ([node.name for node in half] for half in split_halves(each.module.graph))
+        assert part.evaluations == (*forward, *backward)
+        assert part.boundary == len(forward)
+        assert part.fingerprint == each.fingerprint
+
+
+def test_repeated_evaluations_go_to_their_region() -> None:
+    step = two_regions()
+    both = joined(step)
+    for seed in range(5):
+        schedule = random_schedule(random.Random(seed), both.problem)
+        parts = split(both, step, schedule)
+        owners = [both.owner[op] for op in schedule.evaluations]
+        named = [(region, both.prices[region].nodes[local]) for region, local in owners]
+        for number, part in enumerate(parts):
+            assert part.evaluations == tuple(node for owner, node in named if owner == number and node)
+            forward = split_halves(step.regions[number].module.graph)[0]
+            first = max(part.evaluations.index(node.name) for node in forward)
+            assert part.boundary == first + 1, "all that is evaluated again later is the backward's"
+
+
+@pytest.mark.parametrize("step", [captured(region(6)), two_regions()], ids=["one region", "two regions"])
+@pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=0, gradients=0)])
+def test_budgets(step: Captured, account: Account) -> None:
+    """Within the budget, never below the bound, never slower for more memory, and as the simulator says."""
+    plain = make_plan(step, account, ROOMY)
+    assert plain.added_seconds == 0
+    smallest = smallest_budget(step, account)
+    last = float("inf")
+    for share in (0, 0.1, 0.3, 0.5, 0.8, 1):
+        budget = smallest + int(share * (plain.predicted_peak_bytes - smallest))
+        plan = make_plan(step, account, budget)
+        assert plan.predicted_peak_bytes <= budget
+        assert plan.bound_seconds <= plan.added_seconds + 1e-12
+        assert plan.added_seconds <= last
+        last = plan.added_seconds
+        problem = replace(plan.joined.problem, resident_bytes=account.resident_bytes)
+        assert simulate(problem, plan.schedule).peak_bytes <= plan.predicted_peak_bytes
+        assert plan.plain == plain.plain
+    assert plan.added_seconds == 0, "nothing is recomputed at the plain step's own peak"
+
+
+@pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=10**5)])
+def test_the_figures_of_a_refusal_work(account: Account) -> None:
+    step = captured(region(4))
+    smallest = smallest_budget(step, account)
+    with pytest.raises(BudgetError) as refusal:
+        make_plan(step, account, smallest - 1)
+    assert refusal.value.budget_gb == (smallest - 1) / GIB
+    assert refusal.value.smallest_gb == smallest / GIB
+    printed = re.search(r"the smallest that works is (\S+) GB", str(refusal.value))
+    assert printed is not None
+    for gb in (refusal.value.smallest_gb, float(printed[1])):
+        assert make_plan(step, account, int(gb * GIB)).predicted_peak_bytes <= gb * GIB
+    assert float(printed[1]) < 1.0001 * smallest / GIB
+
+
+def test_a_refusal_says_what_dominates() -> None:
+    step = captured(region(4))
+    with pytest.raises(BudgetError, match=r"by optimizer temporaries 0\.0931 GB, .* \(at optimizer\.step\(\)\)"):
+        make_plan(step, replace(ACCOUNT, optimizer_temporaries=10**8), 10**7)
+    with pytest.raises(BudgetError, match=r"dominated by parameters 0\.931 GB, .* \(at \w+\)"):
+        make_plan(step, replace(ACCOUNT, parameters=10**9), 10**7)
+
+
+def test_held_gradients_are_added_to_at_once() -> None:
+    step = captured(region(6))
+    first, later = make_plan(step, ACCOUNT, ROOMY), make_plan(step, HELD, ROOMY)
+    weights = 6 * 16 * 16 * 4
+    assert simulate(first.joined.problem, first.schedule).live_bytes[-1] == weights + 8
+    assert simulate(later.joined.problem, later.schedule).live_bytes[-1] == 8
+    assert dict(later.plain.rows)["gradients"] == HELD.gradients
+    assert not any(storage.kept and storage.name.startswith("mm") for storage in later.joined.problem.storages)
+
+
+def test_recipes() -> None:
+    step = captured(region(6))
+    found = {recipe.name: recipe for recipe in recipes(step, ACCOUNT)}
+    assert list(found)[:2] == ["save all", "per block"]
+    assert "every 2 blocks" in found
+    assert found["save all"].peak_gb * GIB == make_plan(step, ACCOUNT, ROOMY).plain.peak_bytes
+    assert found["save all"].added_time == 0
+    for recipe in found.values():
+        assert make_plan(step, ACCOUNT, int(recipe.peak_gb * GIB)).added_time <= recipe.added_time
+
+
+def test_recipes_hold_the_optimizer_step() -> None:
+    account = replace(ACCOUNT, optimizer_temporaries=10**6)
+    peaks = {recipe.peak_gb * GIB for recipe in recipes(captured(), account)}
+    assert peaks == {account.optimizer_step_bytes(4)}
+
+
+def test_module_rows() -> None:
+    both = joined(captured(region(2)))
+    names = [op.name for op in both.problem.ops]
+    first = [names.index(name) for name in ("mm", "gelu", "mm_1", "gelu_1", "sum_1")]
+    rest = range(first[-1] + 1, len(names))
+    schedule = Schedule((*first, *rest[:1], names.index("mm"), names.index("gelu"), names.index("gelu"), *rest[1:]))
+    schedule.check(both.problem)
+    assert_expected_inline(
+        "\n".join(
+            f"{row.path or '(model)'}: saved {row.saved_bytes} B, {row.recomputed_bytes} B by {row.recomputed_ops} "
+            f"again of {row.ops}, {row.added_seconds / row.seconds:.0f} times more"
+            for row in module_rows(both, schedule)
+        ),
+        """\
+layers.0.linear: saved 0 B, 4096 B by 1 again of 1, 1 times more
+layers.0: saved 0 B, 8192 B by 2 again of 1, 2 times more
+layers.1.linear: saved 4096 B, 0 B by 0 again of 1, 0 times more
+layers.1: saved 0 B, 0 B by 0 again of 1, 0 times more
+(model): saved 0 B, 0 B by 0 again of 1, 0 times more""",
+    )
+
+
+def test_held_after_the_forward() -> None:
+    problem = joined(captured(region(2))).problem
+    # Both products and the first gelu for the backward, and the loss.
+    assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 4
