@@ -11,11 +11,11 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The slow tests too: minutes each. An empty -m takes back the "not slow" of pyproject.toml.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 check: $(INSTALLED)
 	$(BIN)/python -m ruff check .
