@@ -155,6 +155,17 @@ def test_saved_once_where_nothing_is_evaluated_again() -> None:
     assert [node.name for node in backward.graph.find_nodes(op="placeholder")] == ["primals_2", "mm", "tangents_1"]
 
 
+def test_a_gradient_that_the_forward_makes_is_handed_over() -> None:
+    sketch = Sketch()
+    weight = sketch.input("primals_1", 3)
+    sketch.input("tangents_1")
+    sin, cos = sketch.call(aten.sin.default, weight), sketch.call(aten.cos.default, weight)
+    joint = JointGraph(sketch.returns(sketch.call(aten.sum.default, sin), cos), 1)
+    forward, backward = partition(joint, RegionSchedule("", ("sin", "cos", "sum_1"), 3))
+    assert format_graph(forward).splitlines()[-1] == "return (sum_1, cos)"
+    assert format_graph(backward).splitlines() == ["input cos: f32[3]", "input tangents_1: f32[]", "return (cos,)"]
+
+
 def test_gradients_are_accumulated_in_the_backward() -> None:
     schedule = RegionSchedule("", ("mm", "sin", "sum_1", "cos", "mul", "mm_1"), 3)
     _, backward = partition(layer(), schedule, Accumulation())
