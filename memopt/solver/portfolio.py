@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from memopt.solver.arrays import arrays_of
 from memopt.solver.baselines import baseline_schedules
+from memopt.solver.chain_plans import ChainPlans, ChainTable
 from memopt.solver.errors import Infeasible
 from memopt.solver.hull import lower_hull
 from memopt.solver.just_in_time import just_in_time
@@ -20,6 +22,10 @@ from memopt.solver.simulator import simulate
 
 # A plan this close to the lower bound, as a share of the step, is not searched any further.
 _CLOSE_ENOUGH = 1e-4
+# This close, nested recomputation has nothing to offer.
+_NEEDS_NO_NESTING = 1e-3
+# Nested plans are made for these multiples of the budget: what passes it is repaired, what rounding leaves is polished.
+_NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
 # How many evaluations the plans of a local search may have together: a dozen plans of 48 layers, half a second.
 _EXPLORED = 40_000
 # How many the repairs may make that look for the smallest peak: a second or two.
@@ -58,6 +64,7 @@ class Portfolio:
         self._problem = problem
         self._arrays = arrays_of(problem)
         self._bound = LowerBound(problem)
+        self._chains = ChainPlans(problem, self._arrays)
         self._found: list[Candidate] = []
 
     def solve(self, budget_bytes: int) -> Solution:
@@ -72,7 +79,7 @@ class Portfolio:
         bound = self._bound.added_seconds(budget_bytes)
         near = bound + _CLOSE_ENOUGH * self._problem.seconds
         if search.best is None or search.best.added_seconds > near:
-            self._improve(search, known, budget_bytes)
+            self._improve(search, known, budget_bytes, bound)
         if search.best is None:
             if self._smallest.peak_bytes > budget_bytes:
                 floor = floor_of(self._problem)
@@ -102,7 +109,7 @@ class Portfolio:
         schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
         return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
 
-    def _improve(self, search: Search, known: list[Candidate], budget_bytes: int) -> None:
+    def _improve(self, search: Search, known: list[Candidate], budget_bytes: int, bound: float) -> None:
         """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""
         fitting = sorted((p for p in known if p.peak_bytes <= budget_bytes), key=lambda plan: plan.added_seconds)
         above = sorted((p for p in known if p.peak_bytes > budget_bytes), key=lambda plan: plan.peak_bytes)
@@ -112,12 +119,44 @@ class Portfolio:
         search.repair(save_all, SAVE_ALL_POWERS)
         for seed, powers in zip(above, (NEAREST_POWERS, NEXT_POWERS, NEXT_POWERS), strict=False):
             search.repair(seed, powers)
-        search.explore(save_all, [*above[:3], *fitting[:2]], _EXPLORED)
+        nested: list[Candidate] = []
+        if search.best is None or search.best.added_seconds > bound + _NEEDS_NO_NESTING * self._problem.seconds:
+            nested = self._nested(budget_bytes)
+        for plan in nested:
+            search.improve(plan, NEXT_POWERS[:1])
+        search.explore(save_all, [*above[:3], *fitting[:2], *nested], _EXPLORED)
+
+    def _nested(self, budget_bytes: int) -> list[Candidate]:
+        """Nested chain plans for several shares of the budget; where the smallest has none, for the least that has."""
+        table = self._chains.table(int(_NESTED_SHARES[-1] * budget_bytes))
+        if table is None or table.smallest_cap_bytes is None:
+            return []
+        caps = {max(int(share * budget_bytes), table.smallest_cap_bytes): None for share in _NESTED_SHARES}
+        return self._chain_plans(table, caps)
+
+    def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
+        """Add to `known` the nested plan of the smallest peak, if it is smaller; a function from caps to nested plans.
+
+        The fewer slots of memory, the more blocks a table can have: each table's smallest peak is the cap of the next.
+        """
+        least = min(plan.peak_bytes for plan in known)
+        while (table := self._chains.table(least)) is not None and table.smallest_cap_bytes is not None:
+            deepest = self._chain_plans(table, [table.smallest_cap_bytes])[0]
+            if deepest.peak_bytes >= least:
+                break
+            known.append(deepest)
+            least = deepest.peak_bytes
+        return lambda cap_bytes: [] if table is None else self._chain_plans(table, [cap_bytes])
+
+    def _chain_plans(self, table: ChainTable, caps: Iterable[int]) -> list[Candidate]:
+        plans = [table.plan(cap_bytes) for cap_bytes in caps]
+        return [candidate(self._arrays, "nested chain", plan) for plan in plans if plan is not None]
 
     @cached_property
     def _smallest(self) -> Candidate:
         """Repair under caps between the floor and the smallest peak known, by bisection."""
         known = [*self._baselines, *self._hull_plans, *self._found]
+        nested = self._deepest_nested(known)
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]
         low = floor_of(self._problem).bytes
@@ -125,7 +164,8 @@ class Portfolio:
         while best.peak_bytes > low * 1.003 + 1 and spent < _SPENT_ON_SMALLEST:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
-            plan = _first_fit(search, seeds)
+            plan = next((plan for plan in nested(cap_bytes) if plan.peak_bytes <= cap_bytes), None)
+            plan = plan or _first_fit(search, seeds)
             spent += search.spent
             if plan is None:
                 low = cap_bytes

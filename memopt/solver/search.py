@@ -18,6 +18,8 @@ SAVE_ALL_POWERS = ((1.0, 0.5), (1.2, 0.3), (0.5, 0.0), (0.5, 0.5), (0.7, 0.2), (
 NEAREST_POWERS = ((1.0, 0.5), (1.0, 0.0), (0.5, 1.0))
 NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
 LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
+# A seed of more evaluations of each op than this, on average, is left as it is: to better it would take many seconds.
+_LONGEST = 12
 _RULES = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
 
 
@@ -58,9 +60,15 @@ class Search:
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Spend what memory a fitting plan leaves, by several orders."""
-        for length_exponent in LENGTH_EXPONENTS:
+        for length_exponent in () if self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self._cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
+
+    def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
+        """Polish the plan if it fits; repair it too, as it may be near to better ones."""
+        if self.offer(plan) or plan.peak_bytes <= self._cap_bytes:
+            self.polish(plan)
+        self.repair(plan, powers)
 
     def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
         """Replay a seed under the cap by each rule of eviction, and polish what comes out."""
@@ -71,6 +79,8 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """One repair of one seed; None where it does not fit."""
+        if self._is_long(seed):
+            return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self._cap_bytes, *rule)
         self.spent += spent
         return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
@@ -83,7 +93,7 @@ class Search:
         draw = self._random
         limit = self.spent + evaluations
         for _ in range(200):
-            if self.best is None or self.spent >= limit:
+            if self.best is None or self.spent >= limit or self._is_long(self.best):
                 return
             kind = draw.random()
             if kind < 0.6:
@@ -93,6 +103,9 @@ class Search:
             else:
                 seed, spread, shrink = seeds[int(draw.integers(len(seeds)))], 0.3, 0.15
             self.offer(self._nearby(seed, spread, int(self._cap_bytes * (1 - shrink * draw.random() ** 2))))
+
+    def _is_long(self, plan: Candidate) -> bool:
+        return plan.evaluations.size > _LONGEST * self._arrays.seconds.size
 
     def _nearby(self, seed: Candidate, spread: float, cap_bytes: int) -> Candidate | None:
         """A repair and a polish of the seed, each by a rule drawn at random and with random noise."""

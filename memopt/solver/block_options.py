@@ -1,0 +1,217 @@
+"""What can be done with one block of a chain: what to save of it, and how its backward makes the rest again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Ints, arrays_of
+from memopt.solver.chain import Chain, movable_storages
+from memopt.solver.hull import lower_hull
+from memopt.solver.just_in_time import just_in_time
+from memopt.solver.liveness import live_bytes, peak_bytes, to_array
+from memopt.solver.min_cut import CutNetwork
+from memopt.solver.polish import polish
+from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.repair import repair
+from memopt.solver.schedule import Schedule
+
+# Cuts of a block's own hull, and caps between its smallest peak and that of saving everything to repair at.
+_CUTS, _CAPS = 10, 4
+_MOST_OPTIONS = 12
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a block. Bytes are of movable storages and workspaces; what enters the block is not counted."""
+
+    forward: tuple[int, ...]
+    """Evaluations of the forward."""
+    backward: tuple[int, ...]
+    """Evaluations of the backward, recomputations included."""
+    saved_bytes: int
+    """Held from the forward to the backward, with what leaves the block."""
+    forward_bytes: int
+    """The peak of the forward."""
+    backward_bytes: int
+    """The peak of the backward, above the least that is held anyway during it (`Choices.base_bytes`)."""
+    seconds: float
+    """Of the backward's recomputations."""
+    again_seconds: float
+    """Of what must be evaluated to run the forward again, for what is saved and what leaves the block."""
+    alone_seconds: float
+    """The same for what is saved only."""
+    alone_bytes: int
+    """The forward's peak then."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of one block, none of them worse than another in every respect."""
+
+    options: tuple[Option, ...]
+    unsaved_bytes: int
+    """The forward's peak when only what leaves the block is kept."""
+    unsaved_seconds: float
+    """Of what must be evaluated for that."""
+    base_bytes: int
+    """Held anyway during the block's backward, at the least."""
+
+
+def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
+    """The options of every block; blocks that look alike are solved once."""
+    movable = movable_storages(problem)
+    known: dict[_Local, list[Option]] = {}
+    choices = []
+    for number in range(len(chain.blocks)):
+        local, ops, base_bytes = _local_problem(problem, chain, movable, number)
+        if local not in known:
+            known[local] = _options(local, few=len(known) > 24)
+        options = tuple(_renamed(option, ops) for option in known[local])
+        leaves = _Measure(local).option(tuple(range(local.forward_ops)))
+        choices.append(Choices(options, leaves.forward_bytes, leaves.again_seconds, base_bytes))
+    return choices
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A block by itself, in numbers of its own: equal for blocks that look alike."""
+
+    ops: tuple[Op, ...]
+    sizes: tuple[int, ...]
+    forward_ops: int
+    """The last of them stands for the rest of the step: it reads what leaves the block."""
+    held: tuple[int, ...]
+    """Per backward op: bytes held anyway before it, above the least of the block."""
+
+
+def _local_problem(
+    problem: RematProblem, chain: Chain, movable: list[bool], number: int
+) -> tuple[_Local, list[int], int]:
+    """The block by itself, the step's op for each of its ops (-1: the rest of the step), and its base bytes."""
+    block = chain.blocks[number]
+    local: dict[int, int] = {}
+    ops: list[Op] = []
+    for index in block.forward:
+        op = problem.ops[index]
+        reads = tuple(sorted({local[s] for s in op.reads if s in local}))
+        fixed = sum(problem.storages[s].bytes for s in op.makes if not movable[s])
+        makes = tuple(local.setdefault(s, len(local)) for s in op.makes if movable[s])
+        ops.append(Op("", op.seconds, reads, makes, op.workspace_bytes + fixed, op.recomputable))
+    ops.append(Op("", 0.0, tuple(sorted(local[s] for s in chain.leaving[number])), (), 0, False))
+    base = min((int(chain.held_bytes[index]) for index in block.backward), default=0)
+    for index in block.backward:
+        reads = tuple(sorted({local[s] for s in problem.ops[index].reads if s in local}))
+        ops.append(Op("", 0.0, reads, (), int(chain.own_bytes[index]) - base, False))
+    sizes = tuple(problem.storages[s].bytes for s in local)
+    held = tuple(int(chain.held_bytes[index]) - base for index in block.backward)
+    return _Local(tuple(ops), sizes, len(block.forward) + 1, held), [*block.forward, -1, *block.backward], base
+
+
+class _Measure:
+    """Measures schedules of one block."""
+
+    def __init__(self, local: _Local) -> None:
+        storages = tuple(Storage("", size) for size in local.sizes)
+        self.problem = RematProblem(local.ops, storages, local.forward_ops)
+        self.arrays: Arrays = arrays_of(self.problem)
+        self._local = local
+
+    def option(self, forward: tuple[int, ...], backward: Ints | None = None) -> Option:
+        """The option that evaluates the block like this (without a backward: saves only what leaves)."""
+        local, first = self._local, self._local.forward_ops
+        after = np.zeros(0, np.int64) if backward is None else backward
+        whole = np.concatenate((np.array(forward, np.int64), after))
+        live = live_bytes(self.arrays, whole)
+        saved = self._read_before_made(after.tolist())
+        following = np.searchsorted(np.flatnonzero(after >= first), np.arange(after.size))
+        held = np.append(np.array(local.held, np.int64), 0)[following] * (after < first)
+        again = self._ancestors({*saved, *self.problem.ops[first - 1].reads})
+        alone = self._ancestors(saved)
+        alone_evaluations = np.array([op for op in forward if op in alone], np.int64)
+        alone_live = live_bytes(self.arrays, np.concatenate((alone_evaluations, after)))[: alone_evaluations.size]
+        seconds = self.arrays.seconds
+        return Option(
+            forward=forward[:-1],
+            backward=tuple(after.tolist()),
+            saved_bytes=int(live[len(forward) - 1]),
+            forward_bytes=int(live[: len(forward)].max(initial=0)),
+            backward_bytes=int((live[len(forward) :] + held).max(initial=0)),
+            seconds=float(seconds[after].sum()),
+            again_seconds=float(sum(seconds[op] for op in sorted(again))),
+            alone_seconds=float(sum(seconds[op] for op in sorted(alone))),
+            alone_bytes=int(alone_live.max(initial=0)),
+        )
+
+    def _read_before_made(self, backward: list[int]) -> set[int]:
+        made: set[int] = set()
+        saved: set[int] = set()
+        for op in backward:
+            saved.update(s for s in self.problem.ops[op].reads if s not in made)
+            made.update(self.problem.ops[op].makes)
+        return saved
+
+    def _ancestors(self, wanted: Iterable[int]) -> set[int]:
+        """Ops that must be evaluated to have the storages from what enters the block."""
+        pending, ops = list(wanted), set[int]()
+        while pending:
+            op = self.problem.producer[pending.pop()]
+            if op not in ops:
+                ops.add(op)
+                pending += self.problem.ops[op].reads
+        return ops
+
+
+def _options(local: _Local, few: bool) -> list[Option]:
+    measure = _Measure(local)
+    problem, arrays = measure.problem, measure.arrays
+    cuts = lower_hull(CutNetwork(problem), _CUTS // 2 if few else _CUTS)
+    plans = [to_array(just_in_time(problem, cut.saved)) for cut in cuts]
+    plans = [polish(arrays, plan, peak_bytes(arrays, plan)) for plan in plans]
+    save_all = to_array(Schedule.save_all(problem))
+    plans.append(save_all)
+    most, least = peak_bytes(arrays, save_all), min(peak_bytes(arrays, plan) for plan in plans)
+    for share in np.linspace(0.9, 0.0, 2 if few else _CAPS):
+        for seed in (plans[0], save_all):
+            repaired = repair(arrays, seed, int(least + share * (most - least) * 0.9), 1.0, 0.5).evaluations
+            if repaired is not None:
+                plans.append(repaired)
+    options = []
+    for plan in plans:
+        cut = 1 + int(np.flatnonzero(plan == local.forward_ops - 1)[0])
+        options.append(measure.option(tuple(plan[:cut].tolist()), plan[cut:]))
+    return _best(options)
+
+
+def _best(options: list[Option]) -> list[Option]:
+    """Options that no other beats in bytes and seconds; the cheapest to save first."""
+    best: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.saved_bytes, o.seconds, o.backward_bytes, o.forward_bytes)):
+        if not any(
+            other.seconds <= option.seconds + 1e-12
+            and other.backward_bytes <= option.backward_bytes
+            and other.forward_bytes <= option.forward_bytes
+            and other.alone_bytes <= option.alone_bytes
+            for other in best
+        ):
+            best.append(option)
+    if len(best) > _MOST_OPTIONS:
+        best = [best[round(i)] for i in np.linspace(0, len(best) - 1, _MOST_OPTIONS)]
+    return best
+
+
+def _renamed(option: Option, ops: list[int]) -> Option:
+    """The option with the step's ops in place of the block's."""
+    return Option(
+        tuple(ops[op] for op in option.forward if ops[op] >= 0),
+        tuple(ops[op] for op in option.backward),
+        option.saved_bytes,
+        option.forward_bytes,
+        option.backward_bytes,
+        option.seconds,
+        option.again_seconds,
+        option.alone_seconds,
+        option.alone_bytes,
+    )

@@ -1,0 +1,153 @@
+"""Nested chain plans: what to save at each level of recomputation, optimal for a chain of blocks.
+
+With `Opt(s, t, m)` the least seconds to run blocks s … t forwards and backwards in memory m, given what enters s,
+
+    Opt(s, t, m) = min( block s by one of its options, then Opt(s+1, t, m - what the option saves),
+                        run s … c-1 saving nothing, then Opt(c, t, m - what enters c), then Opt(s, c-1, m) )
+
+as in rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, equation 1), with several options
+for a block as in Rockmate (Zhao et al., 2023). What the table leaves out (reads across blocks, bytes rounded to slots)
+the simulator counts: a plan is a seed for repair and polish, not a promise.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Ints
+from memopt.solver.block_options import Choices, Option, choices_of
+from memopt.solver.chain import Chain, chain_of
+from memopt.solver.chain_table import ChainCosts, Table, choose, fill, row
+from memopt.solver.liveness import remove_dead
+from memopt.solver.problem import RematProblem
+
+_SLOTS = 2000
+# What filling a table may take, blocks^3 / 6 times the slots and an overhead: a third of a second.
+_WORK, _OVERHEAD = 4e8, 50
+_MOST_BLOCKS = 512
+
+
+class ChainPlans:
+    """Nested plans of one problem; cutting it into blocks and solving those is done once for each number of blocks."""
+
+    def __init__(self, problem: RematProblem, arrays: Arrays) -> None:
+        self._problem = problem
+        self._arrays = arrays
+        self._chains: dict[int, Chain] = {}
+        self._choices: dict[int, list[Choices]] = {}
+
+    def table(self, cap_bytes: int) -> ChainTable | None:
+        """The plans for all caps up to `cap_bytes`; None where the forward has no place to be cut at."""
+        slot_bytes = max(self._grain, -(-(cap_bytes - self._problem.resident_bytes) // _SLOTS), 1)
+        slots = (cap_bytes - self._problem.resident_bytes) // slot_bytes + 1
+        if slots < 1:
+            return None
+        chain = self._chain(min(int((6 * _WORK / (slots + _OVERHEAD)) ** (1 / 3)), _MOST_BLOCKS))
+        if len(chain.blocks) < 2:
+            return None
+        if len(chain.blocks) not in self._choices:
+            self._choices[len(chain.blocks)] = choices_of(self._problem, chain)
+        return ChainTable(self._problem, self._arrays, chain, self._choices[len(chain.blocks)], slot_bytes, slots)
+
+    def _chain(self, most_blocks: int) -> Chain:
+        if most_blocks not in self._chains:
+            self._chains[most_blocks] = chain_of(self._problem, most_blocks)
+        return self._chains[most_blocks]
+
+    @cached_property
+    def _grain(self) -> int:
+        """What all bytes are a multiple of: with slots of this the table is exact."""
+        return gcd(*(s.bytes for s in self._problem.storages), *(op.workspace_bytes for op in self._problem.ops))
+
+
+class ChainTable:
+    """The optimal nested plans of one chain, for all caps up to one."""
+
+    def __init__(
+        self,
+        problem: RematProblem,
+        arrays: Arrays,
+        chain: Chain,
+        choices: list[Choices],
+        slot_bytes: int,
+        slots: int,
+    ) -> None:
+        self._arrays = arrays
+        self._chain = chain
+        self._options = [option for choice in choices for option in choice.options]
+        self._resident_bytes = problem.resident_bytes
+        self._slot_bytes = slot_bytes
+        self._costs = _in_slots(chain, choices, slot_bytes)
+        self._last = len(chain.blocks) - 1
+        rows = row(self._last, self._last) + 1
+        self._table: Table = np.full((rows, slots), np.inf, np.float32)
+        fill(self._costs, slots, self._table)
+
+    @property
+    def smallest_cap_bytes(self) -> int | None:
+        """The least cap with a plan, as far as the table can tell; None where no cap has one."""
+        fits = np.flatnonzero(np.isfinite(self._table[row(0, self._last)]))
+        return int(fits[0]) * self._slot_bytes + self._resident_bytes if fits.size else None
+
+    def plan(self, cap_bytes: int) -> Ints | None:
+        """The evaluations of the plan for a cap, which its peak may pass a little; None where there is no plan."""
+        memory = min((cap_bytes - self._resident_bytes) // self._slot_bytes, self._table.shape[1] - 1)
+        if memory < 0 or not np.isfinite(self._table[row(0, self._last), memory]):
+            return None
+        evaluations: list[int] = []
+        work: list[tuple[int, int, int] | Option] = [(0, self._last, memory)]
+        while work:
+            part = work.pop()
+            if isinstance(part, Option):
+                evaluations += part.backward
+                continue
+            s, t, memory = part
+            choice = int(choose(self._costs, self._table, s, t, memory))
+            assert choice != s, "a stretch of the plan does not fit"
+            if choice > s:
+                for block in range(s, choice):
+                    evaluations += self._forward(block, t)
+                entering = int(self._costs.extra[s, choice])
+                work += [(s, choice - 1, memory), (choice, t, memory - entering)]
+                continue
+            option = self._options[-1 - choice]
+            evaluations += option.forward if t == self._last else self._repeatable(option.forward)
+            work.append(option)
+            if s < t:
+                work.append((s + 1, t, memory - int(self._costs.saved[-1 - choice])))
+        return remove_dead(self._arrays, np.array(evaluations, np.int64))
+
+    def _forward(self, block: int, t: int) -> tuple[int, ...]:
+        ops = tuple(self._chain.blocks[block].forward)
+        return ops if t == self._last else self._repeatable(ops)
+
+    def _repeatable(self, ops: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(op for op in ops if self._arrays.repeatable[op])
+
+
+def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> ChainCosts:
+    """The chain's numbers rounded to slots: to the nearest, so that errors cancel out over many blocks."""
+
+    def slots(values: list[int] | Ints) -> Ints:
+        return np.floor_divide(np.asarray(values, np.int64) + slot_bytes // 2, slot_bytes)
+
+    options = [option for choice in choices for option in choice.options]
+    bases = [choice.base_bytes for choice in choices for _ in choice.options]
+    return ChainCosts(
+        start=np.cumsum([0, *(len(choice.options) for choice in choices)]),
+        saved=slots([option.saved_bytes for option in options]),
+        forward=slots([option.forward_bytes for option in options]),
+        backward=slots([option.backward_bytes + base for option, base in zip(options, bases, strict=True)]),
+        alone=slots([option.alone_bytes for option in options]),
+        seconds=np.array([option.seconds for option in options], np.float64),
+        again_seconds=np.array([option.again_seconds for option in options], np.float64),
+        alone_seconds=np.array([option.alone_seconds for option in options], np.float64),
+        unsaved=slots([choice.unsaved_bytes for choice in choices]),
+        unsaved_seconds=np.array([choice.unsaved_seconds for choice in choices], np.float64),
+        first_held=slots([int(chain.held_bytes[b.forward.start : b.forward.stop].max()) for b in chain.blocks]),
+        again_held=slots([int(chain.held_bytes[b.backward.start]) for b in chain.blocks]),
+        extra=slots(chain.extra_bytes),
+    )
