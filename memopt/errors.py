@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
 
 GIB = 1024**3
 
@@ -20,7 +20,9 @@ class BudgetError(ValueError):
         self.dominated_by = dominated_by
         figure = f"{_round_up(self.smallest_gb)} GB"
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
-        super().__init__(f"a budget of {self.budget_gb:.6g} GB is too small for this step: {works} {dominated_by}")
+        super().__init__(
+            f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
+        )
 
 
 class CaptureError(ValueError):
@@ -33,6 +35,11 @@ class UnplannedGradientError(ValueError):
 
 def _round_up(gb: float) -> str:
     """Six digits, never below the value: the figure printed must work as a budget."""
+    return _rounded(gb, 6, ROUND_CEILING)
+
+
+def _rounded(gb: float, digits: int = 4, rounding: str = ROUND_HALF_UP) -> str:
+    """Without an exponent."""
     value = Decimal(gb)
-    text = f"{value.quantize(Decimal(1).scaleb(value.adjusted() - 5), rounding=ROUND_CEILING):f}"
+    text = f"{value.quantize(Decimal(1).scaleb(value.adjusted() + 1 - digits), rounding=rounding):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

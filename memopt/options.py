@@ -8,6 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
 
 LEVERS = {
@@ -46,11 +49,13 @@ def check_options(
     """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
-    if isinstance(allow, str):
-        raise TypeError(f"allow must be a set of lever names, such as {{{allow!r}}}, not the string {allow!r}")
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        raise TypeError(f"allow must be a set of lever names, such as {{'recompute'}}, not {allow!r}")
     for name in allow:
         if name not in LEVERS:
             raise ValueError(f"allow names an unknown lever {name!r}; known are {', '.join(sorted(LEVERS))}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for what is none
     _check_choice("precision", precision, PRECISIONS)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)

@@ -56,14 +56,15 @@ class PendingForward:
         self.done = True
 
     def roomy_bytes(self, *, retained: bool = False) -> int:
-        """A budget that leaves room for one more such forward in waiting and for another set of gradients, and for a
-        `retained` graph: nothing is recomputed under it."""
+        """A budget that leaves room for one more such forward in waiting and for gradients both held and made, and for
+        a `retained` graph: nothing is recomputed under it."""
         joined, account = self.plan.joined, self.plan.account
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
         waiting = max(1, len(self.beside.waiting()) - 1) * held_after_forward(joined.problem, save_all)
-        return peak - account.other_forwards + waiting + account.gradients
+        gradients = account.gradients if account.gradients_held else 2 * account.gradients
+        return peak - account.other_forwards + waiting + gradients
 
     def _held_unplanned(self) -> int:
         """Gradients that were not there when the plan was made, and are now."""

@@ -19,6 +19,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
@@ -49,6 +50,7 @@ __all__ = [
     "current_backward",
     "current_leaf",
     "data_symbols_of",
+    "drop_compilations",
     "extract_halves",
     "fate_of_gradient",
     "keeps_graph",
@@ -64,8 +66,9 @@ __all__ = [
     "upper_bound",
 ]
 
-# `torch._C` is the extension module: its profiler functions have no complete stubs, hence Any.
+# `torch._C` is the extension module: these parts have no complete stubs, hence Any.
 _autograd: Any = torch._C._autograd
+_dynamo: Any = torch._C._dynamo.eval_frame
 
 LEGACY_PROFILER = hasattr(_autograd, "_enable_profiler_legacy")
 """The profiler that came before kineto: same memory events, no kineto start-up, nothing written to stderr.
@@ -152,6 +155,10 @@ def plain_tensors() -> ExitStack:
 assert rng_prims.run_and_save_rng_state is not None
 
 
+RECOMPILE_LIMIT = 256
+"""Compilations of one code object: sets of shapes of a call, or of what a broken forward calls."""
+
+
 def capture_settings() -> ExitStack:
     """The Dynamo and AOTAutograd settings under which models are captured and run.
 
@@ -167,8 +174,8 @@ def capture_settings() -> ExitStack:
             capture_scalar_outputs=True,
             capture_dynamic_output_shape_ops=True,
             skip_nnmodule_hook_guards=False,
-            recompile_limit=256,
-            accumulated_recompile_limit=4096,
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=16 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
             suppress_errors=False,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
@@ -188,6 +195,18 @@ def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole
     for added in set(cached_backends) - known:
         del cached_backends[added]
     return compiled
+
+
+def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
+    """Empty Dynamo's caches of those code objects for which all compilations are by backends that are dead.
+
+    Nothing else does: the entries of a model's forward belong to its class, and code that was made for one model is
+    kept alive by its own entries, which the garbage collector cannot see. Not to be called while Dynamo compiles.
+    """
+    for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
+        entries = _dynamo._debug_get_cache_entry_list(code)
+        if entries and all(is_dead(getattr(entry.backend, "compiler_fn", None)) for entry in entries):
+            _dynamo.reset_code(code)
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:

@@ -14,7 +14,7 @@ from memopt.capture.between import Between, stand_in
 from memopt.capture.dynamo import (
     GraphBreak,
     compile_call,
-    first_line,
+    in_brief,
     lower,
     parameter_numbers,
     training_call,
@@ -87,9 +87,9 @@ def _capture_regions(
             compiled = compile_call(training_call(model, loss_fn), recorder.region, whole=False)
             recorder.differentiate(compiled(*call[0], **call[1]))
     except Exception as failure:
-        raise CaptureError(
-            _cannot(model, f"{reason}; running past it on fakes failed: {first_line(failure)}")
-        ) from failure
+        further = in_brief(failure)
+        both = reason if further == reason else f"{reason}; running past it on fakes failed: {further}"
+        raise CaptureError(_cannot(model, both)) from failure
     if not recorder.runs:
         raise CaptureError(_cannot(model, reason))
     note = f"captured in {len(recorder.runs)} regions, since {reason}; what runs between them is not planned"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from memopt.torch_compat import (
     boxed,
     capture_settings,
     compile_with,
+    drop_compilations,
 )
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -71,7 +73,7 @@ class _Compilations:
 
 
 def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
-    owner = weakref.ref(compilations)
+    owner = weakref.ref(compilations, _died.append)
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         kept = owner()
@@ -86,7 +88,19 @@ def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
 
         return region
 
+    _owners[backend] = owner
     return backend
+
+
+_owners: weakref.WeakKeyDictionary[Backend, weakref.ref[_Compilations]] = weakref.WeakKeyDictionary()
+_died: list[weakref.ref[_Compilations]] = []
+
+
+def _drop_the_dead() -> None:
+    """Have Dynamo forget what belonged to models that are gone."""
+    if _died:
+        _died.clear()
+        drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
 
 
 def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> Callable[..., Any]:
@@ -94,6 +108,7 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
 
     Raises what `backend` raises, and `TooManyShapes`.
     """
+    _drop_the_dead()
     compilations = _Compilations(backend)
     compiled = compile_with(_as_seen_by_dynamo(compilations), call, whole=whole)
 
@@ -112,15 +127,17 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
         except DynamoError as failure:
             if not whole:
                 raise
-            raise GraphBreak(first_line(failure)) from failure
+            raise GraphBreak(in_brief(failure)) from failure
 
     return run
 
 
-def first_line(error: BaseException) -> str:
+def in_brief(error: BaseException) -> str:
     """What an error says, without torch's advice on debugging."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
+    inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
+    text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]
+    return text[:200] or type(error).__name__
 
 
 def lower(

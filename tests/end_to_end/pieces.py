@@ -29,7 +29,7 @@ class Trained:
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     peak_bytes: int
-    """The most that was held at once: parameters, buffers, gradients, inputs, and all that was allocated beside them."""
+    """The most that was held at once: parameters, buffers, gradients, inputs, and what was allocated beside them."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -47,11 +47,11 @@ def step(model: nn.Module, batch: Any) -> Tensor:
     return value.detach()
 
 
-def run(model: nn.Module, piece: Piece, *batches: Any) -> Trained:
-    """Run a piece of training; `batches` are the inputs that the caller holds all the while."""
+def run(model: nn.Module, piece: Piece, batch: Any) -> Trained:
+    """Run a piece of training; of the inputs that it uses `batch` counts, as the largest: others are the caller's."""
     gc.collect()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    inputs = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     own = distinct_bytes([*model.parameters(), *model.buffers(), *gradients, *inputs])
     torch.manual_seed(0)
     with memopt.measure_peak("cpu") as peak:
@@ -94,11 +94,11 @@ def tight(model: nn.Module, batch: Any, **options: Any) -> float:
     return (smallest + roomy.plain_peak_gb) / 2
 
 
-def check(model: nn.Module, piece: Piece, budget_gb: float, *batches: Any, **options: Any) -> Trained:
+def check(model: nn.Module, piece: Piece, budget_gb: float, batch: Any, **options: Any) -> Trained:
     """Assert that a piece of training leaves the plain model's bits and keeps to the budget; optimises `model`."""
-    plain = run(copy.deepcopy(model), piece, *batches)
+    plain = run(copy.deepcopy(model), piece, batch)
     memopt.optimize(model, budget_gb, **{"optimizer": None, **options})
-    trained = run(model, piece, *batches)
+    trained = run(model, piece, batch)
     assert_same(trained, plain)
     assert trained.peak_bytes <= budget_gb * GIB, f"{trained.peak_bytes} bytes exceed {budget_gb * GIB:.0f}"
     return trained

@@ -1,0 +1,308 @@
+"""What memopt refuses: one clear sentence that names the value and the mend, and a model as it was."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import GIB
+from tests.end_to_end import odd_models
+from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
+from tests.end_to_end.pieces import Trained, assert_same, call, loss, run, step
+from tests.families import integers, normals
+
+BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
+
+
+def make(kind: type[nn.Module] = Layered) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().train()
+
+
+def trained(model: nn.Module) -> Trained:
+    return run(model, lambda model: step(model, BATCH), BATCH)
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and len(text) < 400 and not re.search(r"[.!?] [A-Z]", text) and not text.endswith(".")
+
+
+@contextmanager
+def refused(model: nn.Module, kind: type[Exception], *words: str, check: bool = True) -> Iterator[list[Exception]]:
+    """Assert that the block raises `kind` with a sentence that has all the words in it, and leaves the model alone."""
+    plain = copy.deepcopy(model)
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    caught: list[Exception] = []
+    with pytest.raises(kind) as info:
+        yield caught
+    caught.append(info.value)
+    text = str(info.value)
+    assert is_one_sentence(text), text
+    assert all(word in text for word in words), text
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if check:
+        assert_same(trained(model), trained(plain))
+        model.zero_grad()
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "words"),
+    [
+        (0, ValueError, ["positive", "not 0"]),
+        (-3.5, ValueError, ["positive", "-3.5"]),
+        (float("nan"), ValueError, ["finite", "nan"]),
+        (float("inf"), ValueError, ["finite", "inf"]),
+        ("12 GB", TypeError, ["number of gigabytes", "'12 GB'"]),
+        (None, TypeError, ["number of gigabytes", "None"]),
+        (True, TypeError, ["number of gigabytes", "True"]),
+        (12 + 1j, TypeError, ["number of gigabytes", "(12+1j)"]),
+        (torch.tensor(12.0), TypeError, ["number of gigabytes", "tensor(12.)"]),
+    ],
+    ids=str,
+)
+def test_budgets_that_are_none(budget: Any, kind: type[Exception], words: list[str]) -> None:
+    model = make()
+    with refused(model, kind, "budget_gb", *words):
+        memopt.optimize(model, budget)
+    with pytest.raises(kind, match="budget_gb"):
+        memopt.plan(model, budget, BATCH)
+
+
+OPTIMIZERS: list[Any] = [None, torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["none", "adamw"])
+def test_a_budget_below_the_smallest_names_one_that_works(optimizer: Any) -> None:
+    model = make()
+    with refused(model, memopt.BudgetError, "0.0001 GB", "smallest that works", "dominated by") as caught:
+        memopt.optimize(model, 1e-4, example_inputs=BATCH, optimizer=optimizer)
+    error = caught[0]
+    assert isinstance(error, memopt.BudgetError)
+    assert isinstance(error, ValueError)
+    assert error.budget_gb == pytest.approx(1e-4, rel=1e-4)
+    rows = re.findall(r"([a-z ]+) ([0-9.e-]+) GB", error.dominated_by)
+    assert rows
+    assert all(name.strip() and 0 < float(size) <= error.smallest_gb for name, size in rows)
+    printed = re.search(r"smallest that works is ([0-9.]+) GB", str(error))
+    assert printed is not None
+    assert error.smallest_gb <= float(printed[1]) < 1.0001 * error.smallest_gb
+    with pytest.raises(memopt.BudgetError):
+        memopt.plan(model, error.smallest_gb * (1 - 1e-6), BATCH, optimizer=optimizer)
+    for budget in (error.smallest_gb, float(printed[1])):
+        plain = trained(copy.deepcopy(model))
+        memopt.optimize(model, budget, optimizer=optimizer)
+        result = trained(model)
+        assert_same(result, plain)
+        assert result.peak_bytes <= error.smallest_gb * GIB
+        memopt.remove(model).zero_grad()
+
+
+def test_a_budget_too_small_is_found_at_the_first_training_call() -> None:
+    model = make()
+    memopt.optimize(model, 1e-4, optimizer=None)
+    with refused(model, memopt.BudgetError, "0.0001 GB", check=False):
+        call(model, BATCH)
+    with torch.no_grad():
+        call(model, BATCH)
+    assert_same(trained(memopt.remove(model)), trained(make()))
+
+
+@pytest.mark.parametrize("gb", [1.0, 7.5, 0.123456789, 3.21e-5, 123.4567891, 9.9999999e-3])
+def test_the_printed_figure_is_never_below_the_one_meant(gb: float) -> None:
+    error = memopt.BudgetError(1, int(gb * GIB), "parameters")
+    printed = re.search(r"works is ([0-9.]+) GB", str(error))
+    assert printed is not None
+    assert error.smallest_gb <= float(printed[1]) <= error.smallest_gb * 1.00001
+
+
+# ---- models
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    model = make().requires_grad_(False)
+    with refused(model, ValueError, "Layered has no trainable parameters", "requires_grad=True", check=False):
+        memopt.optimize(model, 1.0)
+    with pytest.raises(ValueError, match="Sequential has no trainable parameters"):
+        memopt.optimize(nn.Sequential(), 1.0)
+
+
+@pytest.mark.parametrize("thing", [None, "gpt2", Layered, lambda x: x])
+def test_what_is_not_a_module(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not (NoneType|str|type|function)"):
+        memopt.optimize(thing, 1.0)
+
+
+def test_a_model_that_cannot_be_captured() -> None:
+    model = make(odd_models.Uncapturable)
+    words = ("Uncapturable cannot be captured as a graph", "disable", "'plain' to allow")
+    with refused(model, memopt.CaptureError, *words):
+        memopt.optimize(model, 1.0, example_inputs=BATCH)
+    memopt.optimize(model, 1.0)
+    with refused(model, memopt.CaptureError, *words, check=False):
+        call(model, BATCH)
+    memopt.optimize(model, 1.0, allow={"recompute", "plain"})
+    assert_same(trained(model), trained(make(odd_models.Uncapturable)))
+
+
+def test_a_model_that_leaves_for_numpy() -> None:
+    model = make(odd_models.NumpyInLoop)
+    with refused(
+        model, memopt.CaptureError, "NumpyInLoop cannot be captured", "data-dependent", "numpy", "'plain' to allow"
+    ):
+        memopt.optimize(model, 1.0, example_inputs=BATCH)
+
+
+class Counting(odd_models.BreakInLoop):
+    """Counts its calls and remembers what it saw, in Python, and breaks into regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.last = 0, None
+
+    def body(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = super().body(x)
+        self.last = x.detach()  # type: ignore[assignment]
+        return x
+
+
+def test_planning_ahead_leaves_what_the_forward_writes_down() -> None:
+    model: Any = make(Counting)
+    with refused(model, memopt.BudgetError, check=False):
+        memopt.optimize(model, 1e-4, example_inputs=BATCH, optimizer=None)
+    assert (model.calls, model.last) == (0, None)
+    memopt.optimize(model, 1.0, optimizer=None)
+    step(model, BATCH)
+    assert model.calls == 1
+    assert type(model.last) is Tensor
+
+
+class Unrelated(Layered):
+    """Its loss depends on no parameter."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_a_loss_that_depends_on_no_parameter() -> None:
+    model = make(Unrelated)
+    with refused(model, memopt.CaptureError, "depends on no trainable parameter", check=False):
+        memopt.optimize(model, 1.0, example_inputs=BATCH)
+
+
+# ---- inputs
+
+
+def test_inputs_on_another_device() -> None:
+    """ "meta" is the other device that every machine has: planned for, but not trained on."""
+    model = make()
+    elsewhere = tuple(each.to("meta") for each in BATCH)
+    assert memopt.plan(model, 1.0, elsewhere).predicted_peak_gb == memopt.plan(model, 1.0, BATCH).predicted_peak_gb
+    memopt.optimize(model, 1.0, example_inputs=elsewhere)
+    words = ("shape (256, 64) is on meta", "model is on cpu", ".to(")
+    with refused(model, ValueError, *words, check=False):
+        call(model, elsewhere)
+    assert_same(trained(model), trained(make()))
+
+
+def test_a_model_on_meta_is_planned_and_not_trained() -> None:
+    model = Layered().to("meta")
+    memopt.optimize(model, 1.0, example_inputs=BATCH)
+    with pytest.raises(ValueError, match="is on cpu, but the model is on meta"):
+        call(model, BATCH)
+
+
+def test_parameters_on_several_devices() -> None:
+    model: Any = make()
+    model.head.to("meta")
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); move them to one"):
+        memopt.optimize(model, 1.0)
+
+
+@pytest.mark.parametrize("inputs", [7, "text", object(), iter(BATCH)], ids=lambda each: type(each).__name__)
+def test_example_inputs_of_a_wrong_kind(inputs: Any) -> None:
+    model = make()
+    with refused(model, TypeError, "example_inputs must be a tuple", type(inputs).__name__, check=False):
+        memopt.optimize(model, 1.0, example_inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "word"),
+    [
+        ({"x": BATCH[0], "targets": BATCH[1]}, "targets"),
+        ((BATCH[0],), "labels"),
+        ((BATCH[0][:, :10], BATCH[1]), "10"),
+    ],
+    ids=["unknown keyword", "too few", "wrong shape"],
+)
+def test_example_inputs_that_the_model_does_not_take(inputs: Any, word: str) -> None:
+    model = make()
+    with refused(model, memopt.CaptureError, "Layered", word, check=False):
+        memopt.optimize(model, 1.0, example_inputs=inputs)
+
+
+def test_with_a_loss_fn_a_batch_is_a_pair() -> None:
+    model = make(odd_models.Logits)
+    with refused(model, TypeError, "must be a pair (inputs, targets)", "a tuple of 1", check=False):
+        memopt.optimize(model, 1.0, example_inputs=(BATCH[0],), loss_fn=nn.functional.cross_entropy)
+    with pytest.raises(ValueError, match="optimised with a loss_fn"):
+        memopt.training_loss(memopt.optimize(model, 1.0), (BATCH[0], BATCH[1]))
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"allow": {"recompute", "magic"}}, ValueError, ["'magic'", "known are", "recompute"]),
+        ({"allow": "recompute"}, TypeError, ["set of lever names", "'recompute'"]),
+        ({"allow": None}, TypeError, ["set of lever names", "None"]),
+        ({"precision": "fp64"}, ValueError, ["precision", "'fp64'", "'auto'"]),
+        ({"precision": None}, ValueError, ["precision", "None"]),
+        ({"backend": "tpu"}, ValueError, ["backend", "'tpu'", "'auto'"]),
+        ({"outputs": "some"}, ValueError, ["outputs", "'some'", "'loss', 'all'"]),
+        ({"loss_fn": 3}, TypeError, ["loss_fn", "3"]),
+        ({"optimizer": "adamv"}, ValueError, ["'adamv'"]),
+        ({"optimizer": 3}, (TypeError, ValueError), ["3"]),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(options: dict[str, Any], kind: Any, words: list[str]) -> None:
+    model = make()
+    with refused(model, kind, *words, check=False):
+        memopt.optimize(model, 1.0, **options)
+
+
+# ---- backwards
+
+
+SECOND_ORDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "backward": lambda model: loss(model, BATCH).backward(create_graph=True),  # type: ignore[no-untyped-call]
+    "grad": lambda model: torch.autograd.grad(loss(model, BATCH), list(model.parameters()), create_graph=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("second", SECOND_ORDERS.values(), ids=SECOND_ORDERS)
+def test_gradients_of_gradients(second: Callable[[nn.Module], Any]) -> None:
+    model = make()
+    memopt.optimize(model, 1.0, optimizer=None)
+    with refused(model, ValueError, "create_graph=True", "memopt.remove", check=False):
+        second(model)
+    assert_same(trained(model), trained(make()))
+    memopt.remove(model).zero_grad()
+    second(model)
