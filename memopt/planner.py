@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memopt.budget.account import Account
-from memopt.budget.breakdown import breakdown, live_versions, output_bytes
+from memopt.budget.breakdown import breakdown, is_receipt, live_versions, output_bytes
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.emit.partition import RegionSchedule
@@ -78,17 +78,26 @@ def join(prices: Sequence[PricedGraph]) -> Joined:
     def add(region: int, indices: range) -> None:
         for index in indices:
             op = prices[region].problem.ops[index]
+            path = prices[region].modules[index]
+            name = f"{op.name} of {path}" if path else op.name
             reads, makes = (tuple(starts[region] + s for s in storages) for storages in (op.reads, op.makes))
-            ops.append(replace(op, reads=reads, makes=makes))
+            ops.append(replace(op, name=name, reads=reads, makes=makes))
             owner.append((region, index))
 
     for region, priced in enumerate(prices):
         add(region, range(priced.problem.forward_ops))
-    forward_ops = len(ops)
+    # The last region's tangents come between its forward and its backward: nothing is evaluated before they are there.
+    forward_ops = len(ops) + _tangents(prices[-1].problem)
     for region, priced in reversed(list(enumerate(prices))):
         add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
     storages = tuple(storage for priced in prices for storage in priced.problem.storages)
     return Joined(RematProblem(tuple(ops), storages, forward_ops), tuple(owner), tuple(prices))
+
+
+def _tangents(problem: RematProblem) -> int:
+    """How many ops at the start of the backward only receive the gradients of the outputs."""
+    backward = problem.ops[problem.forward_ops :]
+    return next((number for number, op in enumerate(backward) if not is_receipt(op)), len(backward))
 
 
 def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
@@ -122,8 +131,7 @@ def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
 def _solve(joined: Joined, account: Account, budget_bytes: int) -> Solution:
     """Solve for what the resident bytes leave of the budget; refuse where the optimiser's own step is above it."""
     portfolio = joined.portfolio
-    save_all = breakdown(joined.problem, Schedule.save_all(joined.problem), account)
-    if save_all.at == "optimizer.step()" and save_all.peak_bytes > budget_bytes:
+    if account.optimizer_step_bytes(output_bytes(joined.problem)) > budget_bytes:
         raise BudgetError(budget_bytes, *_smallest(joined, account))
     try:
         solution = portfolio.solve(budget_bytes - account.resident_bytes)
@@ -195,6 +203,8 @@ def _rows(joined: Joined, schedule: Schedule) -> dict[str, ModuleRow]:
     made_again = {s for index in again for s in problem.ops[index].makes}
     rows: dict[str, ModuleRow] = {}
     for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
+        if is_receipt(problem.ops[index]):
+            continue
         path = joined.prices[region].modules[local]
         row = rows.get(path, ModuleRow(path))
         op, times = problem.ops[index], again.get(index, 0)
@@ -216,7 +226,10 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
     """Bytes that the forward leaves for the backward and the caller."""
     boundary = _boundary(problem, schedule)
     live = live_versions(problem, schedule, boundary)
-    return sum(problem.storages[storage].bytes for storage, made in live if made < boundary)
+    made_inside = (
+        storage for storage, made in live if made < boundary and not is_receipt(problem.ops[problem.producer[storage]])
+    )
+    return sum(problem.storages[storage].bytes for storage in made_inside)
 
 
 def _boundary(problem: RematProblem, schedule: Schedule) -> int:

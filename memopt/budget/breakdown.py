@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.budget.account import Account
-from memopt.solver import RematProblem, Schedule, simulate
+from memopt.solver import Op, RematProblem, Schedule, simulate
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         in_forward = maker < problem.forward_ops
         first = schedule.evaluations.index(maker) == evaluation
         if problem.storages[storage].kept and first:
-            kind = "outputs" if in_forward or not problem.ops[maker].reads else "gradients"
+            kind = "outputs" if in_forward or is_receipt(problem.ops[maker]) else "gradients"
         elif not in_forward:
             kind = "backward temporaries"
         else:
@@ -94,7 +94,15 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
 def output_bytes(problem: RematProblem) -> int:
     """Bytes of what the forward returns, which its caller may hold until the step's end."""
     made = zip(problem.storages, problem.producer, strict=True)
-    return sum(storage.bytes for storage, maker in made if storage.kept and maker < problem.forward_ops)
+    returned = (
+        storage for storage, maker in made if maker < problem.forward_ops and not is_receipt(problem.ops[maker])
+    )
+    return sum(storage.bytes for storage in returned if storage.kept)
+
+
+def is_receipt(op: Op) -> bool:
+    """Whether the op only stands for what comes from outside: the gradients of the outputs."""
+    return not op.reads and not op.seconds
 
 
 def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memopt.pricing.module_path import is_attention_core, module_path, number_blocks
-from memopt.pricing.storages import Storages, find_storages, is_view
+from memopt.pricing.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
 from passes.node_facts import backward_nodes, binds_new_symbols, is_tangent
@@ -165,16 +165,20 @@ class _Pricer:
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 
     def add_hand_over(self) -> None:
-        """Autograd takes a gradient over as `.grad` where its strides are the parameter's, else it copies it."""
+        """Autograd takes a gradient over as `.grad` where its strides are the parameter's, else it copies it, one after
+        the other; the copy of an expanded gradient is larger than what it copies."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
         copied = [
-            self.storages.infos[index].bytes
+            (self.storages.infos[index].bytes, storage_bytes(given.meta["val"]))
             for given, gradient in pairs
             if isinstance(gradient, fx.Node) and gradient.meta["val"].stride() != given.meta["val"].stride()
             for index in self.storages.of[gradient]
+            if index in self.kept
         ]
-        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=max(copied, default=0), recomputable=False))
+        growth = sum(max(0, copy - original) for original, copy in copied)
+        largest = max((original for original, _ in copied), default=0)
+        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=growth + largest, recomputable=False))
 
     def recomputable(self, node: fx.Node) -> bool:
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):

@@ -59,7 +59,7 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     made = [int(block_of[op]) if op < problem.forward_ops else -1 for op in problem.producer]
     consumed = [int(block_of[op]) if op >= 0 else -1 for op in last_reader]
     backward = _share_out(problem, movable, made, consumed, len(starts))
-    held, own = _held_bytes(problem, movable)
+    held, own = held_bytes(problem, movable)
     leaving: list[list[int]] = [[] for _ in starts]
     for storage, block in enumerate(made):
         if movable[storage] and consumed[storage] > block:
@@ -149,7 +149,7 @@ def _extra_bytes(problem: RematProblem, leaving: list[list[int]], consumed: list
     return extra
 
 
-def _held_bytes(problem: RematProblem, movable: list[bool]) -> tuple[Ints, Ints]:
+def held_bytes(problem: RematProblem, movable: list[bool]) -> tuple[Ints, Ints]:
     sizes = np.array([storage.bytes for storage in problem.storages], np.float64)
     held = np.zeros(len(problem.ops) + 1, np.int64)
     own = np.zeros(len(problem.ops), np.int64)
