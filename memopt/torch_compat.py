@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -96,6 +97,7 @@ class CpuMemoryEvents:
                 "memory cannot be metered here: a torch profiler or another memopt meter is already active in this "
                 "thread, and torch allows one; end that one first"
             )
+        _map_blocks_from(2**20)
         self._profile._start_trace() if self._legacy else self._profile.__enter__()
 
     def declare(self, address: int, nbytes: int) -> None:
@@ -108,6 +110,12 @@ class CpuMemoryEvents:
 
     def stop(self) -> list[int]:
         """Ends the recording and returns the events in order of time: bytes allocated, or minus the bytes freed."""
+        try:
+            return self._events()
+        finally:
+            _map_blocks_from(2**25)
+
+    def _events(self) -> list[int]:
         if not self._legacy:
             self._profile.__exit__(None, None, None)
             cpu = _autograd.DeviceType.CPU
@@ -121,6 +129,20 @@ class CpuMemoryEvents:
         begin = next(r for r in chain.from_iterable(threads) if r.name() == "__start_profile")
         memory = [r for r in chain.from_iterable(threads) if r.kind() == "memory_alloc"]
         return [r.cpu_memory_usage() for r in sorted(memory, key=begin.cpu_elapsed_us)]
+
+
+def _map_blocks_from(nbytes: int) -> None:
+    """Have glibc take blocks from `nbytes` on from the system one by one.
+
+    The profiler's many small records would else settle in every large block that is freed while it runs, and glibc, its
+    heap in splinters, would take fresh memory for each new one: 8 GB for a thousand temporaries of 4 MB. 2**25 is where
+    glibc's own, moving threshold ends.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: no such splinters seen
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
+
+
+_M_MMAP_THRESHOLD = -3
 
 
 @functools.cache

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,3 +224,20 @@ def test_cuda_is_metered_by_its_allocator() -> None:
             pass
     assert peak.resident_bytes >= held.nbytes
     assert peak.allocated_bytes == 8192
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident set from /proc")
+def test_metering_does_not_splinter_the_heap() -> None:
+    script = """
+import torch, memopt
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+x = torch.randn(1024, 1024)
+before = resident()
+with memopt.measure_peak("cpu"):
+    for _ in range(200):
+        y = x * 2
+        z = y + 1
+assert resident() - before < 100 * 2**20, (resident() - before) / 2**20
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

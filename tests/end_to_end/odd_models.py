@@ -24,7 +24,7 @@ WIDTH, ROWS, CLASSES = 64, 256, 16
 class Layered(nn.Module):
     """The common ground: a stack of blocks, then cross entropy. The odd ones change one thing."""
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
