@@ -91,7 +91,7 @@ def show_plan(plan: memopt.Plan) -> None:
         f"predicted peak {plan.predicted_peak_gb:.4f} GB, with nothing recomputed {plan.plain_peak_gb:.4f} GB"
     )
     console.print(f"added time {plan.added_time:.1%}, and no plan within the budget adds less than {plan.bound:.1%}")
-    console.print(f"change of the graph (plan.diff()): {plan.diff().summary()} nodes")
+    console.print(f"change of the graph (plan.diff()): {plan.diff().summary()}")
     console.print(f"smallest budget {plan.smallest_gb():.4f} GB")
     try:
         plan.at(TOO_SMALL_GB)

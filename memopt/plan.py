@@ -38,6 +38,24 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
+class PlanDiff:
+    """What a plan changes in the captured graphs, a `GraphDiff` a region; `str` is the text of all."""
+
+    regions: tuple[GraphDiff, ...]
+    evaluated_again: int
+
+    def __bool__(self) -> bool:
+        return any(self.regions)
+
+    def summary(self) -> str:
+        """How many ops are evaluated again; the views that lead to and from them move with them."""
+        return f"{self.evaluated_again} evaluated again" if self.evaluated_again else "no change"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.regions))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A way to choose by hand what to recompute: its name, the step's peak, its added time as a fraction."""
 
@@ -114,16 +132,13 @@ class Plan:
             ),
         }
 
-    def diff(self, stage: str | None = None) -> GraphDiff | tuple[GraphDiff, ...]:
-        """What a stage changed in the graph: "scheduled" (the default) adds the nodes that are evaluated again.
-
-        A tuple of diffs where the model was captured in several regions.
-        """
+    def diff(self, stage: str | None = None) -> PlanDiff:
+        """What a stage changed in the graphs: "scheduled" (the default) adds the nodes that are evaluated again."""
         if stage not in (None, "scheduled"):
             raise ValueError(f"no stage {stage!r} to show; there is {STAGES[1]!r}, against {STAGES[0]!r}")
         graphs = self.graphs
-        diffs = tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"]))
-        return diffs[0] if len(diffs) == 1 else diffs
+        again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
+        return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again)
 
     def at(self, budget_gb: float) -> Plan:
         """The plan of the same captured step for another budget. Raises `BudgetError`, and `ValueError` if loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -33,8 +34,8 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
 def _headline(plan: Plan) -> str:
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
-        f"peak {size(plan.planned.peak_bytes)} of a budget of {size(plan.budget_bytes)} "
-        f"(plain {size(plan.plain.peak_bytes)}), "
+        f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
+        f"{plan.budget_bytes / GIB:.6g} GB (as captured, nothing recomputed: {size(plan.plain.peak_bytes)}), "
         f"added time {plan.added_time:.1%} of {duration(plan.step_seconds)} "
         f"(no plan adds less than {plan.bound:.1%})"
     )
@@ -43,7 +44,7 @@ def _headline(plan: Plan) -> str:
 def _bytes_table(plan: Plan) -> Table:
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
-    for title in ("plain", "planned"):
+    for title in ("as captured", "planned"):
         table.add_column(title, justify="right")
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     for name in dict.fromkeys([*plain, *planned]):
@@ -59,9 +60,10 @@ def _module_table(plan: Plan) -> Table:
     table.add_column("module", overflow="fold")
     for title in ("ops", "saved", "again", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
-    for row in folded(plan.modules):
+    for row, last, times in alike(folded(plan.modules)):
+        each = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
-            row.path or "(model)",
+            (row.path or "(model)") + each,
             str(row.ops),
             size(row.saved_bytes),
             str(row.recomputed_ops or "–"),
@@ -84,6 +86,30 @@ def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow
         if len(merged) <= most or depth == 0:
             return list(merged.values())
         depth -= 1
+
+
+def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
+    """Runs of neighbours in a list of modules that differ in their number alone: the first, the last, how many."""
+    runs: list[tuple[ModuleRow, ModuleRow, int]] = []
+    for row in rows:
+        if runs and row.path[-1:].isdigit() and _siblings(runs[-1][1], row):
+            first, _, times = runs[-1]
+            runs[-1] = (first, row, times + 1)
+        else:
+            runs.append((row, row, 1))
+    return runs
+
+
+def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
+    """Whether two rows are numbered elements of one list, and alike up to rounding of their times."""
+    same_list = a.path.rpartition(".")[0] == b.path.rpartition(".")[0] and a.path[-1:].isdigit()
+    seconds = zip((a.seconds, a.added_seconds), (b.seconds, b.added_seconds), strict=True)
+    close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in seconds)
+    return (
+        same_list
+        and close
+        and replace(a, path="", seconds=0, added_seconds=0) == replace(b, path="", seconds=0, added_seconds=0)
+    )
 
 
 def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:

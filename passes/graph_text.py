@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.module_path import module_path
 from passes.node_facts import OPERATOR_OVERLOAD
 
 _KINDS = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("bool", "b8"))
@@ -25,7 +26,7 @@ def format_graph(graph: Graph | GraphModule, *, module_paths: bool = False) -> s
 def _lines(graph: Graph, module_paths: bool) -> Iterator[str]:
     path = ""
     for node in graph.nodes:
-        if module_paths and node.op not in ("placeholder", "output") and (here := module_path(node)) != path:
+        if module_paths and node.op not in ("placeholder", "output") and (here := _place(node)) != path:
             path = here
             yield f"# {path or 'no module'}"
         yield format_node(node)
@@ -110,15 +111,7 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
     return repr(argument)
 
 
-def module_path(node: Node) -> str:
-    """The path of the module a node was traced from (`transformer.h.0.attn`), or an empty string.
-
-    A backward node's path is that of the forward module it differentiates, and says so.
-    """
-    for key, prefix in (("nn_module_stack", ""), ("fwd_nn_module_stack", "backward of ")):
-        stack = node.meta.get(key)
-        if stack:
-            # Dynamo writes the source of the root too: L['self'].layers.0 or G['m'].layers.0.
-            path = re.sub(r"^[A-Z]\['\w+'\]\.?", "", str(next(reversed(stack.values()))[0]))
-            return prefix + path if path else ""
-    return ""
+def _place(node: Node) -> str:
+    """The module that a node was traced from, or whose forward it differentiates, or an empty string."""
+    path = module_path(node)
+    return f"backward of {path}" if path and not node.meta.get("nn_module_stack") else path

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from memopt.errors import GIB, BudgetError
 from memopt.plan import FORMAT, Plan
 from memopt.planner import make_plan
-from passes import GraphDiff, format_graph
+from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 
 
@@ -133,10 +133,12 @@ def test_graphs(tight: Plan) -> None:
 
 
 def test_diff(roomy: Plan, tight: Plan) -> None:
-    assert isinstance(diff := tight.diff(), GraphDiff)
+    diff = tight.diff()
     assert diff == tight.diff("scheduled")
-    assert all("_again" in name for name in diff.added)
-    assert not diff.removed
+    assert all("_again" in name for name in diff.regions[0].added)
+    assert not diff.regions[0].removed
+    assert diff.summary() == f"{diff.evaluated_again} evaluated again"
+    assert roomy.diff().summary() == "no change"
     assert not roomy.diff()
     with pytest.raises(ValueError, match="no stage 'captured' to show; there is 'scheduled', against 'captured'"):
         tight.diff("captured")
@@ -170,8 +172,7 @@ def test_diff_golden() -> None:
 def test_several_regions(tmp_path: Path) -> None:
     roomy = make_plan(two_regions(), ACCOUNT, 10**6)
     plan = roomy.at(roomy.smallest_gb())
-    diffs = plan.diff()
-    assert isinstance(diffs, tuple)
+    diffs = plan.diff().regions
     assert len(diffs) == len(plan.regions) == len(plan.graphs["scheduled"]) == 2
     assert any(diffs)
     assert loaded(plan, tmp_path) == plan

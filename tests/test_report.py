@@ -7,7 +7,7 @@ from memopt.budget.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
 from memopt.plan import ModuleRow, Plan
-from memopt.report import duration, folded, render, size
+from memopt.report import alike, duration, folded, render, size
 from tests.planned import ACCOUNT
 
 MB = 1024**2
@@ -48,11 +48,11 @@ def test_golden() -> None:
     assert_expected_inline(
         render(plan()).translate(IN_ASCII),
         """\
-Llama[tiny], planned for h100 with min cut, polished: peak 1.68 GB of a budget of 2 GB (plain 3 GB), added
-time 20.0% of 250 ms (no plan adds less than 16.0%)
+Llama[tiny], planned for h100 with min cut, polished: peak 1.68 GB, 84.2% of the budget of 2 GB (as captured,
+nothing recomputed: 3 GB), added time 20.0% of 250 ms (no plan adds less than 16.0%)
 Where every byte goes at the peak
 +========================+==============+=========+
-| row                    |        plain | planned |
+| row                    |  as captured | planned |
 +========================+==============+=========+
 | saved activations      |         2 GB |       - |
 | parameters             |         1 GB |    1 GB |
@@ -129,3 +129,12 @@ def test_many_rows_are_summed_by_their_outer_modules() -> None:
     assert len(rows) == 4
     assert folded(deep(4), most=1) == [ModuleRow("layers", 12, 120, 1200, 12, 6.0, 3.0)]
     assert folded([]) == []
+
+
+def test_alike_modules_share_a_row() -> None:
+    rows = [ModuleRow("embed", 1), *(ModuleRow(f"layers.{n}", 9, 100) for n in range(3)), ModuleRow("layers.3", 9, 50)]
+    assert [(first.path, last.path, times) for first, last, times in alike(rows)] == [
+        ("embed", "embed", 1),
+        ("layers.0", "layers.2", 3),
+        ("layers.3", "layers.3", 1),
+    ]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from memopt.pricing.module_path import is_attention_core, module_path, number_blocks
+from memopt.pricing.blocks import is_attention_core, number_blocks
 from memopt.pricing.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
+from passes.module_path import module_path
 from passes.node_facts import backward_nodes, binds_new_symbols, is_tangent
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}

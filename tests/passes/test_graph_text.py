@@ -6,7 +6,8 @@ from expecttest import assert_expected_inline
 from torch.fx import Graph
 
 from passes import format_graph
-from passes.graph_text import format_argument, format_dtype, format_value, module_path
+from passes.graph_text import format_argument, format_dtype, format_value
+from passes.module_path import module_path
 from tests.passes.capture import Sketch, aten, dynamic_mlp, gpt2
 
 

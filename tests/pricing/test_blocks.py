@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 from torch.fx import Graph, Node
 
-from memopt.pricing.module_path import is_attention_core, module_path, number_blocks
+from memopt.pricing.blocks import is_attention_core, number_blocks
+from passes.module_path import module_path
 from tests.passes.capture import aten, gpt2
 
 
