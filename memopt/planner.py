@@ -17,7 +17,7 @@ from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
 from memopt.progress import stage
-from memopt.solver import Infeasible, Op, Portfolio, RematProblem, Schedule, Solution
+from memopt.solver import Infeasible, Op, Portfolio, RematProblem, Schedule, Solution, warm_up
 from memopt.torch_compat import known_sizes
 
 
@@ -103,6 +103,8 @@ def _tangents(problem: RematProblem) -> int:
 def make_plan(captured: Captured, account: Account, budget_bytes: int) -> Plan:
     """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`."""
     joined = captured.joined(accumulating=account.gradients_held)
+    with stage("loading the solver"):
+        warm_up()
     with stage("solving"):
         solution = _solve(joined, account, budget_bytes)
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)

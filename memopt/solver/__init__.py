@@ -6,6 +6,7 @@ from memopt.solver.portfolio import Baseline, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import Simulation, simulate
+from memopt.solver.warm_up import warm_up
 
 __all__ = [
     "Baseline",
@@ -19,4 +20,5 @@ __all__ = [
     "Storage",
     "floor_bytes",
     "simulate",
+    "warm_up",
 ]
