@@ -27,6 +27,7 @@ def optimize(
     allow: Collection[str] = DEFAULT_ALLOW,
     backend: str = "auto",
     outputs: str = "loss",
+    calibrate: bool = False,
 ) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
@@ -44,12 +45,14 @@ def optimize(
         allow: the levers that may be pulled: "recompute"; "plain" runs a model unplanned that cannot be captured.
         backend: "auto" or "aten": planned graphs run as plain ATen operators.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all".
+        calibrate: time the device (on the CPU every kind of op) rather than go by its data sheet; plans then differ a
+            little from run to run.
 
     Raises:
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
         CaptureError, ValueError, TypeError: what was given cannot be used. The model is then as it was before.
     """
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs)
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate)
     call = PlannedCall(model, options)
     if example_inputs is not None:
         call.plan(example_inputs)
@@ -69,13 +72,14 @@ def plan(
     allow: Collection[str] = DEFAULT_ALLOW,
     outputs: str = "loss",
     device: str | None = None,
+    calibrate: bool = False,
 ) -> Plan:
     """Plan a training step without running anything or changing the model, which may live on the "meta" device.
 
     `device` names the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of
     this machine or else its CPU). Other arguments and errors as in `optimize`.
     """
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device)
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate)
     return PlannedCall(model, options).plan(example_inputs)
 
 

@@ -34,6 +34,7 @@ class Options:
     backend: str = "auto"
     outputs: str = "loss"
     hardware: str | None = None
+    calibrate: bool = False
 
 
 def check_options(
@@ -45,6 +46,7 @@ def check_options(
     backend: str,
     outputs: str,
     hardware: str | None = None,
+    calibrate: bool = False,
 ) -> Options:
     """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
     if loss_fn is not None and not callable(loss_fn):
@@ -59,7 +61,12 @@ def check_options(
     _check_choice("precision", precision, PRECISIONS)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)
-    return Options(budget_bytes(budget_gb), loss_fn, optimizer, precision, frozenset(allow), backend, outputs, hardware)
+    if calibrate and hardware is not None:
+        raise ValueError(f"calibrate measures the device at hand, not {hardware!r}; give one of device and calibrate")
+    levers = frozenset(allow)
+    return Options(
+        budget_bytes(budget_gb), loss_fn, optimizer, precision, levers, backend, outputs, hardware, calibrate
+    )
 
 
 def budget_bytes(budget_gb: float) -> int:

@@ -30,6 +30,8 @@ class Captured:
     hardware: Hardware
     notes: tuple[str, ...] = ()
     data_sizes: DataSizes = field(default_factory=DataSizes)
+    timed: bool = False
+    """Whether ops are timed here, where that can be done."""
 
     @cached_property
     def _joined(self) -> dict[tuple[bool, bool], Joined]:
@@ -46,7 +48,7 @@ class Captured:
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
         nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
-        price_of = price_nodes(nodes, self.hardware).__getitem__
+        price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
         return [
             price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
             for region in self.regions

@@ -23,7 +23,7 @@ from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
 from memopt.plan import Plan
 from memopt.planner import Captured, make_plan
-from memopt.pricing import Hardware, hardware, hardware_of
+from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
 from memopt.training_state import TrainingState, generator_states, set_generators
@@ -159,7 +159,9 @@ class TrainingCalls:
             if len(regions) == 1:
                 sizes = self._sizes(regions[0], call)
                 notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
-            self.known[key] = Captured(type(self.model).__name__, regions, self.card, notes, sizes)
+            self.known[key] = Captured(
+                type(self.model).__name__, regions, self.card, notes, sizes, self.options.calibrate
+            )
         return self.known[key]
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
@@ -178,6 +180,9 @@ class TrainingCalls:
     @cached_property
     def card(self) -> Hardware:
         """What the step is planned for: the card that was named, or the device at hand."""
+        if self.options.calibrate:
+            with stage("timing the device"):
+                return measure_hardware(self.device())
         return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
 
     @property

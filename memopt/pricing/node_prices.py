@@ -12,16 +12,17 @@ from memopt.pricing.time_model import node_seconds
 from memopt.pricing.workspace import measure_workspaces, workspace_bytes
 
 
-def price_nodes(nodes: Sequence[fx.Node], card: Hardware) -> dict[fx.Node, NodePrice]:
+def price_nodes(nodes: Sequence[fx.Node], card: Hardware, *, timed: bool = False) -> dict[fx.Node, NodePrice]:
     """Seconds and workspace of one evaluation of each node on `card`.
 
-    On the CPU each kind of op is run once to see what its kernel allocates, unless it is large: those, and all ops of
-    other cards, are estimated.
+    On the CPU each kind of op is run once to see what its kernel allocates and, where the plan is to be `timed`, how
+    long it takes, unless it is large: those, and all ops of other cards, are estimated.
     """
-    if card.name == "cpu":
-        measured = measure_workspaces(nodes)
-        return {
-            node: NodePrice(node_seconds(node, card), measured[node].workspace_bytes, measured[node].output_bytes or 0)
-            for node in nodes
-        }
-    return {node: NodePrice(node_seconds(node, card), workspace_bytes(node, "cuda")) for node in nodes}
+    if card.name != "cpu":
+        return {node: NodePrice(node_seconds(node, card), workspace_bytes(node, "cuda")) for node in nodes}
+    prices = {}
+    for node, measured in measure_workspaces(nodes).items():
+        seconds = measured.seconds if timed else None
+        seconds = node_seconds(node, card) if seconds is None else seconds
+        prices[node] = NodePrice(seconds, measured.workspace_bytes, measured.output_bytes or 0)
+    return prices
