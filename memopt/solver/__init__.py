@@ -1,8 +1,9 @@
 """Algorithms over numbers: which values of a training step to keep and which to recompute."""
 
+from memopt.solver.best_effort import Progress
 from memopt.solver.errors import Infeasible
 from memopt.solver.lower_bound import floor_bytes
-from memopt.solver.portfolio import Baseline, Portfolio, Solution
+from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import Simulation, simulate
@@ -10,9 +11,11 @@ from memopt.solver.warm_up import warm_up
 
 __all__ = [
     "Baseline",
+    "Effort",
     "Infeasible",
     "Op",
     "Portfolio",
+    "Progress",
     "RematProblem",
     "Schedule",
     "Simulation",

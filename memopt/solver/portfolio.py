@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 from memopt.solver.arrays import arrays_of
 from memopt.solver.baselines import baseline_schedules
+from memopt.solver.best_effort import Progress, search_on
 from memopt.solver.chain_plans import ChainPlans, ChainTable
 from memopt.solver.errors import Infeasible
 from memopt.solver.hull import lower_hull
@@ -19,6 +21,8 @@ from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Schedule
 from memopt.solver.search import NEAREST_POWERS, NEXT_POWERS, SAVE_ALL_POWERS, Candidate, Search, candidate
 from memopt.solver.simulator import simulate
+
+Effort = Literal["fast", "default", "best"]
 
 # A plan this close to the lower bound, as a share of the step, is not searched any further.
 _CLOSE_ENOUGH = 1e-4
@@ -67,11 +71,23 @@ class Portfolio:
         self._chains = ChainPlans(problem, self._arrays)
         self._found: list[Candidate] = []
 
-    def solve(self, budget_bytes: int) -> Solution:
+    def solve(
+        self,
+        budget_bytes: int,
+        effort: Effort = "default",
+        *,
+        limit_seconds: float = 60.0,
+        report: Callable[[Progress], None] | None = None,
+    ) -> Solution:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
 
-        Raises `Infeasible` where none is found, with the smallest peak that works.
+        `effort` is "fast" (a fraction of a second), "default", or "best": what "default" finds, bettered for up to
+        `limit_seconds` of wall time, with `report` called several times a second. The first two are deterministic.
+
+        Raises `Infeasible` where none is found, with the smallest peak that works; `ValueError` for another effort.
         """
+        if effort not in get_args(Effort):
+            raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
         search = Search(self._arrays, budget_bytes)
         known = [*self._baselines, *self._hull_plans, *self._found]
         for plan in known:
@@ -79,13 +95,19 @@ class Portfolio:
         bound = self._bound.added_seconds(budget_bytes)
         near = bound + _CLOSE_ENOUGH * self._problem.seconds
         if search.best is None or search.best.added_seconds > near:
-            self._improve(search, known, budget_bytes, bound)
+            if effort == "fast":
+                self._improve_a_little(search, known)
+            if effort != "fast" or search.best is None:
+                self._improve(search, known, budget_bytes, bound)
         if search.best is None:
             if self._smallest.peak_bytes > budget_bytes:
                 floor = floor_of(self._problem)
                 raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
             search.offer(self._smallest)
         assert search.best is not None
+        if effort == "best":
+            seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
+            search_on(self._problem, self._arrays, search, seeds, bound, limit_seconds, report)
         self._found.append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
@@ -108,6 +130,15 @@ class Portfolio:
         cuts = lower_hull(CutNetwork(self._problem))
         schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
         return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
+
+    def _improve_a_little(self, search: Search, known: list[Candidate]) -> None:
+        """Polish the fastest plan that fits, repair the nearest that does not."""
+        if search.best is not None:
+            search.polish(search.best)
+        search.repair(self._baselines[0], SAVE_ALL_POWERS[:1])
+        above = [plan for plan in known if plan.peak_bytes > search.cap_bytes]
+        if above:
+            search.repair(min(above, key=lambda plan: plan.peak_bytes), NEAREST_POWERS[:1])
 
     def _improve(self, search: Search, known: list[Candidate], budget_bytes: int, bound: float) -> None:
         """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""

@@ -43,7 +43,7 @@ class Search:
 
     def __init__(self, arrays: Arrays, cap_bytes: int) -> None:
         self._arrays = arrays
-        self._cap_bytes = cap_bytes
+        self.cap_bytes = cap_bytes
         self._random = np.random.default_rng(0)
         self.best: Candidate | None = None
         self.spent = 0
@@ -51,7 +51,7 @@ class Search:
 
     def offer(self, plan: Candidate | None) -> bool:
         """Take the plan if it fits and is faster than the best."""
-        if plan is None or plan.peak_bytes > self._cap_bytes:
+        if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
             return False
@@ -61,12 +61,12 @@ class Search:
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Spend what memory a fitting plan leaves, by several orders."""
         for length_exponent in () if self._is_long(plan) else LENGTH_EXPONENTS:
-            evaluations = polish(self._arrays, plan.evaluations, self._cap_bytes, length_exponent)
+            evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
         """Polish the plan if it fits; repair it too, as it may be near to better ones."""
-        if self.offer(plan) or plan.peak_bytes <= self._cap_bytes:
+        if self.offer(plan) or plan.peak_bytes <= self.cap_bytes:
             self.polish(plan)
         self.repair(plan, powers)
 
@@ -81,7 +81,7 @@ class Search:
         """One repair of one seed; None where it does not fit."""
         if self._is_long(seed):
             return None
-        evaluations, spent = repair(self._arrays, seed.evaluations, self._cap_bytes, *rule)
+        evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
         self.spent += spent
         return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
 
@@ -102,7 +102,7 @@ class Search:
                 seed, spread, shrink = save_all, draw.choice((0.05, 0.1, 0.2, 0.4)), 0.05
             else:
                 seed, spread, shrink = seeds[int(draw.integers(len(seeds)))], 0.3, 0.15
-            self.offer(self._nearby(seed, spread, int(self._cap_bytes * (1 - shrink * draw.random() ** 2))))
+            self.offer(self._nearby(seed, spread, int(self.cap_bytes * (1 - shrink * draw.random() ** 2))))
 
     def _is_long(self, plan: Candidate) -> bool:
         return plan.evaluations.size > _LONGEST * self._arrays.seconds.size
@@ -117,7 +117,7 @@ class Search:
         if plan is None:
             return None
         noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
-        plan = polish(arrays, plan, self._cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+        plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
         return candidate(arrays, f"{_root(seed.method)}, local search", plan)
 
 

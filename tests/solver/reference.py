@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain, combinations
 
 from memopt.solver.problem import RematProblem
@@ -106,3 +107,16 @@ def _useful(problem: RematProblem, last_read: list[int]) -> list[frozenset[int]]
                 direct.update(op.reads)
         useful.append(frozenset(direct))
     return useful
+
+
+@cache
+def revolve(steps: int, slots: int) -> float:
+    """Least forward steps that reversing a chain evaluates again (Griewank and Walther, 2000), its input being held.
+
+    `steps` gradients, each needing the value that enters its step; `slots` values can be held beside the input.
+    """
+    if steps <= 1:
+        return 0
+    if slots == 0:
+        return steps * (steps - 1) / 2
+    return min(cut + revolve(steps - cut, slots - 1) + revolve(cut, slots) for cut in range(1, steps))

@@ -1,5 +1,4 @@
 import random
-from functools import cache
 
 import pytest
 from hypothesis import given
@@ -13,19 +12,7 @@ from memopt.solver.portfolio import Portfolio
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.problems import chain, random_problem, transformer
-
-
-@cache
-def revolve(steps: int, slots: int) -> float:
-    """Least forward steps that reversing a chain evaluates again (Griewank and Walther, 2000), its input being held.
-
-    `steps` gradients, each needing the value that enters its step; `slots` values can be held beside the input.
-    """
-    if steps <= 1:
-        return 0
-    if slots == 0:
-        return steps * (steps - 1) / 2
-    return min(cut + revolve(steps - cut, slots - 1) + revolve(cut, slots) for cut in range(1, steps))
+from tests.solver.reference import revolve
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 13])

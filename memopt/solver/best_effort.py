@@ -1,0 +1,67 @@
+"""What `effort="best"` does with its time: the exact reference where the problem is small, then local search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memopt.solver.arrays import Arrays
+from memopt.solver.liveness import to_array
+from memopt.solver.problem import RematProblem
+from memopt.solver.search import Candidate, Search, candidate
+
+# Ops of the forward up to which the exact reference is worth its time.
+_MOST_FORWARD_OPS = 80
+# Evaluations of the repairs between two reports of progress: a fraction of a second.
+_ROUND = 10_000
+# As a share of the step.
+_CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a search has come."""
+
+    seconds: float
+    """Of wall time since the search began."""
+    added_seconds: float
+    """Of the best schedule so far."""
+    lower_bound_seconds: float
+
+
+def search_on(
+    problem: RematProblem,
+    arrays: Arrays,
+    search: Search,
+    seeds: Sequence[Candidate],
+    bound_seconds: float,
+    limit_seconds: float,
+    report: Callable[[Progress], None] | None,
+) -> None:
+    """Better `search.best` until it is proven, meets the bound, or `limit_seconds` of wall time are over.
+
+    `seeds` begins with the plan that saves everything. The exact reference gets half of the time at most.
+    """
+    started = time.monotonic()
+
+    def goes_on() -> bool:
+        assert search.best is not None
+        elapsed = time.monotonic() - started
+        if report is not None:
+            report(Progress(elapsed, search.best.added_seconds, bound_seconds))
+        return elapsed < limit_seconds and search.best.added_seconds > bound_seconds + _CLOSE * problem.seconds
+
+    assert search.best is not None
+    if goes_on() and problem.forward_ops <= _MOST_FORWARD_OPS:
+        from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
+
+        most = search.best.added_seconds
+        exact = solve_exactly(problem, search.cap_bytes, seconds=limit_seconds / 2, below_seconds=most)
+        if exact.schedule is not None:
+            search.offer(candidate(arrays, "exact", to_array(exact.schedule)))
+            search.polish(search.best)
+        if exact.proven:
+            return
+    while goes_on():
+        search.explore(seeds[0], seeds[1:], _ROUND)

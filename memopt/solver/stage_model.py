@@ -1,0 +1,174 @@
+"""The stage formulation of a problem as a linear model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memopt.solver.arrays import Floats
+from memopt.solver.chain import held_bytes, movable_storages
+from memopt.solver.linear_model import LinearModel
+from memopt.solver.problem import RematProblem
+
+# At how many moments the closure cuts are added.
+_CLOSURES = 10
+
+
+class StageModel:
+    """Variables of stage k, whose own op is `stages[k]`:
+
+    held[k][s]: storage s is in memory when the stage begins; again[k][o]: op o is evaluated again in it;
+    and for each storage whether it is in memory in each stretch of the stage between two ops that make or read it.
+    """
+
+    def __init__(self, problem: RematProblem, budget_bytes: int) -> None:
+        self.model = LinearModel()
+        self.impossible = False
+        """Some op by itself needs more than the budget."""
+        self._problem = problem
+        self._movable = movable_storages(problem)
+        self._held_bytes, self._own_bytes = held_bytes(problem, self._movable)
+        self._allowed = budget_bytes - problem.resident_bytes
+        # Bytes are given to the model in units that keep its coefficients between 0 and 1.
+        self._unit = float(max(self._allowed, 1))
+        self._readers = [self._forward_readers(s) for s in range(len(problem.storages))]
+        self._first_stage = problem.forward_ops if self._forward_fits() else 0
+        self._stages = list(range(self._first_stage, len(problem.ops)))
+        self._useful = self._useful_from_each_stage()
+        self._held: list[dict[int, int]] = [self._new_held(k) for k in range(len(self._stages))]
+        self._again: list[dict[int, int]] = [self._new_again(k) for k in range(len(self._stages))]
+        if self._first_stage:
+            self._limit_first_pass()
+        for k in range(len(self._stages)):
+            self._add_stage(k)
+        for k in np.unique(np.linspace(0, len(self._stages) - 1, _CLOSURES).astype(int)).tolist():
+            self._add_closure(k)
+
+    def evaluations(self, values: Floats) -> list[int]:
+        """The schedule that the values of the variables stand for."""
+        order = list(range(self._first_stage))
+        for stage, again in zip(self._stages, self._again, strict=True):
+            order += [op for op in sorted(again) if values[again[op]] > 0.5]
+            order.append(stage)
+        return order
+
+    def _forward_readers(self, storage: int) -> list[int]:
+        ops = self._problem.ops[: self._problem.forward_ops]
+        return [index for index, op in enumerate(ops) if storage in op.reads]
+
+    def _bytes(self, storage: int) -> float:
+        return self._problem.storages[storage].bytes / self._unit
+
+    def _forward_fits(self) -> bool:
+        """Whether the forward fits with nothing saved, so that it needs no stages."""
+        return all(self._must_hold(op) <= self._allowed for op in range(self._problem.forward_ops))
+
+    def _must_hold(self, op: int) -> int:
+        """Bytes while a forward op is first evaluated, if nothing is evaluated again in the forward."""
+        producer = self._problem.producer
+        live = [s for s, last in enumerate(self._readers) if self._movable[s] and producer[s] <= op]
+        live = [s for s in live if producer[s] == op or (self._readers[s] and self._readers[s][-1] >= op)]
+        return int(self._own_bytes[op]) + sum(self._problem.storages[s].bytes for s in live)
+
+    def _useful_from_each_stage(self) -> list[set[int]]:
+        """Per stage: movable storages that it or a later one reads, or that can be evaluated again for such."""
+        problem, wanted = self._problem, set[int]()
+        useful: list[set[int]] = []
+        for stage in reversed(self._stages):
+            wanted.update(s for s in problem.ops[stage].reads if self._movable[s])
+            closed = set(wanted)
+            for op in range(min(stage, problem.forward_ops) - 1, -1, -1):
+                if closed.intersection(problem.ops[op].makes):
+                    closed.update(s for s in problem.ops[op].reads if self._movable[s])
+            useful.append({s for s in closed if problem.producer[s] < stage})
+        return useful[::-1]
+
+    def _new_held(self, k: int) -> dict[int, int]:
+        return {s: self.model.variable(integral=True) for s in sorted(self._useful[k])}
+
+    def _new_again(self, k: int) -> dict[int, int]:
+        problem = self._problem
+        ops = sorted({problem.producer[s] for s in self._useful[k]})
+        total = problem.seconds or 1.0
+        return {op: self.model.variable(problem.ops[op].seconds / total, integral=True) for op in ops}
+
+    def _limit_first_pass(self) -> None:
+        """While the forward runs, what is held at its end comes on top of what it needs."""
+        for op in range(self._first_stage):
+            terms = []
+            for s, variable in self._held[0].items():
+                last = self._readers[s][-1] if self._readers[s] else -1
+                if self._problem.producer[s] < op and last < op:
+                    terms.append((variable, self._bytes(s)))
+            self.model.at_most(terms, (self._allowed - self._must_hold(op)) / self._unit)
+
+    def _add_stage(self, k: int) -> None:
+        problem, model, stage = self._problem, self.model, self._stages[k]
+        held, again = self._held[k], self._again[k]
+        following = self._held[k + 1] if k + 1 < len(self._stages) else {}
+        order = sorted(again)
+        live: dict[int, list[tuple[int, float]]] = {op: [] for op in (*order, stage)}
+        for s, entering in held.items():
+            in_memory = entering
+            place = problem.producer[s]
+            readers = [op for op in self._readers[s] if op in again]
+            stretches = [*((op, (op,)) for op in order if op < place)]
+            for op, _ in stretches:
+                live[op].append((in_memory, self._bytes(s)))
+            making = self._stretch([in_memory, again[place]])
+            model.within(again[place], [making])
+            live[place].append((making, self._bytes(s)))
+            in_memory, start = making, place
+            for reader in readers:
+                in_memory = self._stretch([in_memory])
+                model.within(again[reader], [in_memory])
+                for op in order:
+                    if start < op <= reader:
+                        live[op].append((in_memory, self._bytes(s)))
+                start = reader
+            in_memory = self._stretch([in_memory], certain=s in problem.ops[stage].reads)
+            for op in order:
+                if op > start:
+                    live[op].append((in_memory, self._bytes(s)))
+            live[stage].append((in_memory, self._bytes(s)))
+            if s in following:
+                model.within(following[s], [in_memory])
+        self._limit_stage(stage, order, again, live)
+
+    def _limit_stage(
+        self, stage: int, order: list[int], again: dict[int, int], live: dict[int, list[tuple[int, float]]]
+    ) -> None:
+        problem = self._problem
+        for op in order:
+            fixed = sum(problem.storages[s].bytes for s in problem.ops[op].makes if not self._movable[s])
+            unheld = sum(
+                problem.storages[s].bytes
+                for s in problem.ops[op].makes
+                if self._movable[s] and s not in self._held[stage - self._first_stage]
+            )
+            work = (problem.ops[op].workspace_bytes + fixed + unheld) / self._unit
+            room = (self._allowed - int(self._held_bytes[stage])) / self._unit
+            self.model.at_most([*live[op], (again[op], work)], room)
+        makes = sum(problem.storages[s].bytes for s in problem.ops[stage].makes if self._movable[s])
+        room = (self._allowed - int(self._own_bytes[stage]) - makes) / self._unit
+        self.impossible |= room < 0
+        self.model.at_most(live[stage], room)
+
+    def _stretch(self, sources: list[int], certain: bool = False) -> int:
+        variable = self.model.variable(lowest=1.0 if certain else 0.0)
+        self.model.within(variable, sources)
+        return variable
+
+    def _add_closure(self, k: int) -> None:
+        """What is read from stage k on is held when it begins, or evaluated again after that, inputs included."""
+        problem, model = self._problem, self.model
+        held = self._held[k]
+        later = {op: [again[op] for again in self._again[k:] if op in again] for op in self._again[k]}
+        closure = {op: model.variable() for op in later}
+        for op, variable in closure.items():
+            model.within(variable, later[op])
+            for s in problem.ops[op].reads:
+                if s in held:
+                    model.within(variable, [held[s], closure[problem.producer[s]]])
+        read = {s for stage in self._stages[k:] for s in problem.ops[stage].reads}
+        for s in sorted(read.intersection(held)):
+            model.at_most([(held[s], -1.0), (closure[problem.producer[s]], -1.0)], -1.0)
