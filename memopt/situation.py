@@ -55,7 +55,6 @@ class Situation:
         self.calls, self.state = calls, state
         self._call: Call | None = None
         self._others = 0
-        self._forward: PendingForward | None = None
         self._broken: dict[str, RegionCalls] = {}
         """Calls that break into regions, by their signature."""
         self._whole = self._compile_whole()
@@ -73,7 +72,7 @@ class Situation:
                     self._broken[call_signature(call)] = broken
             return broken.run(call, self._begin(broken.plan))
         finally:
-            self._call = self._forward = None
+            self._call = None
 
     def _begin(self, plan: Plan) -> PendingForward:
         """Account for a forward that is about to run as planned."""

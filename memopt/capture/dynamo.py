@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import weakref
@@ -127,7 +128,9 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
         except DynamoError as failure:
             if not whole:
                 raise
-            raise GraphBreak(in_brief(failure)) from failure
+            reason = in_brief(failure)
+        gc.collect()  # what Dynamo leaves of a failed compilation refers to itself and to the inputs
+        raise GraphBreak(reason)
 
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -242,6 +243,28 @@ def test_a_dropped_forward_is_forgotten() -> None:
     check(model, piece, usual().tight, each)
 
 
+@pytest.mark.parametrize("kind", [Dropping, odd_models.GraphBreak])
+def test_nothing_of_a_step_is_kept(kind: type[nn.Module]) -> None:
+    """Neither the inputs nor anything made of them, once compiling has left the field."""
+    model = make(kind)
+    memopt.optimize(model, 1.0, optimizer=None)
+    steps(model, batch(), batch(), batch())
+    gc.collect()
+    before = resident_bytes()
+    each = batch()
+    step(model, each)
+    inputs = [weakref.ref(tensor) for tensor in each]
+    del each
+    assert not any(reference() is not None for reference in inputs)
+    assert resident_bytes() == before
+
+
+def resident_bytes() -> int:
+    with memopt.measure_peak("cpu") as peak:
+        pass
+    return peak.resident_bytes
+
+
 # ---- several forwards
 
 
@@ -456,6 +479,19 @@ def test_a_hook_that_comes_late_is_refused_where_its_gradients_do_not_fit() -> N
     refusal(model, piece, budget, each)
 
 
+def test_a_hook_that_comes_late_sees_the_gradient_of_its_backward() -> None:
+    model, each = make(), batch()
+
+    def piece(model: nn.Module) -> None:
+        step(model, each)
+        value = loss(model, each)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+        value.backward()  # type: ignore[no-untyped-call]
+
+    check(model, piece, 1.0, each)
+
+
 def test_an_optimiser_in_the_backward() -> None:
     model, each = make(), batch()
 
@@ -540,16 +576,17 @@ class EagerMiddle(Layered):
         return self.blocks[2](self.eager(x))
 
 
-@pytest.mark.parametrize("kind", [Printing, ScalarAtTheBreak, SharedAcrossABreak, EagerMiddle])
-def test_breaks_in_the_middle(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Printing, ScalarAtTheBreak, EagerMiddle])
+def test_breaks_in_the_middle_at_the_smallest_budget(kind: type[nn.Module]) -> None:
     model, each = make(kind), batch()
+    check(model, lambda model: step(model, each), usual(kind).smallest, each)
+    assert len(memopt.plan_of(model).regions) > 1
 
-    def piece(model: nn.Module) -> list[Tensor]:
-        losses = steps(model, each, each)
-        model.zero_grad()
-        return [*losses, *steps(model, each, each)]
 
-    check(model, piece, usual(kind).tight + usual(kind).gradients, each)
+def test_a_block_on_both_sides_of_a_break_accumulates() -> None:
+    model, each = make(SharedAcrossABreak), batch()
+    budgets = usual(SharedAcrossABreak)
+    check(model, lambda model: steps(model, each, each), budgets.tight + budgets.gradients, each)
     assert len(memopt.plan_of(model).regions) > 1
 
 
