@@ -30,8 +30,9 @@ _CLOSE_ENOUGH = 1e-4
 _NEEDS_NO_NESTING = 1e-3
 # Nested plans are made for these multiples of the budget: what passes it is repaired, what rounding leaves is polished.
 _NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
-# How many evaluations the plans of a local search may have together: a dozen plans of 48 layers, half a second.
-_EXPLORED = 40_000
+# How many evaluations the plans of a local search may have together, a third of a second's worth; three times as many
+# where plans are short, since building and cutting them takes less.
+_EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 40_000, 120_000, 1_500
 # How many the repairs may make that look for the smallest peak: a second or two.
 _SPENT_ON_SMALLEST = 150_000
 
@@ -131,6 +132,10 @@ class Portfolio:
         schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
         return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
 
+    @property
+    def _explored(self) -> int:
+        return _EXPLORED_SMALL if len(self._problem.ops) < _SMALL_OPS else _EXPLORED
+
     def _improve_a_little(self, search: Search, known: list[Candidate]) -> None:
         """Polish the fastest plan that fits, repair the nearest that does not."""
         if search.best is not None:
@@ -155,7 +160,7 @@ class Portfolio:
             nested = self._nested(budget_bytes)
         for plan in nested:
             search.improve(plan, NEXT_POWERS[:1])
-        search.explore(save_all, [*above[:3], *fitting[:2], *nested], _EXPLORED)
+        search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
 
     def _nested(self, budget_bytes: int) -> list[Candidate]:
         """Nested chain plans for several shares of the budget; where the smallest has none, for the least that has."""
@@ -208,7 +213,7 @@ class Portfolio:
         search.polish(best)
         for seed in seeds[:2]:
             search.repair(seed, NEAREST_POWERS)
-        search.explore(self._baselines[0], seeds[:2], _EXPLORED // 4)
+        search.explore(self._baselines[0], seeds[:2], self._explored // 4)
         assert search.best is not None
         self._found.append(search.best)
         return search.best

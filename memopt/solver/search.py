@@ -11,6 +11,7 @@ from memopt.solver.arrays import Arrays, Ints
 from memopt.solver.liveness import added_seconds, peak_bytes
 from memopt.solver.polish import polish
 from memopt.solver.repair import repair
+from memopt.solver.ruin import ruin
 
 # (p, a) of the repair's rule, bytes^p and distance^a. None is best everywhere; these together lost least on
 # transformers, hourglasses, chains and random graphs, from near save-all down to the smallest peak.
@@ -20,6 +21,8 @@ NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
 LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
 # A seed of more evaluations of each op than this, on average, is left as it is: to better it would take many seconds.
 _LONGEST = 12
+# Share of the local search's rounds that change the best plan in one place.
+_RUINED = 0.4
 _RULES = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
 
 
@@ -86,15 +89,18 @@ class Search:
         return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
 
     def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
-        """Local search: repair with noise, mostly the best plan under a smaller cap, and polish with noise.
+        """Local search: ruin the best plan, or repair one with noise, mostly the best under a smaller cap; polish it.
 
-        Ends when its repairs have made about as many `evaluations` together, or after 200 of them.
+        Ends when its repairs have made about as many `evaluations` together, or after some hundreds of them.
         """
         draw = self._random
         limit = self.spent + evaluations
-        for _ in range(200):
+        for _ in range(min(max(400, self._arrays.seconds.size), 600)):
             if self.best is None or self.spent >= limit or self._is_long(self.best):
                 return
+            if draw.random() < _RUINED:
+                self.offer(self._ruined(self.best))
+                continue
             kind = draw.random()
             if kind < 0.6:
                 seed, spread, shrink = self.best, draw.choice((0.0, 0.1, 0.3, 0.8)), 0.15
@@ -103,6 +109,17 @@ class Search:
             else:
                 seed, spread, shrink = seeds[int(draw.integers(len(seeds)))], 0.3, 0.15
             self.offer(self._nearby(seed, spread, int(self.cap_bytes * (1 - shrink * draw.random() ** 2))))
+
+    def _ruined(self, seed: Candidate) -> Candidate | None:
+        """The seed with a few values let go, if it still fits, polished with noise."""
+        draw, arrays = self._random, self._arrays
+        plan = ruin(arrays, seed.evaluations, draw)
+        self.spent += seed.evaluations.size // 4
+        if peak_bytes(arrays, plan) > self.cap_bytes:
+            return None
+        noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
+        plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+        return candidate(arrays, f"{_root(seed.method)}, local search", plan)
 
     def _is_long(self, plan: Candidate) -> bool:
         return plan.evaluations.size > _LONGEST * self._arrays.seconds.size
