@@ -30,9 +30,9 @@ _CLOSE_ENOUGH = 1e-4
 _NEEDS_NO_NESTING = 1e-3
 # Nested plans are made for these multiples of the budget: what passes it is repaired, what rounding leaves is polished.
 _NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
-# How many evaluations the plans of a local search may have together, a third of a second's worth; three times as many
+# How many evaluations the plans of a local search may have together, half a second's worth; more
 # where plans are short, since building and cutting them takes less.
-_EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 40_000, 120_000, 1_500
+_EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
 # How many the repairs may make that look for the smallest peak: a second or two.
 _SPENT_ON_SMALLEST = 150_000
 

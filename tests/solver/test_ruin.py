@@ -32,9 +32,12 @@ def test_makes_a_value_again_right_before_it_is_read() -> None:
         )
         for n in range(4)
     }
-    assert_expected_inline("\n".join(sorted(plans)), """\
+    assert_expected_inline(
+        "\n".join(sorted(plans)),
+        """\
 0 1 2 3 4 loss.grad 4.grad 3.grad (0) (1) 2.grad (0) 1.grad
-0 1 2 3 4 loss.grad 4.grad 3.grad 2.grad 1.grad""")
+0 1 2 3 4 loss.grad 4.grad 3.grad 2.grad 1.grad""",
+    )
 
 
 def test_next_reads_of_a_chain() -> None:
