@@ -24,7 +24,8 @@ def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, b
     assert_equal(step, plain, ROUNDING if family.rounding else 0.0)
     assert step.peak_bytes <= budget_gb * GIB
     assert step.peak_bytes <= made.predicted_peak_bytes <= 1.02 * step.peak_bytes
-    assert made.regions == plan.at(budget_gb).regions, "planning ahead and planning at the first call differ"
+    captured = [[region.fingerprint for region in each.regions] for each in (made, plan)]
+    assert captured[0] == captured[1], "fakes capture another graph than the model's own tensors"
     assert made.bound <= made.added_time + 1e-9
 
 
