@@ -120,11 +120,6 @@ def storages(node: Node) -> frozenset[Hashable]:
     )
 
 
-def own_storages(node: Node) -> frozenset[Hashable]:
-    """The storages that a node makes: empty for a view."""
-    return storages(node).difference(*(storages(each) for each in node.all_input_nodes))
-
-
 def argument_key(argument: Any) -> Hashable:
     """A hashable stand-in for a node's argument: equal keys mean the same value of the same type.
 
