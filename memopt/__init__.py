@@ -1,19 +1,22 @@
 """memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
 
-from memopt.api import optimize, plan, plan_of, remove, training_loss
+from memopt.api import frontier, optimize, plan, plan_of, remove, training_loss
 from memopt.compare_step import compare
 from memopt.comparison import Comparison
 from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
 from memopt.meter import measure_peak
+from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
 
 __all__ = [
     "BudgetError",
     "CaptureError",
     "Comparison",
+    "Frontier",
     "Plan",
     "UnplannedGradientError",
     "compare",
+    "frontier",
     "measure_peak",
     "optimize",
     "plan",

@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memopt.options import check_options
+from memopt.options import check_effort, check_options, check_points
+from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
 from memopt.planned_call import PlannedCall, planned_call_of
+from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)
 DEFAULT_ALLOW = frozenset({"recompute"})
+# Nothing needs to be recomputed within it.
+_ROOMY_GB = 2.0**40
 
 
 def optimize(
@@ -28,6 +32,8 @@ def optimize(
     backend: str = "auto",
     outputs: str = "loss",
     calibrate: bool = False,
+    effort: EffortName = "default",
+    limit_seconds: float | None = None,
 ) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
@@ -47,12 +53,16 @@ def optimize(
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all".
         calibrate: time the device (on the CPU every kind of op) rather than go by its data sheet; plans then differ a
             little from run to run.
+        effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": what
+            "default" finds, bettered until it meets the bound or the time is over; the first two are deterministic.
+        limit_seconds: of wall time for each search of `effort="best"`, 60 if not given; the other efforts take none.
 
     Raises:
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
         CaptureError, ValueError, TypeError: what was given cannot be used. The model is then as it was before.
     """
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate)
+    hard = check_effort(effort, limit_seconds)
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate, hard)
     call = PlannedCall(model, options)
     if example_inputs is not None:
         call.plan(example_inputs)
@@ -73,14 +83,45 @@ def plan(
     outputs: str = "loss",
     device: str | None = None,
     calibrate: bool = False,
+    effort: EffortName = "default",
+    limit_seconds: float | None = None,
 ) -> Plan:
     """Plan a training step without running anything or changing the model, which may live on the "meta" device.
 
     `device` names the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of
     this machine or else its CPU). Other arguments and errors as in `optimize`.
     """
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate)
+    hard = check_effort(effort, limit_seconds)
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate, hard)
     return PlannedCall(model, options).plan(example_inputs)
+
+
+def frontier(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    precision: str = "auto",
+    allow: Collection[str] = DEFAULT_ALLOW,
+    outputs: str = "loss",
+    device: str | None = None,
+    calibrate: bool = False,
+    points: int = 40,
+    effort: EffortName = "default",
+    limit_seconds: float | None = None,
+) -> Frontier:
+    """The least added time for every budget, from the smallest that works to the peak with nothing recomputed.
+
+    Like `plan`, it runs nothing and changes nothing, and the model may live on the "meta" device. The step is captured
+    once and solved for `points` budgets, half of them evenly apart, half near the smallest. `limit_seconds` is for all
+    points together. Other arguments and errors as in `plan`; `Plan.frontier` needs no second capture.
+    """
+    hard = check_effort(effort, limit_seconds)
+    check_points(points)
+    options = check_options(_ROOMY_GB, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate)
+    roomy = PlannedCall(model, options).plan(example_inputs)
+    return roomy.frontier(points, effort=hard.name, limit_seconds=limit_seconds)
 
 
 def plan_of(model: nn.Module) -> Plan:

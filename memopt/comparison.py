@@ -9,7 +9,8 @@ import torch
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.report import as_text, duration, size
+from memopt.report import as_text
+from memopt.units import duration, size
 
 WORST_ROWS = 10
 

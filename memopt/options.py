@@ -6,12 +6,13 @@ import math
 import numbers
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
+from memopt.solver import Effort as EffortName
 
 LEVERS = {
     "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
@@ -20,6 +21,18 @@ LEVERS = {
 PRECISIONS = ("auto", "fp32")
 BACKENDS = ("auto", "aten")
 OUTPUTS = ("loss", "all")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to look for a plan."""
+
+    name: EffortName = "default"
+    limit_seconds: float = 60.0
+    """Of wall time that "best" may take beyond what "default" takes; the others have no use for it."""
+
+
+DEFAULT_EFFORT = Effort()
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,7 @@ class Options:
     outputs: str = "loss"
     hardware: str | None = None
     calibrate: bool = False
+    effort: Effort = DEFAULT_EFFORT
 
 
 def check_options(
@@ -47,6 +61,7 @@ def check_options(
     outputs: str,
     hardware: str | None = None,
     calibrate: bool = False,
+    effort: Effort = DEFAULT_EFFORT,
 ) -> Options:
     """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
     if loss_fn is not None and not callable(loss_fn):
@@ -65,7 +80,7 @@ def check_options(
         raise ValueError(f"calibrate measures the device at hand, not {hardware!r}; give one of device and calibrate")
     levers = frozenset(allow)
     return Options(
-        budget_bytes(budget_gb), loss_fn, optimizer, precision, levers, backend, outputs, hardware, calibrate
+        budget_bytes(budget_gb), loss_fn, optimizer, precision, levers, backend, outputs, hardware, calibrate, effort
     )
 
 
@@ -79,6 +94,29 @@ def budget_bytes(budget_gb: float) -> int:
             f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}"
         )
     return int(gb * GIB)
+
+
+def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
+    """`limit_seconds` is for "best" only, 60 where it is not given. Raises `TypeError`, `ValueError`."""
+    _check_choice("effort", effort, get_args(EffortName))
+    if limit_seconds is None:
+        return Effort(effort)
+    if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):
+        raise TypeError(f"limit_seconds must be a number of seconds, such as 60, not {limit_seconds!r}")
+    if not float(limit_seconds) > 0:
+        raise ValueError(f"limit_seconds must be a positive number of seconds, not {limit_seconds!r}")
+    if effort != "best":
+        raise ValueError(f"limit_seconds is for effort='best', not {effort!r}, which takes no longer than it must")
+    return Effort(effort, float(limit_seconds))
+
+
+def check_points(points: int) -> int:
+    """Raise `TypeError` or `ValueError` for what is no number of points of a curve."""
+    if isinstance(points, bool) or not isinstance(points, int):
+        raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
+    if points < 2:
+        raise ValueError(f"points must be at least 2, the smallest budget and the plain peak, not {points!r}")
+    return points
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from memopt.budget.account import Account
-from memopt.budget.breakdown import Breakdown
+from memopt.budget.breakdown import Breakdown, breakdown
+from memopt.captured import Captured, Joined
 from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
-from memopt.solver import Schedule
+from memopt.module_rows import ModuleRow, held_after_forward, module_rows
+from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
+from memopt.pareto.frontier import Frontier
+from memopt.pareto.sweep import sweep
+from memopt.plan_file import as_json, fields_from
+from memopt.planner import Recipe, recipes, smallest, solve, split
+from memopt.progress import stage
+from memopt.report import render
+from memopt.solver import Effort as EffortName
+from memopt.solver import Schedule, warm_up
 from passes import GraphDiff, diff_graphs
-
-if TYPE_CHECKING:
-    from memopt.planner import Captured, Joined
 
 FORMAT = 1
 STAGES = ("captured", "scheduled")
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """One module's share of the plan: bytes saved for the backward, bytes and ops evaluated again, seconds of each."""
-
-    path: str
-    ops: int = 0
-    saved_bytes: int = 0
-    recomputed_bytes: int = 0
-    recomputed_ops: int = 0
-    seconds: float = 0.0
-    added_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,15 +46,6 @@ class PlanDiff:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.regions))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A way to choose by hand what to recompute: its name, the step's peak, its added time as a fraction."""
-
-    name: str
-    peak_gb: float
-    added_time: float
 
 
 @dataclass(frozen=True)
@@ -90,6 +74,7 @@ class Plan:
     regions: tuple[RegionSchedule, ...]
     modules: tuple[ModuleRow, ...]
     notes: tuple[str, ...] = ()
+    effort: Effort = DEFAULT_EFFORT
     torch_version: str = torch.__version__
     captured: Captured | None = field(default=None, compare=False, repr=False)
     joined: Joined | None = field(default=None, compare=False, repr=False)
@@ -140,29 +125,30 @@ class Plan:
         again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
         return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again)
 
-    def at(self, budget_gb: float) -> Plan:
-        """The plan of the same captured step for another budget. Raises `BudgetError`, and `ValueError` if loaded."""
-        from memopt.options import budget_bytes
-        from memopt.planner import make_plan
+    def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
+        """The plan of the same captured step for another budget, looked for as hard as this one if not told otherwise.
 
-        return make_plan(self._live(), self.account, budget_bytes(budget_gb))
+        Raises `BudgetError`, and `ValueError` if loaded.
+        """
+        hard = self._effort(effort, limit_seconds)
+        return make_plan(self._live(), self.account, budget_bytes(budget_gb), hard)
+
+    def frontier(
+        self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
+    ) -> Frontier:
+        """The whole curve of the same captured step: see `memopt.frontier`. Raises `ValueError` if loaded."""
+        return sweep(self, self._live_joined(), check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
         """What the recipes of hand-written checkpointing would do on the same captured step, as simulated."""
-        from memopt.planner import recipes
-
-        return recipes(self._live(), self.account)
+        return recipes(self._live_joined(), self.account)
 
     def smallest_gb(self) -> float:
         """The smallest budget that works for this step, in GB."""
-        from memopt.planner import smallest_budget
-
-        return smallest_budget(self._live(), self.account) / GIB
+        return smallest(self._live_joined(), self.account)[0] / GIB
 
     def table(self) -> str:
         """Where every byte goes before and after, and what each module keeps and recomputes, as text."""
-        from memopt.report import render
-
         return render(self)
 
     def __str__(self) -> str:
@@ -170,7 +156,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **_as_json(self)}, indent=1))
+        Path(path).write_text(json.dumps({"format": FORMAT, **as_json(self)}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -179,7 +165,7 @@ class Plan:
             values = json.loads(Path(path).read_text())
             if values.pop("format") != FORMAT:
                 raise ValueError(f"another format than {FORMAT}")
-            return _from_json(values)
+            return cls(**fields_from(values))
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no plan, or fields of another one
             mend = "plan again with this version of memopt"
             raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; {mend}") from error
@@ -189,34 +175,41 @@ class Plan:
             raise ValueError("this plan was loaded from a file and has no graphs; make it with memopt.plan to see them")
         return self.captured
 
+    def _live_joined(self) -> Joined:
+        return self._live().joined(accumulating=self.account.gradients_held)
 
-_LIVE = ("captured", "joined", "schedule")
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name not in _LIVE}
-    for name in ("account", "plain", "planned"):
-        values[name] = asdict(values[name])
-    for name in ("regions", "modules"):
-        values[name] = [asdict(value) for value in values[name]]
-    return values
+    def _effort(self, effort: EffortName | None, limit_seconds: float | None) -> Effort:
+        if effort is None and limit_seconds is None:
+            return self.effort
+        return check_effort(effort or self.effort.name, limit_seconds)
 
 
-def _from_json(values: dict[str, Any]) -> Plan:
-    def breakdown(row: dict[str, Any]) -> Breakdown:
-        return Breakdown(row["peak_bytes"], row["at"], tuple((name, size) for name, size in row["rows"]))
-
-    def region(row: dict[str, Any]) -> RegionSchedule:
-        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"])
-
+def make_plan(captured: Captured, account: Account, budget_bytes: int, effort: Effort = DEFAULT_EFFORT) -> Plan:
+    """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`."""
+    joined = captured.joined(accumulating=account.gradients_held)
+    with stage("loading the solver"):
+        warm_up()
+    with stage("solving") as tell:
+        solution = solve(joined, account, budget_bytes, effort, tell)
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
     return Plan(
-        **{
-            **values,
-            "account": Account(**values["account"]),
-            "plain": breakdown(values["plain"]),
-            "planned": breakdown(values["planned"]),
-            "regions": tuple(map(region, values["regions"])),
-            "modules": tuple(ModuleRow(**row) for row in values["modules"]),
-            "notes": tuple(values["notes"]),
-        }
+        model=captured.model_name,
+        hardware=captured.hardware.name,
+        budget_bytes=budget_bytes,
+        account=account,
+        plain=breakdown(seen.problem, Schedule.save_all(seen.problem), account),
+        planned=breakdown(seen.problem, solution.schedule, account),
+        ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
+        step_seconds=joined.problem.seconds,
+        added_seconds=solution.added_seconds,
+        held_bytes=held_after_forward(joined.problem, solution.schedule),
+        bound_seconds=solution.lower_bound_seconds,
+        method=solution.method,
+        regions=split(joined, captured, solution.schedule),
+        modules=module_rows(joined, solution.schedule),
+        notes=captured.notes + captured.data_sizes.notes(),
+        effort=effort,
+        captured=captured,
+        joined=joined,
+        schedule=solution.schedule,
     )

@@ -6,12 +6,17 @@ import io
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.plan import ModuleRow, Plan
+from memopt.module_rows import ModuleRow
+from memopt.units import duration, size
+
+if TYPE_CHECKING:
+    from memopt.plan import Plan
 
 MODULE_ROWS = 60
 
@@ -115,23 +120,3 @@ def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
 def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
     names = [name for name in ModuleRow.__dataclass_fields__ if name != "path"]
     return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "12 kB"."""
-    for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
-        if nbytes >= scale:
-            return f"{_three_digits(nbytes / scale)} {unit}"
-    return f"{nbytes} B" if nbytes else "–"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people read them: "1.05 s", "23.3 ms"."""
-    if seconds >= 1:
-        return f"{_three_digits(seconds)} s"
-    return f"{_three_digits(seconds * 1e3)} ms" if seconds else "–"
-
-
-def _three_digits(value: float) -> str:
-    """Three digits, or all before the point: never "1e+03"."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -17,12 +17,12 @@ from memopt.capture.data_sizes import DataSizes, SizeOutgrown, is_real, match, n
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, tensors_in
 from memopt.capture.joint import JointGraph
+from memopt.captured import Captured
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
 from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
-from memopt.plan import Plan
-from memopt.planner import Captured, make_plan
+from memopt.plan import Plan, make_plan
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
@@ -140,7 +140,7 @@ class TrainingCalls:
     def plan(self, captured: Captured, call: Call, state: State, between_bytes: int = 0) -> Plan:
         """Plan a captured call. Raises `BudgetError`."""
         account = replace(self.account(call, state), between_regions=between_bytes)
-        return make_plan(captured, account, self.options.budget_bytes)
+        return make_plan(captured, account, self.options.budget_bytes, self.options.effort)
 
     def plan_ahead(self, call: Call, state: State | None = None) -> Plan:
         """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""

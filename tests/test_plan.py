@@ -9,8 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
-from memopt.plan import FORMAT, Plan
-from memopt.planner import make_plan
+from memopt.plan import FORMAT, Plan, make_plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 

@@ -87,4 +87,4 @@ def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clo
     with pytest.raises(KeyError), progress.stage("solving"):
         raise KeyError
     assert logged == ["INFO solving took 0.0 s"]
-    assert progress._depth == 0
+    assert progress._shown == []

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import pytest
 from expecttest import assert_expected_inline
 
 from memopt.budget.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
-from memopt.plan import ModuleRow, Plan
-from memopt.report import alike, duration, folded, render, size
+from memopt.module_rows import ModuleRow
+from memopt.plan import Plan
+from memopt.report import alike, folded, render
 from tests.planned import ACCOUNT
 
 MB = 1024**2
@@ -76,35 +76,6 @@ note: captured in 2 regions, since [the forward breaks]""",
 
 def test_width() -> None:
     assert max(map(len, render(plan(), width=60).splitlines())) <= 60
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "–"),
-        (1, "1 B"),
-        (1023, "1023 B"),
-        (1024, "1 kB"),
-        (1536, "1.5 kB"),
-        (205 * MB, "205 MB"),
-        (1000 * 1024 - 1, "1,000 kB"),
-        (1000 * 1024, "1,000 kB"),
-        (MB - 1, "1,024 kB"),
-        (int(1.37 * GIB), "1.37 GB"),
-        (80 * GIB, "80 GB"),
-        (2048 * GIB, "2,048 GB"),
-    ],
-)
-def test_sizes(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "–"), (1.234e-6, "0.00123 ms"), (0.0042, "4.2 ms"), (0.25, "250 ms"), (12.3456, "12.3 s")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def deep(blocks: int) -> list[ModuleRow]:

@@ -1,0 +1,97 @@
+"""The regions of one training call, and all of them priced and joined into one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from memopt.budget.breakdown import is_receipt
+from memopt.capture.data_sizes import DataSizes
+from memopt.capture.joint import JointGraph
+from memopt.pricing import Hardware
+from memopt.pricing.node_prices import price_nodes
+from memopt.pricing.price import PricedGraph, is_scheduled, price
+from memopt.solver import Op, Portfolio, RematProblem
+from memopt.torch_compat import known_sizes
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The regions of one training call, in the order of their forwards, and the card that they are priced for."""
+
+    model_name: str
+    regions: tuple[JointGraph, ...]
+    hardware: Hardware
+    notes: tuple[str, ...] = ()
+    data_sizes: DataSizes = field(default_factory=DataSizes)
+    timed: bool = False
+    """Whether ops are timed here, where that can be done."""
+
+    @cached_property
+    def _joined(self) -> dict[tuple[bool, bool], Joined]:
+        return {}
+
+    def joined(self, *, accumulating: bool, as_seen: bool = False) -> Joined:
+        """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`; `as_seen`: with
+        data-dependent sizes as they were on the batch at hand rather than the most that is allowed."""
+        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
+        if key not in self._joined:
+            with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
+                self._joined[key] = join(self._prices(accumulating))
+        return self._joined[key]
+
+    def _prices(self, accumulating: bool) -> list[PricedGraph]:
+        nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
+        price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
+        return [
+            price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
+            for region in self.regions
+        ]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several regions as one problem: all forwards in order, then the backwards from the last region to the first."""
+
+    problem: RematProblem
+    owner: tuple[tuple[int, int], ...]
+    """For each op, its region and its index there."""
+    prices: tuple[PricedGraph, ...]
+
+    @cached_property
+    def portfolio(self) -> Portfolio:
+        return Portfolio(self.problem)
+
+
+def join(prices: Sequence[PricedGraph]) -> Joined:
+    """One problem out of the regions' own. What one region hands to the next is an output of the first: kept."""
+    ops: list[Op] = []
+    owner: list[tuple[int, int]] = []
+    starts = [0]
+    for priced in prices:
+        starts.append(starts[-1] + len(priced.problem.storages))
+
+    def add(region: int, indices: range) -> None:
+        for index in indices:
+            op = prices[region].problem.ops[index]
+            path = prices[region].modules[index]
+            name = f"{op.name} of {path}" if path else op.name
+            reads, makes = (tuple(starts[region] + s for s in storages) for storages in (op.reads, op.makes))
+            ops.append(replace(op, name=name, reads=reads, makes=makes))
+            owner.append((region, index))
+
+    for region, priced in enumerate(prices):
+        add(region, range(priced.problem.forward_ops))
+    # The last region's tangents come between its forward and its backward: nothing is evaluated before they are there.
+    forward_ops = len(ops) + _tangents(prices[-1].problem)
+    for region, priced in reversed(list(enumerate(prices))):
+        add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
+    storages = tuple(storage for priced in prices for storage in priced.problem.storages)
+    return Joined(RematProblem(tuple(ops), storages, forward_ops), tuple(owner), tuple(prices))
+
+
+def _tangents(problem: RematProblem) -> int:
+    """How many ops at the start of the backward only receive the gradients of the outputs."""
+    backward = problem.ops[problem.forward_ops :]
+    return next((number for number, op in enumerate(backward) if not is_receipt(op)), len(backward))

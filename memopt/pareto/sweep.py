@@ -1,0 +1,86 @@
+"""Solves one step for many budgets, the smallest first, and keeps the best for each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from memopt.captured import Joined
+from memopt.errors import GIB
+from memopt.options import Effort
+from memopt.pareto.frontier import Frontier, FrontierPoint
+from memopt.planner import recipes, smallest, solve, step_peak_bytes
+from memopt.progress import stage
+from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
+
+if TYPE_CHECKING:
+    from memopt.budget.account import Account
+    from memopt.plan import Plan
+
+# The budget nearest to the smallest lies this share of the way to the plain peak above it.
+_NEAREST = 1e-3
+
+
+def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
+    """The curve of the step that `plan` is of, through `points` budgets; the best effort's time is for all together."""
+    problem, account = joined.problem, plan.account
+    with stage("loading the solver"):
+        warm_up()
+    with stage("looking for the smallest budget"):
+        least, dominated_by = smallest(joined, account)
+    plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
+    return Frontier(
+        model=plan.model,
+        hardware=plan.hardware,
+        step_seconds=problem.seconds,
+        plain_gb=plain / GIB,
+        smallest_gb=least / GIB,
+        floor_gb=step_peak_bytes(joined, account, floor_bytes(problem)) / GIB,
+        dominated_by=dominated_by,
+        points=_curve(joined, account, budgets_between(least, plain, points), effort),
+        recipes=recipes(joined, account),
+        effort=effort,
+        source=plan,
+    )
+
+
+def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
+    """`points` budgets from the smallest to the plain peak: half of them evenly, half ever denser to the smallest,
+    where the curve bends. Fewer where two would be the same."""
+    dense = (points - 1) // 2
+    even = points - dense
+    shares = [number / (even - 1) for number in range(even)]
+    shares += [_NEAREST ** (1 - number / dense) for number in range(dense)]
+    return sorted({smallest_bytes + round(share * (plain_bytes - smallest_bytes)) for share in shares})
+
+
+def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> tuple[FrontierPoint, ...]:
+    """For each budget the fastest schedule that was found for any and fits, and the tightest bound that holds."""
+    solutions = _solutions(joined, account, budgets, effort)
+    peaks = [step_peak_bytes(joined, account, solution.peak_bytes) for solution in solutions]
+    # What no schedule within a larger budget undercuts, none within this does.
+    bounds = list(accumulate((solution.lower_bound_seconds for solution in reversed(solutions)), max))[::-1]
+    seconds = joined.problem.seconds or 1.0
+    points = []
+    for budget, bound in zip(budgets, bounds, strict=True):
+        fitting = [each for each in zip(peaks, solutions, strict=True) if each[0] <= budget]
+        peak, solution = min(fitting, key=lambda each: (each[1].added_seconds, each[0]))
+        most = max(Counter(solution.schedule.evaluations).values())
+        added = solution.added_seconds / seconds
+        points.append(FrontierPoint(budget / GIB, peak / GIB, added, bound / seconds, solution.method, most))
+    return tuple(points)
+
+
+def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> list[Solution]:
+    """Solve in ascending order: no solution is slower than one already found for a smaller budget."""
+    solutions: list[Solution] = []
+    ends = time.monotonic() + effort.limit_seconds
+    with stage(f"solving for {len(budgets)} budgets") as tell:
+        for number, budget in enumerate(budgets):
+            tell(f"{number} done")
+            left = max(ends - time.monotonic(), 0.0) / (len(budgets) - number)
+            solutions.append(solve(joined, account, budget, replace(effort, limit_seconds=left), tell))
+    return solutions

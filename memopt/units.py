@@ -1,0 +1,25 @@
+"""Bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+from memopt.errors import GIB
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "12 kB"."""
+    for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
+        if nbytes >= scale:
+            return f"{_three_digits(nbytes / scale)} {unit}"
+    return f"{nbytes} B" if nbytes else "–"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: "1.05 s", "23.3 ms"."""
+    if seconds >= 1:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms" if seconds else "–"
+
+
+def _three_digits(value: float) -> str:
+    """Three digits, or all before the point: never "1e+03"."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
