@@ -7,6 +7,7 @@ from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
 from memopt.meter import measure_peak
 from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
+from memopt.step import StepResult, TrainStep
 
 __all__ = [
     "BudgetError",
@@ -14,6 +15,8 @@ __all__ = [
     "Comparison",
     "Frontier",
     "Plan",
+    "StepResult",
+    "TrainStep",
     "UnplannedGradientError",
     "compare",
     "frontier",

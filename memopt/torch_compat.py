@@ -57,9 +57,11 @@ __all__ = [
     "keeps_graph",
     "known_sizes",
     "new_fake_mode",
+    "nonfinite_flags",
     "plain_symbol",
     "plain_tensors",
     "profiler_is_active",
+    "skips_on_device",
     "to_fake",
     "tracing_again",
     "tree_leaves",
@@ -349,3 +351,14 @@ def current_backward() -> int:
 def keeps_graph() -> bool:
     """In a backward pass: whether it was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What `scaler.unscale_(optimizer)` found, a scalar for each device, 1 where a gradient is not finite: the very
+    tensors by which `scaler.step(optimizer)` decides and `scaler.update()` adapts the scale."""
+    return list(scaler._found_inf_per_device(optimizer).values())
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `GradScaler` leaves skipping to the optimiser's own kernel, as with `fused=True`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

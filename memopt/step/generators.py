@@ -1,0 +1,33 @@
+"""The random state in plain values, as `torch.load(weights_only=True)` accepts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from memopt.training_state import generator_states, set_generators
+
+
+def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, the latter on the CPU and on the CUDA `devices`."""
+    python, (kind, keys, *rest), cpu, _ = generator_states(torch.device("cpu"))
+    return {
+        "python": python,
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "cpu": cpu,
+        "cuda": {str(device): torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"},
+    }
+
+
+def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> None:
+    """Set the generators back to what `random_state` gave, wherever its tensors were loaded to; those of CUDA devices
+    that are not among `devices` are left out."""
+    kind, keys, *rest = state["numpy"]
+    numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
+    set_generators((state["python"], numpy, state["cpu"].cpu(), None), torch.device("cpu"))
+    for device in devices:
+        if str(device) in state["cuda"]:
+            torch.cuda.set_rng_state(state["cuda"][str(device)].cpu(), device)

@@ -1,0 +1,32 @@
+"""The step under `DistributedDataParallel`: gradients are averaged once an effective batch, tokens counted over all."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, out of `DistributedDataParallel`."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_parallel(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel)
+
+
+def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it, a backward does not exchange gradients (`no_sync`); a later one exchanges their sum."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """The mean of each of `values` over the ranks that train `model`; the values themselves if there is but one."""
+    if not isinstance(model, DistributedDataParallel):
+        return values
+    total = values.clone()
+    distributed.all_reduce(total, group=model.process_group)
+    return total / distributed.get_world_size(model.process_group)

@@ -1,0 +1,67 @@
+"""What a call of `TrainStep` says; nothing is read from the device until it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+class Verdict:
+    """Whether an effective batch was skipped: known on the host, or (a tensor, 1 for skipped) still on its device."""
+
+    def __init__(self, skipped: bool | torch.Tensor) -> None:
+        self._flag, self._arrived = skipped, None
+        if isinstance(skipped, torch.Tensor) and skipped.is_cuda:
+            # Copied behind the step's own work: reading it later waits for that step, not for what was queued since.
+            self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
+            self._flag.copy_(skipped, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether asking costs no wait for a device."""
+        return self._arrived is None and (isinstance(self._flag, bool) or self._flag.device.type == "cpu")
+
+    @cached_property
+    def skipped(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._flag)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a call did. Tensors are 0-dimensional, detached and on the model's device; `float(…)` waits for it."""
+
+    loss: torch.Tensor
+    """The mean loss of the effective batch up to here, weighted by its tokens (or samples)."""
+    scale: torch.Tensor
+    """What the loss was multiplied by for this call's backward; 1 without loss scaling."""
+    grad_norm: torch.Tensor | None = None
+    """The norm of all gradients together, unscaled, before clipping; None where the effective batch goes on."""
+    verdict: Verdict | None = None
+    """None where the effective batch goes on."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether this call completed an effective batch."""
+        return self.verdict is not None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the effective batch is complete and changed nothing, since its loss or gradients are not finite."""
+        return self.verdict is not None and self.verdict.skipped
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimisers stepped in this call."""
+        return self.verdict is not None and not self.verdict.skipped
+
+    def __str__(self) -> str:
+        if self.grad_norm is None:
+            return f"loss {self.loss:.4g}, the effective batch goes on"
+        done = "skipped" if self.skipped else "stepped"
+        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}, scale {self.scale:.6g}, {done}"
