@@ -103,8 +103,8 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
         return Effort(effort)
     if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):
         raise TypeError(f"limit_seconds must be a number of seconds, such as 60, not {limit_seconds!r}")
-    if not float(limit_seconds) > 0:
-        raise ValueError(f"limit_seconds must be a positive number of seconds, not {limit_seconds!r}")
+    if not 0 < float(limit_seconds) < math.inf:
+        raise ValueError(f"limit_seconds must be a positive, finite number of seconds, not {limit_seconds!r}")
     if effort != "best":
         raise ValueError(f"limit_seconds is for effort='best', not {effort!r}, which takes no longer than it must")
     return Effort(effort, float(limit_seconds))

@@ -9,6 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
+from memopt.options import Effort
 from memopt.plan import FORMAT, Plan, make_plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
@@ -84,8 +85,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda plan: plan.graphs, Plan.diff, Plan.recipes, Plan.smallest_gb, lambda plan: plan.at(1.0)],
-    ids=["graphs", "diff", "recipes", "smallest_gb", "at"],
+    [lambda plan: plan.graphs, Plan.diff, Plan.recipes, Plan.smallest_gb, lambda plan: plan.at(1.0), Plan.frontier],
+    ids=["graphs", "diff", "recipes", "smallest_gb", "at", "frontier"],
 )
 def test_a_loaded_plan_has_no_graphs(tight: Plan, tmp_path: Path, use: Callable[[Plan], object]) -> None:
     with pytest.raises(ValueError, match=r"loaded from a file and has no graphs; make it with memopt\.plan"):
@@ -119,6 +120,28 @@ def test_at_another_budget(roomy: Plan, tight: Plan) -> None:
         roomy.at(0)
     with pytest.raises(TypeError, match="a number of gigabytes"):
         roomy.at("12")  # type: ignore[arg-type]
+
+
+def test_the_effort_stays_until_another_is_named(roomy: Plan, tmp_path: Path) -> None:
+    assert roomy.effort == Effort("default")
+    smallest = roomy.smallest_gb()
+    fast = roomy.at(smallest, effort="fast")
+    assert fast.effort == fast.at(1).effort == Effort("fast")
+    best = fast.at(smallest, effort="best", limit_seconds=0.2)
+    assert best.effort == loaded(best, tmp_path).effort == Effort("best", 0.2)
+    assert best.at(1, limit_seconds=3).effort == Effort("best", 3.0)
+    assert best.at(1).effort == best.effort
+    assert best.at(1, effort="fast").effort == Effort("fast")
+    with pytest.raises(ValueError, match="limit_seconds is for effort='best', not 'fast'"):
+        fast.at(1, limit_seconds=3)
+
+
+def test_files_from_before_there_were_efforts(roomy: Plan, tmp_path: Path) -> None:
+    roomy.save(tmp_path / "plan.json")
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values.pop("effort") == {"name": "default", "limit_seconds": 60.0}
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    assert Plan.load(tmp_path / "plan.json") == roomy
 
 
 def test_graphs(tight: Plan) -> None:

@@ -14,10 +14,11 @@ from memopt.budget.account import Account
 from memopt.captured import Captured, Joined
 from memopt.errors import GIB, BudgetError
 from memopt.module_rows import held_after_forward, module_rows
+from memopt.options import Effort
 from memopt.plan import make_plan
-from memopt.planner import recipes, smallest, split
+from memopt.planner import progress_line, recipes, smallest, solve, split
 from memopt.pricing.price import split_halves
-from memopt.solver import Schedule, simulate
+from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions
 from tests.solver.problems import random_schedule
 
@@ -101,6 +102,24 @@ def test_budgets(step: Captured, account: Account) -> None:
         assert simulate(problem, plan.schedule).peak_bytes <= plan.predicted_peak_bytes
         assert plan.plain == plain.plain
     assert plan.added_seconds == 0, "nothing is recomputed at the plain step's own peak"
+
+
+def test_the_best_effort_tells_how_far_it_is() -> None:
+    both = joined(captured(region(8)))
+    budget = smallest(both, ACCOUNT)[0]
+    lines: list[str] = []
+    best = solve(both, ACCOUNT, budget, Effort("best", 0.3), lines.append)
+    assert lines
+    assert all(re.fullmatch(r"added time [\d.]+%, at least [\d.]+%, after 0 of 0 s", line) for line in lines)
+    lines.clear()
+    assert solve(joined(captured(region(8))), ACCOUNT, budget, tell=lines.append).added_seconds >= best.added_seconds
+    assert not lines
+
+
+def test_progress_line() -> None:
+    line = progress_line(Progress(12.4, 0.0251, 0.02), step_seconds=0.1, limit_seconds=60.0)
+    assert line == "added time 25.10%, at least 20.00%, after 12 of 60 s"
+    assert progress_line(Progress(1.0, 0.0, 0.0), 0.0, 60.0).startswith("added time 0.00%")
 
 
 @pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=10**5)])

@@ -82,6 +82,24 @@ def test_elsewhere_the_log_has_it(monkeypatch: pytest.MonkeyPatch, clock: Clock,
     assert logged == ["INFO solving took 2.0 s"]
 
 
+def test_how_far_a_stage_has_come(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    page = terminal(monkeypatch, interactive=True)
+    with progress.stage("planning"), progress.stage("solving") as tell:
+        tell("3 of 40")
+        clock.now += 0.2
+    assert "memopt: solving … 3 of 40" in page.getvalue(), "beside the spinner of the outermost stage"
+
+
+def test_the_log_has_it_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
+    page = terminal(monkeypatch, interactive=False)
+    with progress.stage("solving") as tell:
+        for number in range(6):
+            tell(f"{number} of 6")
+            clock.now += 5.0
+    assert logged == ["INFO solving: 2 of 6", "INFO solving: 4 of 6", "INFO solving took 30.0 s"]
+    assert page.getvalue() == ""
+
+
 def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
     terminal(monkeypatch, interactive=False)
     with pytest.raises(KeyError), progress.stage("solving"):

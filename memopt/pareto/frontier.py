@@ -66,10 +66,11 @@ class Frontier:
 
     def at(self, budget_gb: float) -> FrontierPoint:
         """The point of the least added time within a budget. Raises `BudgetError` below the smallest."""
-        fitting = [point for point in self.points if point.peak_gb <= budget_gb]
+        budget = budget_bytes(budget_gb)
+        fitting = [point for point in self.points if round(point.peak_gb * GIB) <= budget]
         if not fitting:
-            raise BudgetError(budget_bytes(budget_gb), round(self.smallest_gb * GIB), self.dominated_by)
-        return fitting[-1]
+            raise BudgetError(budget, round(self.smallest_gb * GIB), self.dominated_by)
+        return min(fitting, key=lambda point: point.added_time)  # of equals the first
 
     def plan(self, budget_gb: float) -> Plan:
         """The plan for a budget; no slower than the point that serves it. Raises `BudgetError`, `ValueError`."""

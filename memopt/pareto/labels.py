@@ -22,6 +22,10 @@ _DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
 _DIRECTIONS = (45, 0, 90, -45, 135, 20, 70, 110, 180, -90, -20, -135, 160, -160)
 # From this distance on, in multiples of the height, a line leads from the label to its point.
 _LEADS = 1.5
+# Between labels.
+_PADDING = 0.4
+# How much nearer, as a factor, a label without a line is to its own point than to any other.
+_NEARER = 1.4
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,16 @@ def place(
     points = [tuple(to_pixels.transform((label.x, label.y))) for label in labels]
     frame = axes.get_window_extent(renderer)
     room = Room((frame.x0, frame.y0, frame.x1, frame.y1), points)
-    segments = pairwise(to_pixels.transform(point) for point in line)
+    segments = pairwise(tuple(to_pixels.transform(point)) for point in line)
     room.drawn += [_around(x, y, 5.0) for a, b in segments for x, y in _along(a, b)]
-    room.drawn += [_around(*to_pixels.transform(dot), 8.0) for dot in dots]
+    room.drawn += [_around(x, y, 8.0) for x, y in map(to_pixels.transform, dots)]
     for label, point in zip(labels, points, strict=True):
         weight = "bold" if label.bold else "normal"
         text = axes.text(label.x, label.y, label.text, fontsize=font_size, color=label.color, fontweight=weight)
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         extent = text.get_window_extent(renderer)
         box, distance = room.best(point, extent.width, extent.height)
-        room.written.append(box)
+        room.written.append(_padded(box, _PADDING * extent.height))
         x, y = to_data.transform((box[0], box[1]))
         text.set_position((x, y))
         text.set_verticalalignment("bottom")
@@ -97,7 +101,7 @@ class Room:
             lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
             return not any(_common(step, label) for step in lead for label in self.written)
         own = math.dist(point, _nearest(box, point))
-        return all(own < math.dist(each, _nearest(box, each)) for each in self.points if each != point)
+        return all(_NEARER * own < math.dist(each, _nearest(box, each)) for each in self.points if each != point)
 
 
 def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
@@ -113,6 +117,10 @@ def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, fl
 def _nearest(box: Box, point: Point) -> Point:
     """The point of a box that is nearest to a point."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
+
+
+def _padded(box: Box, by: float) -> Box:
+    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _around(x: float, y: float, radius: float) -> Box:

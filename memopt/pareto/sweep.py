@@ -25,13 +25,18 @@ _NEAREST = 1e-3
 
 
 def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
-    """The curve of the step that `plan` is of, through `points` budgets; the best effort's time is for all together."""
+    """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
+
+    The best effort's time is for all together.
+    """
     problem, account = joined.problem, plan.account
     with stage("loading the solver"):
         warm_up()
     with stage("looking for the smallest budget"):
         least, dominated_by = smallest(joined, account)
     plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
+    by_hand = recipes(joined, account)
+    budgets = {*budgets_between(least, plain, points), *(round(recipe.peak_gb * GIB) for recipe in by_hand)}
     return Frontier(
         model=plan.model,
         hardware=plan.hardware,
@@ -40,8 +45,8 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
         smallest_gb=least / GIB,
         floor_gb=step_peak_bytes(joined, account, floor_bytes(problem)) / GIB,
         dominated_by=dominated_by,
-        points=_curve(joined, account, budgets_between(least, plain, points), effort),
-        recipes=recipes(joined, account),
+        points=_curve(joined, account, sorted(budget for budget in budgets if least <= budget <= plain), effort),
+        recipes=by_hand,
         effort=effort,
         source=plan,
     )
