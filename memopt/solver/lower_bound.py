@@ -121,13 +121,13 @@ class _Position:
     def _value(self, network: CutNetwork, allowed: int) -> float:
         """The hull's height at `allowed` bytes, from cuts at the slopes around it."""
         left, right = next(
-            (bracket for bracket in self._brackets if bracket[0].saved_bytes <= allowed <= bracket[1].saved_bytes),
+            (bracket for bracket in self._brackets if bracket[0].saved_bytes <= allowed < bracket[1].saved_bytes),
             (None, None),
         )
         if left is None or right is None:
             left, right = end_points(network)
-        if allowed >= right.saved_bytes:
-            return 0.0
+            if allowed >= right.saved_bytes:
+                return 0.0
         while allowed >= left.saved_bytes:
             middle = between(network, left, right)
             if middle is None:

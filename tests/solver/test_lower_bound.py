@@ -35,6 +35,19 @@ def test_no_schedule_goes_below_the_floor_or_the_bound(number: int) -> None:
     assert LowerBound(problem).added_seconds(simulation.peak_bytes) <= simulation.added_seconds + 1e-9
 
 
+def test_what_it_was_asked_before_changes_nothing() -> None:
+    problem = transformer(3)
+    peak, floor = simulate(problem, Schedule.save_all(problem)).peak_bytes, floor_bytes(problem)
+    used = LowerBound(problem)
+    budgets = range(floor, peak, (peak - floor) // 40)
+    for budget_bytes in budgets:
+        used.added_seconds(budget_bytes)
+    vertices = sorted({p._base_bytes + end.saved_bytes for p in used._positions for b in p._brackets for end in b})
+    fresh = [LowerBound(problem).added_seconds(budget_bytes) for budget_bytes in vertices]
+    assert [used.added_seconds(budget_bytes) for budget_bytes in vertices] == pytest.approx(fresh, rel=1e-9, abs=1e-15)
+    assert fresh == sorted(fresh, reverse=True)
+
+
 def test_a_chain() -> None:
     problem = chain(10)
     bound = LowerBound(problem)
