@@ -59,6 +59,8 @@ class Frontier:
     """By their budgets, ascending."""
     recipes: tuple[Recipe, ...]
     """What checkpointing by hand would do on the same step."""
+    notes: tuple[str, ...] = ()
+    """What a plan of this step would say of its capture."""
     effort: Effort = DEFAULT_EFFORT
     torch_version: str = torch.__version__
     source: Plan | None = field(default=None, compare=False, repr=False)
@@ -133,5 +135,6 @@ def _fields_from(values: dict[str, Any]) -> dict[str, Any]:
         **values,
         "points": tuple(FrontierPoint(**row) for row in values["points"]),
         "recipes": tuple(Recipe(**row) for row in values["recipes"]),
+        "notes": tuple(values["notes"]),
         "effort": Effort(**values["effort"]),
     }

@@ -47,6 +47,7 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
         dominated_by=dominated_by,
         points=_curve(joined, account, sorted(budget for budget in budgets if least <= budget <= plain), effort),
         recipes=by_hand,
+        notes=plan.notes,
         effort=effort,
         source=plan,
     )

@@ -21,7 +21,8 @@ ROWS = 16
 
 def render(frontier: Frontier, width: int = 110) -> str:
     """The frontier's tables as plain text, `width` columns wide."""
-    return as_text(_headline(frontier), _curve_table(frontier), _recipe_table(frontier), width=width)
+    notes = (f"note: {note}" for note in frontier.notes)
+    return as_text(_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes, width=width)
 
 
 def _headline(frontier: Frontier) -> str:

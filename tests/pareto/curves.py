@@ -38,4 +38,5 @@ def made_up() -> Frontier:
             FrontierPoint(4.0, 4.0, 0.0, 0.0, "save all", 1),
         ),
         recipes=(Recipe("save all", 4.0, 0.0), Recipe("per block", 2.6, 0.3), Recipe("every 2 blocks", 2.62, 0.3)),
+        notes=("captured in 2 regions, since [the forward breaks]",),
     )

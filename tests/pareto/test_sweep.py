@@ -107,3 +107,8 @@ def test_every_effort() -> None:
     for worse, better in zip(fast.points, best.points, strict=True):
         assert worse.budget_gb == better.budget_gb
         assert better.added_time <= worse.added_time
+
+
+def test_the_notes_of_the_plan_stay() -> None:
+    noted = replace(roomy(), notes=("the loss is computed outside of the model",))
+    assert noted.frontier(2).notes == noted.notes

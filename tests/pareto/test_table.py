@@ -32,7 +32,8 @@ Recipes, and memopt within the same peak
 | save all       | 4.000 GB |       0.0% |   0.0% |
 | per block      | 2.600 GB |      30.0% |  25.0% |
 | every 2 blocks | 2.620 GB |      30.0% |  25.0% |
-+================+==========+============+========+""",
++================+==========+============+========+
+note: captured in 2 regions, since [the forward breaks]""",
     )
     assert str(made_up()) == made_up().table() == render(made_up())
 
