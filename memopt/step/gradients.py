@@ -11,7 +11,13 @@ from memopt.step.optimizers import Optimizers, parameters_of
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """The optimisers that have something to do. Raises `ValueError` if none has."""
+    """The optimisers that have something to do. Raises `ValueError` if none has, or for sparse gradients."""
+    for parameter in parameters_of(optimizers):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and torch has no norm of "
+                "such; build its module with sparse=False"
+            )
     found = tuple(each for each in optimizers if any(p.grad is not None for p in parameters_of([each])))
     if not found:
         raise ValueError("no parameter of the optimizers got a gradient; the loss must depend on at least one of them")

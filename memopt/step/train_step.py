@@ -42,14 +42,16 @@ class TrainStep:
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
 
     A batch may also be a list or an iterator of microbatches, of any sizes. However the tokens are spread over
-    microbatches, calls and ranks, the gradient is that of the mean over all tokens.
+    microbatches, calls and ranks, the gradient is that of the mean over all tokens. Batch statistics (BatchNorm) and
+    losses that compare samples of a batch (contrastive ones) are those of each microbatch.
 
     A loss or gradient that is not finite changes nothing but the scale, and `result.skipped` says so; the first time
     that it cannot be the scale's fault it is warned of. Results wait for the device only when asked. Where all
     optimisers are fused on CUDA, so do the schedulers: they step in the next call, or in `settle`.
 
-    Bad input raises `TypeError` or `ValueError` before anything is changed. If a call fails later (out of memory, say),
-    gradients are again what they were before the effective batch, which has to be given anew.
+    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later, out of memory, say, leaves
+    gradients as they were; if it had already added to those of earlier calls, it leaves none, and the
+    effective batch begins anew.
     """
 
     def __init__(
