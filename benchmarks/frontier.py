@@ -1,0 +1,289 @@
+"""The frontier of memory and added time on real models, beside every other method: one JSON file and two tables.
+
+    python -m benchmarks.frontier [--only "U-Net"] [--points 200] [--jobs 2]
+
+Every method sees the same joint graph of a step in bfloat16, captured on the meta device, and is judged by the same
+simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts the
+parameters, GB are 10^9 bytes, added time is in percent of the step. torch's partitioner saves what it chooses at each
+`activation_memory_budget` and by each of its solvers, and recomputes just in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import memopt
+from benchmarks.real_models import BY_NAME, MODELS, RealModel
+from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
+from memopt.planner import Joined
+from memopt.pricing import Hardware
+from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, floor_bytes, simulate, warm_up
+from memopt.solver.arrays import arrays_of
+from memopt.solver.hull import lower_hull
+from memopt.solver.just_in_time import just_in_time
+from memopt.solver.liveness import to_array
+from memopt.solver.min_cut import CutNetwork
+from memopt.solver.search import Candidate, Search, candidate
+
+RESULT = Path(__file__).parent / "results" / "frontier.json"
+PRICES = Hardware(
+    name="553 TFLOP/s, 4.3 TB/s, 5 µs",
+    flops=dict.fromkeys(("float32", "tfloat32", "bfloat16", "float16"), 553e12),
+    bytes_per_second=4.3e12,
+    launch_seconds=5e-6,
+    memory_bytes=141 * 1024**3,
+    source="SOLVER.md",
+    flops_efficiency=1.0,
+    bandwidth_efficiency=1.0,
+)
+TORCH_BUDGETS = tuple(step / 10 for step in range(11))
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Point:
+    """A budget, and the least added time of each method that fits it, in percent; None where it does not fit."""
+
+    budget_gb: float
+    bound: float
+    memopt: float
+    peak_gb: float
+    method: str
+    most_evaluations: int
+    solve_seconds: float
+    """Of processor time, on two cores."""
+    torch: float | None
+    per_block: float | None
+    every_k_blocks: float | None
+    sqrt_segments: float | None
+    attention_only: float | None
+    cut: float | None
+    polished_cut: float | None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    model: str
+    nodes: int
+    ops: int
+    step_ms: float
+    save_all_gb: float
+    smallest_gb: float
+    floor_gb: float
+    """No schedule with the first evaluations in program order goes below."""
+    cut_gb: float
+    """The smallest peak of the plans of the minimum cut."""
+    smallest_seconds: float
+    torch_seconds: float
+    """Wall time of one budget of torch's, on average."""
+    monotone: bool
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What others reach at whatever peak they come out at."""
+
+    by_name: dict[str, list[Candidate]]
+
+    def least(self, problem: RematProblem, name: str, budget_bytes: int) -> float | None:
+        fitting = [plan.added_seconds for plan in self.by_name.get(name, []) if plan.peak_bytes <= budget_bytes]
+        return 100 * min(fitting) / problem.seconds if fitting else None
+
+
+def captured(model: RealModel) -> tuple[Joined, memopt.Plan]:
+    plan = memopt.plan(model.make(), 10_000, model.batch(), optimizer=None, device="h200")
+    assert plan.captured is not None
+    joined = replace(plan.captured, hardware=PRICES).joined(accumulating=False)
+    problem = replace(joined.problem, resident_bytes=plan.account.parameters + plan.account.buffers)
+    return replace(joined, problem=problem), plan
+
+
+def peers_of(joined: Joined, plan: memopt.Plan, portfolio: Portfolio) -> tuple[Peers, float]:
+    problem = joined.problem
+    arrays = arrays_of(problem)
+    assert plan.captured is not None
+    partitioner = TorchPartitioner(plan.captured.regions[0], joined.prices[0])
+    by_name: dict[str, list[Candidate]] = {}
+    start = time.perf_counter()
+    choices = {partitioner.saved(budget, solver) for solver in SOLVERS for budget in TORCH_BUDGETS}
+    torch_seconds = (time.perf_counter() - start) / (len(SOLVERS) * len(TORCH_BUDGETS))
+    by_name["torch"] = [candidate(arrays, "torch", to_array(just_in_time(problem, saved))) for saved in choices]
+    cuts = [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
+    by_name["cut"] = [candidate(arrays, "cut", to_array(schedule)) for schedule in cuts]
+    for baseline in portfolio.baselines():
+        name = "every k blocks" if baseline.name.startswith("every") else baseline.name
+        plan_ = Candidate(
+            baseline.name, to_array(Schedule.save_all(problem)), baseline.peak_bytes, baseline.added_seconds
+        )
+        by_name.setdefault(name, []).append(plan_)
+    return Peers(by_name), torch_seconds
+
+
+def polished_cut(problem: RematProblem, peers: Peers, budget_bytes: int) -> float | None:
+    """The best of the cut's plans that fit, with what memory they leave spent."""
+    search = Search(arrays_of(problem), budget_bytes)
+    fitting = [plan for plan in peers.by_name["cut"] if plan.peak_bytes <= budget_bytes]
+    for plan in sorted(fitting, key=lambda plan: plan.added_seconds)[:3]:
+        search.offer(plan)
+        search.polish(plan)
+    return 100 * search.best.added_seconds / problem.seconds if search.best else None
+
+
+def measure(name: str, points: int) -> Frontier:
+    joined, plan = captured(BY_NAME[name])
+    problem = joined.problem
+    warm_up()
+    portfolio = Portfolio(problem)
+    peers, torch_seconds = peers_of(joined, plan, portfolio)
+    start = time.process_time()
+    smallest = portfolio.smallest().peak_bytes
+    smallest_seconds = time.process_time() - start
+    save_all = simulate(problem, Schedule.save_all(problem)).peak_bytes
+    cut = min(candidate.peak_bytes for candidate in peers.by_name["cut"])
+    budgets = {int(smallest + (save_all - smallest) * (step / (points - 1)) ** 1.5) for step in range(points)}
+    own = {plan.peak_bytes for plans in peers.by_name.values() for plan in plans if plan.peak_bytes < save_all}
+    rows = [point(problem, portfolio, peers, budget_bytes) for budget_bytes in sorted(budgets | own)]
+    pairs = list(zip(rows, rows[1:], strict=False))
+    return Frontier(
+        model=name,
+        nodes=sum(len(region.module.graph.nodes) for region in plan.captured.regions) if plan.captured else 0,
+        ops=len(problem.ops),
+        step_ms=1e3 * problem.seconds,
+        save_all_gb=save_all / GB,
+        smallest_gb=smallest / GB,
+        floor_gb=floor_bytes(problem) / GB,
+        cut_gb=cut / GB,
+        smallest_seconds=smallest_seconds,
+        torch_seconds=torch_seconds,
+        monotone=all(a.memopt >= b.memopt and a.budget_gb <= b.budget_gb for a, b in pairs),
+        points=tuple(rows),
+    )
+
+
+def point(problem: RematProblem, portfolio: Portfolio, peers: Peers, budget_bytes: int) -> Point:
+    start = time.process_time()
+    try:
+        solution = portfolio.solve(budget_bytes)
+    except Infeasible:
+        raise AssertionError(f"a peer fits {budget_bytes / GB:.3f} GB and memopt does not") from None
+    seconds = time.process_time() - start
+    percent = 100 / problem.seconds
+    return Point(
+        budget_gb=budget_bytes / GB,
+        bound=solution.lower_bound_seconds * percent,
+        memopt=solution.added_seconds * percent,
+        peak_gb=solution.peak_bytes / GB,
+        method=solution.method,
+        most_evaluations=1 + max(solution.schedule.recomputed().values(), default=0),
+        solve_seconds=seconds,
+        torch=peers.least(problem, "torch", budget_bytes),
+        per_block=peers.least(problem, "per block", budget_bytes),
+        every_k_blocks=peers.least(problem, "every k blocks", budget_bytes),
+        sqrt_segments=peers.least(problem, "sqrt(L) segments", budget_bytes),
+        attention_only=peers.least(problem, "attention only", budget_bytes),
+        cut=peers.least(problem, "cut", budget_bytes),
+        polished_cut=polished_cut(problem, peers, budget_bytes),
+    )
+
+
+PEER_COLUMNS = ("torch", "per_block", "every_k_blocks", "sqrt_segments", "attention_only")
+
+
+def curves(results: list[Frontier]) -> Table:
+    """A few budgets of each model."""
+    table = Table(title="Added time in percent of the step, at a budget in GB")
+    columns = ("model", "budget", "bound", "memopt", *PEER_COLUMNS, "cut", "polished_cut")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column == "model" else "right")
+    for result in results:
+        for share in (0.9, 0.7, 0.5, 0.3, 0.15, 0.05, 0.01):
+            wanted = result.smallest_gb + share * (result.save_all_gb - result.smallest_gb)
+            nearest = min(result.points, key=lambda row: abs(row.budget_gb - wanted))
+            values = [nearest.bound, nearest.memopt, *(getattr(nearest, name) for name in columns[4:])]
+            texts = ("–" if value is None else f"{value:.1f}" for value in values)
+            table.add_row(result.model, f"{nearest.budget_gb:.2f}", *texts)
+        table.add_section()
+    return table
+
+
+def summary(results: list[Frontier]) -> Table:
+    """What must hold: never beaten, near the bound, near the floor, quick."""
+    table = Table(title="Between the smallest peak and saving everything")
+    for column in (
+        "model", "ops", "beaten by a peer", "of torch's", "of per block's", "above the bound: median", "most",
+        "smallest / floor", "monotone", "median s", "most s", "smallest s", "torch s",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for result in results:
+        beaten = sum(row.memopt > least + 1e-6 for row in result.points if (least := least_peer(row)) is not None)
+        gaps = [row.memopt - row.bound for row in result.points if row.budget_gb >= result.cut_gb - 1e-9]
+        middle = [row for row in result.points if 0.4 <= row.budget_gb / result.save_all_gb <= 0.9]
+        seconds = [row.solve_seconds for row in result.points]
+        table.add_row(
+            result.model,
+            str(result.ops),
+            f"{beaten} of {len(result.points)}",
+            share_of([(row.memopt, row.torch) for row in middle]),
+            share_of([(row.memopt, row.per_block) for row in middle]),
+            f"{median(gaps):.2f}",
+            f"{max(gaps):.2f}",
+            f"{result.smallest_gb / result.floor_gb:.3f}",
+            "yes" if result.monotone else "no",
+            f"{median(seconds):.2f}",
+            f"{max(seconds):.2f}",
+            f"{result.smallest_seconds:.2f}",
+            f"{result.torch_seconds:.1f}",
+        )
+    return table
+
+
+def least_peer(row: Point) -> float | None:
+    return min((value for name in PEER_COLUMNS if (value := getattr(row, name)) is not None), default=None)
+
+
+def share_of(pairs: list[tuple[float, float | None]]) -> str:
+    shares = [mine / theirs for mine, theirs in pairs if theirs]
+    return f"{mean(shares):.2f}" if shares else "–"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(BY_NAME))
+    parser.add_argument("--points", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=1)
+    chosen = parser.parse_args()
+    names = [chosen.only] if chosen.only else [model.name for model in MODELS]
+    with ProcessPoolExecutor(chosen.jobs, max_tasks_per_child=1) as pool:
+        waiting = [pool.submit(measure, name, chosen.points) for name in names]
+        results = []
+        for name, future in zip(names, waiting, strict=True):
+            results.append(future.result())
+            print(f"{name}: done", file=sys.stderr)
+    machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    document = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
+    RESULT.parent.mkdir(exist_ok=True)
+    if not chosen.only:
+        RESULT.write_text(json.dumps({**document, "models": [asdict(result) for result in results]}, indent=1) + "\n")
+    console = Console(width=170)
+    console.print(curves(results))
+    console.print(summary(results))
+
+
+if __name__ == "__main__":
+    main()
