@@ -19,9 +19,11 @@ Box = tuple[float, float, float, float]
 # Distances from a point at which its label is tried, in multiples of the label's height.
 _DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
 # Directions, in degrees, the best first.
-_DIRECTIONS = (45, 0, 90, -45, 135, 20, 70, 110, 180, -90, -20, -135, 160, -160)
+_DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
 # From this distance on, in multiples of the height, a line leads from the label to its point.
 _LEADS = 1.5
+# Half the width of a dot, in pixels.
+_DOT = 8.0
 # Between labels.
 _PADDING = 0.4
 # How much nearer, as a factor, a label without a line is to its own point than to any other.
@@ -56,7 +58,7 @@ def place(
     room = Room((frame.x0, frame.y0, frame.x1, frame.y1), points)
     segments = pairwise(tuple(to_pixels.transform(point)) for point in line)
     room.drawn += [_around(x, y, 5.0) for a, b in segments for x, y in _along(a, b)]
-    room.drawn += [_around(x, y, 8.0) for x, y in map(to_pixels.transform, dots)]
+    room.drawn += [_around(x, y, _DOT) for x, y in map(to_pixels.transform, dots)]
     for label, point in zip(labels, points, strict=True):
         weight = "bold" if label.bold else "normal"
         text = axes.text(label.x, label.y, label.text, fontsize=font_size, color=label.color, fontweight=weight)
@@ -99,7 +101,8 @@ class Room:
             return False
         if distance > _LEADS:
             lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
-            return not any(_common(step, label) for step in lead for label in self.written)
+            others = [_around(x, y, _DOT) for x, y in self.points if (x, y) != point]
+            return not any(_common(step, each) for step in lead for each in (*self.written, *others))
         own = math.dist(point, _nearest(box, point))
         return all(_NEARER * own < math.dist(each, _nearest(box, each)) for each in self.points if each != point)
 

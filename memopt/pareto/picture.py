@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 KINDS = (".svg", ".png", ".pdf")
 _CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
 _FONT = 9.0
+_SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
 # Between the centres of two dots.
-_TOUCH_PIXELS = 22.0
+_TOUCH_PIXELS = 16.0
 
 
 def draw(frontier: Frontier, path: Path) -> None:
@@ -145,19 +147,23 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
                 together.append([recipe])
             else:
                 group.append(recipe)
-    return [Label(named(group), *_spot(group[-1], scale), _RECIPE) for group in together]
+    labels = [Label(named(group), *_spot(group[-1], scale), _RECIPE) for group in together]
+    numbered = [label for label in labels if label.text[0].isdigit()]
+    if numbered:
+        last = max(numbered, key=lambda label: label.x)
+        labels.append(replace(last, text="checkpoints every k blocks, k = 1, 2, …"))
+    return labels
 
 
 def named(recipes: Iterable[Recipe]) -> str:
-    """Several recipes in few words: "per block, every 2, 3 blocks"."""
-    every: list[str] = []
-    others: list[str] = []
-    for name in (recipe.name for recipe in recipes):
-        if name.startswith("every ") and name.endswith(" blocks"):
-            every.append(name.split()[1])
-        else:
-            others.append(name.replace("sqrt(L)", "√L"))
-    return ", ".join(others + ([f"every {', '.join(sorted(every, key=int))} blocks"] if every else []))
+    """Several recipes in few words, "per block" and "every k blocks" by their k alone: "1, 2, √L"."""
+    names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
+    numbers = [name.split()[1] if _is_every(name) else name for name in names]
+    return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))
+
+
+def _is_every(name: str) -> bool:
+    return name.startswith("every ") and name.endswith(" blocks")
 
 
 def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:

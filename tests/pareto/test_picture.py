@@ -59,7 +59,8 @@ def test_what_is_written() -> None:
         "nothing recomputed: 4.000 GB",
         "no schedule can be here",
         "memopt",
-        "per block, every 2 blocks",
+        "1, 2",
+        "checkpoints every k blocks, k = 1, 2, …",
     }
     (axes,) = figure.axes
     assert axes.get_xlabel() == "peak memory of the training step, GB"
@@ -73,6 +74,14 @@ def test_no_two_texts_overlap(spread: float) -> None:
     assert not [(a, b) for n, a in enumerate(boxes) for b in boxes[:n] if a.overlaps(b)]
 
 
+def test_a_row_of_recipes_keeps_its_labels_near() -> None:
+    every = [Recipe(f"every {k} blocks", 2.1 + 0.04 * k, 0.45) for k in range(2, 20)]
+    boxes = texts(replace(made_up(), recipes=tuple(every)))
+    assert {str(k) for k in range(2, 20)} <= boxes.keys()
+    values = list(boxes.values())
+    assert not [(a, b) for n, a in enumerate(values) for b in values[:n] if a.overlaps(b)]
+
+
 def test_a_curve_of_one_point() -> None:
     only = replace(made_up(), points=made_up().points[-1:], smallest_gb=4.0, recipes=made_up().recipes[:1])
     assert "memopt" in texts(only)
@@ -84,9 +93,10 @@ def test_a_low_bound_is_named_beside_it() -> None:
 
 
 def test_names() -> None:
-    recipes = [Recipe(name, 1.0, 0.1) for name in ("every 12 blocks", "sqrt(L) segments", "every 2 blocks")]
-    assert named(recipes) == "√L segments, every 2, 12 blocks"
-    assert named(recipes[1:2]) == "√L segments"
+    names = ("every 12 blocks", "sqrt(L) segments", "every 2 blocks", "attention only", "per block")
+    recipes = [Recipe(name, 1.0, 0.1) for name in names]
+    assert named(recipes) == "1, 2, 12, attention only, √L"
+    assert named(recipes[1:2]) == "√L"
 
 
 def test_notebooks() -> None:
