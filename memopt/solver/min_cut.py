@@ -8,6 +8,9 @@ node stands for each forward storage s and each forward op o:
     o → each s read   ∞          recomputing o needs its inputs
     o → sink          seconds    cut: recompute o
 
+With a link to the host, the second kind of edge costs the cheaper of λ·bytes and the seconds that the storage's
+transfers are priced at: cut, it is saved on the device or on the host, whichever is cheaper.
+
 After Jain et al., "Checkmate" (2020), and the minimum cut of PyTorch's partitioner (He and Yu, 2022), which prices an
 edge per node; here pricing is per storage and cascades cost what they cost. Exact at each λ.
 """
@@ -20,9 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.graph.python import max_flow
 
+from memopt.solver.arrays import Floats
 from memopt.solver.problem import RematProblem
 
 _SOURCE, _SINK = 0, 1
+_NONE = -1
 # Finite capacities are scaled to sum to this: 2^-46 of the total is far below any op's share, and thousands of
 # infinite arcs still add up to less than 2^63.
 _FINITE_TOTAL = 2**46
@@ -39,6 +44,8 @@ class Cut:
     """Of `saved`, without those that are held anyway."""
     recompute_seconds: float
     """Of the ops to evaluate again, each once."""
+    offloaded: frozenset[int] = frozenset()
+    """The part of `saved` that waits on the host, and is not in `saved_bytes`."""
 
 
 def needed_by_backward(problem: RematProblem) -> frozenset[int]:
@@ -71,9 +78,11 @@ class CutNetwork:
         self._op_node: dict[int, int] = {}
         self._tails: list[int] = []
         self._heads: list[int] = []
+        self._storages: list[int] = []
         self._bytes: list[int] = []
         self._seconds: list[float] = []
         self._build([storage for storage in needed if storage not in held], held)
+        self._arc_storages = np.array(self._storages, np.int64)
         self._arc_bytes = np.array(self._bytes, np.float64)
         self._arc_seconds = np.array(self._seconds, np.float64)
         self._infinite = np.isinf(self._arc_seconds)
@@ -92,27 +101,35 @@ class CutNetwork:
         """Of all ops that the network may evaluate again."""
         return float(self._arc_seconds.sum())
 
-    def cut(self, price: float) -> Cut:
-        """The cheapest choice at `price` seconds a byte."""
-        return self.cut_and_bound(price)[0]
+    def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
+        """The cheapest choice at `price` seconds a byte.
 
-    def cut_and_bound(self, price: float) -> tuple[Cut, float]:
-        """The cheapest choice and a value that `seconds + price · bytes` of no choice is below.
+        `offload_seconds` says for each storage of the problem what its stay on the host costs, infinite where it
+        cannot stay there; None: nothing can.
+        """
+        return self.cut_and_bound(price, offload_seconds)[0]
+
+    def cut_and_bound(self, price: float, offload_seconds: Floats | None = None) -> tuple[Cut, float]:
+        """The cheapest choice and a value that `seconds + price · bytes (+ offload seconds)` of no choice is below.
 
         Capacities are rounded down, so the flow's value stays a true lower bound.
         """
         if not self._tails:
             return Cut(frozenset(), 0, 0.0), 0.0
-        costs = self._arc_seconds + price * self._arc_bytes
+        save_costs = price * self._arc_bytes
+        if offload_seconds is not None:
+            is_storage = self._arc_storages >= 0
+            save_costs[is_storage] = np.minimum(save_costs, offload_seconds[self._arc_storages])[is_storage]
+        costs = self._arc_seconds + save_costs
         total = float(costs.sum())
         scale = _FINITE_TOTAL / total if total > 0 else 1.0
         capacities = np.where(self._infinite, _INFINITE, np.floor(costs * scale)).astype(np.int64)
         self._flow.set_arcs_capacity(self._arcs, capacities)
         status = self._flow.solve(_SOURCE, _SINK)
         assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
-        return self._read_cut(), self._flow.optimal_flow() / scale
+        return self._read_cut(price, offload_seconds), self._flow.optimal_flow() / scale
 
-    def _read_cut(self) -> Cut:
+    def _read_cut(self, price: float, offload_seconds: Floats | None) -> Cut:
         problem = self._problem
         side = set(self._flow.get_source_side_min_cut())
         recomputed = [op for op, node in self._op_node.items() if node in side]
@@ -122,31 +139,33 @@ class CutNetwork:
             for storage, node in self._storage_node.items()
             if node in side and problem.producer[storage] not in again
         )
-        saved_bytes = sum(problem.storages[storage].bytes for storage in saved)
-        return Cut(saved, saved_bytes, sum(problem.ops[op].seconds for op in sorted(recomputed)))
+        offloaded: frozenset[int] = frozenset()
+        if offload_seconds is not None:
+            offloaded = frozenset(s for s in saved if offload_seconds[s] < price * problem.storages[s].bytes)
+        saved_bytes = sum(problem.storages[storage].bytes for storage in saved - offloaded)
+        return Cut(saved, saved_bytes, sum(problem.ops[op].seconds for op in sorted(recomputed)), offloaded)
 
     def _build(self, needed: list[int], held: Collection[int]) -> None:
         problem = self._problem
         pending = sorted(needed)
         for storage in pending:
-            self._arc(_SOURCE, self._node(self._storage_node, storage), 0, float("inf"))
+            self._arc(_SOURCE, self._node(self._storage_node, storage), seconds=float("inf"))
         seen = set(pending)
         while pending:
             storage = pending.pop()
             op = problem.producer[storage]
-            bytes_ = problem.storages[storage].bytes
             if not problem.ops[op].recomputable:
-                self._arc(self._storage_node[storage], _SINK, bytes_, 0.0)
+                self._arc(self._storage_node[storage], _SINK, storage)
                 continue
             is_new = op not in self._op_node
-            self._arc(self._storage_node[storage], self._node(self._op_node, op), bytes_, 0.0)
+            self._arc(self._storage_node[storage], self._node(self._op_node, op), storage)
             if not is_new:
                 continue
-            self._arc(self._op_node[op], _SINK, 0, problem.ops[op].seconds)
+            self._arc(self._op_node[op], _SINK, seconds=problem.ops[op].seconds)
             for read in sorted(set(problem.ops[op].reads)):
                 if read in held:
                     continue
-                self._arc(self._op_node[op], self._node(self._storage_node, read), 0, float("inf"))
+                self._arc(self._op_node[op], self._node(self._storage_node, read), seconds=float("inf"))
                 if read not in seen:
                     seen.add(read)
                     pending.append(read)
@@ -156,8 +175,10 @@ class CutNetwork:
             nodes[key] = 2 + len(self._storage_node) + len(self._op_node)
         return nodes[key]
 
-    def _arc(self, tail: int, head: int, bytes_: int, seconds: float) -> None:
+    def _arc(self, tail: int, head: int, storage: int = _NONE, seconds: float = 0.0) -> None:
+        """An edge that costs the bytes of `storage` at the price of the cut, or `seconds` at any price."""
         self._tails.append(tail)
         self._heads.append(head)
-        self._bytes.append(bytes_)
+        self._storages.append(storage)
+        self._bytes.append(0 if storage == _NONE else self._problem.storages[storage].bytes)
         self._seconds.append(seconds)

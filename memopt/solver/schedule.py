@@ -1,4 +1,4 @@
-"""A schedule: the order in which ops are evaluated, some of them several times."""
+"""A schedule: the order in which ops are evaluated, some several times, and what is on the host in the meantime."""
 
 from __future__ import annotations
 
@@ -8,9 +8,28 @@ from dataclasses import dataclass
 from memopt.solver.problem import RematProblem
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A storage's stay on the host. The other fields are positions in `Schedule.evaluations`, counted from 0.
+
+    Compute waits before `freed_before` until the copy out is done, and before `back_before` until the copy back is. So
+    the bytes at each position do not depend on how fast the link really is; only the seconds do.
+    """
+
+    storage: int
+    out_after: int
+    """The copy out joins its queue when this evaluation is done; it copies the version that is latest then."""
+    freed_before: int
+    """From this evaluation on the version's bytes are free, unless something still reads it."""
+    fetch_from: int
+    """The copy back joins its queue when this evaluation is next; its bytes are taken from here on."""
+    back_before: int
+    """From this evaluation on, reads bind to what was fetched, until the producer is evaluated again."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Op indices in the order of their evaluation.
+    """Op indices in the order of their evaluation, and offloads.
 
     Every op's first evaluation comes in program order, each backward op is evaluated once, and forward ops may be
     evaluated again anywhere after their first time. A read binds to the latest evaluation of the storage's producer;
@@ -18,6 +37,8 @@ class Schedule:
     """
 
     evaluations: tuple[int, ...]
+    offloads: tuple[Offload, ...] = ()
+    """Transfers of one direction that start at the same position go by their deadlines, then in this order."""
 
     @classmethod
     def save_all(cls, problem: RematProblem) -> Schedule:
@@ -46,3 +67,24 @@ class Schedule:
             seen.add(index)
         if len(seen) != len(problem.ops):
             raise ValueError(f"{len(problem.ops) - len(seen)} ops are never evaluated")
+        self._check_offloads(problem)
+
+    def _check_offloads(self, problem: RematProblem) -> None:
+        made_at: dict[int, int] = {}
+        for position, index in enumerate(self.evaluations if self.offloads else ()):
+            for made in problem.ops[index].makes:
+                made_at.setdefault(made, position)
+        back: dict[int, int] = {}
+        for each in sorted(self.offloads, key=lambda offload: offload.out_after):
+            if not 0 <= each.storage < len(problem.storages):
+                raise ValueError(f"{each} is of a storage that is not in the problem, with {len(problem.storages)}")
+            storage = problem.storages[each.storage]
+            if storage.kept:
+                raise ValueError(f"{each} is of {storage.name}, a result of the step, which must stay on the device")
+            if not each.out_after < each.freed_before <= each.fetch_from <= each.back_before < len(self.evaluations):
+                raise ValueError(f"{each} must go out, be freed, be fetched and be back in this order, within the step")
+            if each.out_after < made_at[each.storage]:
+                raise ValueError(f"{each} copies {storage.name} before evaluation {made_at[each.storage]} makes it")
+            if each.out_after < back.get(each.storage, 0):
+                raise ValueError(f"{each} begins before {storage.name} is back from an earlier stay on the host")
+            back[each.storage] = each.back_before

@@ -1,0 +1,78 @@
+"""Keep, offload or recompute: the minimum cut in which a storage may also wait on the host.
+
+A storage's stay there is priced at the seconds of its transfers that do not hide: the part of both that is longer than
+the time between its last use in the forward and its first read in the backward, and μ times one of them, where μ in
+[0, 1] is the shadow price of a second of the link. At μ = 0 what hides is free, at 1 the link's time is paid for like
+compute. The μ of a plan is the least at which the link has time for what the cut offloads (Lagrangian relaxation of its
+capacity). Keeping, offloading and recomputing are weighed together as in POFO (Beaumont et al., 2021), there by dynamic
+programming over chains.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from memopt.solver.arrays import Floats
+from memopt.solver.link import Link
+from memopt.solver.min_cut import Cut, CutNetwork
+from memopt.solver.problem import RematProblem
+
+# Prices of a byte at which μ is looked for, and steps of its bisection.
+_PRICES, _BISECTIONS = 5, 6
+
+
+def offload_cuts(
+    problem: RematProblem, network: CutNetwork, hull: Sequence[Cut], link: Link, capacity_seconds: float
+) -> tuple[Cut, ...]:
+    """The cheapest choice at several prices of a byte, each with the shadow price that the link's time then has.
+
+    The prices are slopes of `hull`, the lower hull of `network`, which is the problem's; `capacity_seconds` is how long
+    each direction of the link can be used.
+    """
+    slopes = [
+        (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
+        for left, right in itertools.pairwise(hull)
+    ]
+    prices = [slopes[int(place)] for place in np.linspace(0, len(slopes) - 1, min(_PRICES, len(slopes)))]
+    seconds = np.array([link.transfer_seconds(storage.bytes) for storage in problem.storages])
+    unhidden = np.maximum(0.0, 2 * seconds - _idle_seconds(problem))
+    cuts = {}
+    for price in prices:
+        cut = _within_capacity(network, price, unhidden, seconds, capacity_seconds)
+        cuts[cut.saved] = cut
+    return tuple(cuts.values())
+
+
+def _within_capacity(network: CutNetwork, price: float, unhidden: Floats, seconds: Floats, capacity: float) -> Cut:
+    """The cut at the least shadow price at which its transfers take at most `capacity` seconds each way, or at 1."""
+    cut = network.cut(price, unhidden)
+    if _busy(cut, seconds) <= capacity:
+        return cut
+    low, high = 0.0, 1.0
+    cut = network.cut(price, unhidden + seconds)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        here = network.cut(price, unhidden + middle * seconds)
+        if _busy(here, seconds) <= capacity:
+            high, cut = middle, here
+        else:
+            low = middle
+    return cut
+
+
+def _busy(cut: Cut, seconds: Floats) -> float:
+    return float(seconds[sorted(cut.offloaded)].sum())
+
+
+def _idle_seconds(problem: RematProblem) -> Floats:
+    """Per storage: seconds of the plain step from its last use in the forward to its first read in the backward."""
+    begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
+    last_used, first_read = np.zeros(len(problem.storages)), np.zeros(len(problem.storages))
+    for index, op in enumerate(problem.ops[: problem.forward_ops]):
+        last_used[[*op.reads, *op.makes]] = begins[index + 1]
+    for index in reversed(range(problem.forward_ops, len(problem.ops))):
+        first_read[list(problem.ops[index].reads)] = begins[index]
+    return np.maximum(0.0, first_read - last_used)

@@ -1,0 +1,119 @@
+"""Random offloads, and slow and plain twins of what is done with them, which share nothing with the solvers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from memopt.solver.link import Link
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Offload, Schedule
+from memopt.solver.simulator import simulate
+
+
+def random_offloads(state: random.Random, problem: RematProblem, schedule: Schedule) -> tuple[Offload, ...]:
+    """Stays of random storages at random positions, one for each at most."""
+    offloads = []
+    end = len(schedule.evaluations)
+    for storage in range(len(problem.storages)):
+        made = schedule.evaluations.index(problem.producer[storage])
+        if problem.storages[storage].kept or end - made < 2 or state.random() < 0.6:
+            continue
+        out_after = state.randrange(made, end - 1)
+        freed, fetch, back = sorted(state.randrange(out_after + 1, end) for _ in range(3))
+        offloads.append(Offload(storage, out_after, freed, fetch, back))
+    return tuple(offloads)
+
+
+def naive_offload_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:
+    """Live bytes at each evaluation: for every copy on the device, when it comes to be and all positions that use it."""
+    order = schedule.evaluations
+    copies: list[tuple[int, float, int, list[int], bool]] = []  # storage, readable from, bytes from, uses, forever
+    for at, op in enumerate(order):
+        for storage in problem.ops[op].makes:
+            copies.append((storage, at + 0.5, at, [at], problem.storages[storage].kept and op not in order[:at]))
+    for stay in schedule.offloads:
+        copies.append((stay.storage, stay.back_before, stay.fetch_from, [stay.back_before], False))
+
+    def uses(storage: int, at: float) -> list[int]:
+        return max((copy for copy in copies if copy[0] == storage and copy[1] <= at), key=lambda copy: copy[1])[3]
+
+    for at, op in enumerate(order):
+        for storage in problem.ops[op].reads:
+            uses(storage, at).append(at)
+    for stay in schedule.offloads:
+        uses(stay.storage, stay.out_after + 0.5).append(stay.freed_before - 1)
+    live = []
+    for now, op in enumerate(order):
+        total = problem.resident_bytes + problem.ops[op].workspace_bytes
+        for storage, _, start, used, forever in copies:
+            if start <= now and (forever or now <= max(used)):
+                total += problem.storages[storage].bytes
+        live.append(total)
+    return live
+
+
+def naive_stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> float:
+    """When each event happens, asked recursively of what it waits for; the end of compute beyond its seconds."""
+    order, stays = schedule.evaluations, schedule.offloads
+    out_queue = sorted(stays, key=lambda s: (s.out_after, s.freed_before, stays.index(s)))
+    back_queue = sorted(stays, key=lambda s: (s.fetch_from, s.back_before, stays.index(s)))
+    known: dict[tuple[str, int], float] = {}
+
+    def takes(stay: Offload) -> float:
+        return link.transfer_seconds(problem.storages[stay.storage].bytes)
+
+    def when(event: str, at: int) -> float:
+        if (event, at) not in known:
+            known[event, at] = _when(event, at)
+        return known[event, at]
+
+    def _when(event: str, at: int) -> float:
+        if event == "out":  # the end of transfer `at` of the queue out
+            return max(when("out", at - 1) if at else 0.0, when("end", out_queue[at].out_after)) + takes(out_queue[at])
+        if event == "back":
+            return max(when("back", at - 1) if at else 0.0, when("free", back_queue[at].fetch_from)) + takes(
+                back_queue[at]
+            )
+        if event == "free":  # evaluation `at` is next, and what it frees is free
+            frees = [when("out", i) for i, stay in enumerate(out_queue) if stay.freed_before == at]
+            return max([when("end", at - 1) if at else 0.0, *frees])
+        if event == "start":
+            needs = [when("back", i) for i, stay in enumerate(back_queue) if stay.back_before == at]
+            return max([when("free", at), *needs])
+        return when("start", at) + problem.ops[order[at]].seconds
+
+    if not order:
+        return 0.0
+    return when("end", len(order) - 1) - sum(problem.ops[op].seconds for op in order)
+
+
+def every_offload(problem: RematProblem, schedule: Schedule) -> Iterator[tuple[Offload, ...]]:
+    """All choices of at most one stay for each storage that is alive and unused for a time, at all positions."""
+    choices: list[list[Offload | None]] = []
+    order = schedule.evaluations
+    for storage, described in enumerate(problem.storages):
+        if described.kept or described.bytes == 0:
+            continue
+        uses = [at for at, op in enumerate(order) if storage in (*problem.ops[op].reads, *problem.ops[op].makes)]
+        stays: list[Offload | None] = [None]
+        for start, stop in itertools.pairwise(uses):
+            for freed in range(start + 1, stop + 1):
+                for fetch in range(freed, stop + 1):
+                    if fetch > freed:
+                        stays.append(Offload(storage, start, freed, fetch, stop))
+        if len(stays) > 1:
+            choices.append(stays)
+    for chosen in itertools.product(*choices):
+        yield tuple(stay for stay in chosen if stay is not None)
+
+
+def least_stalls(problem: RematProblem, schedule: Schedule, budget_bytes: int, link: Link) -> float | None:
+    """The least waiting of any offloads that bring this order of evaluations within the budget."""
+    least: float | None = None
+    for offloads in every_offload(problem, schedule):
+        simulation = simulate(problem, Schedule(schedule.evaluations, offloads), link)
+        if simulation.peak_bytes <= budget_bytes and (least is None or simulation.stall_seconds < least):
+            least = simulation.stall_seconds
+    return least
