@@ -115,7 +115,7 @@ def frontier(
 
     Like `plan`, it runs nothing and changes nothing, and the model may live on the "meta" device. The step is captured
     once and solved for `points` budgets, half of them evenly apart, half near the smallest, and for the peaks of the
-    recipes by hand. `limit_seconds` is for all of them together. Other arguments and errors as in `plan`;
+    recipes by hand. `limit_seconds` is shared among all of them. Other arguments and errors as in `plan`;
     `Plan.frontier` needs no second capture.
     """
     hard = check_effort(effort, limit_seconds)

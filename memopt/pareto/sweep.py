@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
@@ -27,7 +26,7 @@ _NEAREST = 1e-3
 def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
     """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
 
-    The best effort's time is for all together.
+    The time of the best effort is shared evenly among them.
     """
     problem, account = joined.problem, plan.account
     with stage("loading the solver"):
@@ -83,10 +82,13 @@ def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort)
 def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> list[Solution]:
     """Solve in ascending order: no solution is slower than one already found for a smaller budget."""
     solutions: list[Solution] = []
-    ends = time.monotonic() + effort.limit_seconds
+    each = replace(effort, limit_seconds=effort.limit_seconds / len(budgets))
     with stage(f"solving for {len(budgets)} budgets") as tell:
-        for number, budget in enumerate(budgets):
-            tell(f"{number} done")
-            left = max(ends - time.monotonic(), 0.0) / (len(budgets) - number)
-            solutions.append(solve(joined, account, budget, replace(effort, limit_seconds=left), tell))
+
+        def further(line: str = "") -> None:
+            tell(f"{len(solutions)} done" + (f"; {line}" if line else ""))
+
+        for budget in budgets:
+            further()
+            solutions.append(solve(joined, account, budget, each, further))
     return solutions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +12,7 @@ import pytest
 from memopt.captured import Captured
 from memopt.errors import GIB
 from memopt.options import Effort
+from memopt.pareto import sweep as pareto_sweep
 from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import budgets_between
 from memopt.plan import make_plan
@@ -112,3 +115,19 @@ def test_every_effort() -> None:
 def test_the_notes_of_the_plan_stay() -> None:
     noted = replace(roomy(), notes=("the loss is computed outside of the model",))
     assert noted.frontier(2).notes == noted.notes
+
+
+def test_how_far_the_sweep_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[Callable[[str], None]]:
+        lines.append(name)
+        yield lines.append
+
+    monkeypatch.setattr(pareto_sweep, "stage", stage)
+    curve = make_plan(captured(region(6)), ACCOUNT, 10**7).frontier(3, effort="best", limit_seconds=0.4)
+    count = len(curve.points)
+    assert f"solving for {count} budgets" in lines
+    assert [line for line in lines if line.endswith(" done")] == [f"{number} done" for number in range(count)]
+    assert any(line.startswith("0 done; added time ") for line in lines)
