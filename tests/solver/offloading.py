@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -27,7 +28,7 @@ def random_offloads(state: random.Random, problem: RematProblem, schedule: Sched
 
 
 def naive_offload_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:
-    """Live bytes at each evaluation: for every copy on the device, when it comes to be and all positions that use it."""
+    """Live bytes at each evaluation: for every copy on the device, when it comes to be and what uses it."""
     order = schedule.evaluations
     copies: list[tuple[int, float, int, list[int], bool]] = []  # storage, readable from, bytes from, uses, forever
     for at, op in enumerate(order):
@@ -91,6 +92,16 @@ def naive_stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -
 
 def every_offload(problem: RematProblem, schedule: Schedule) -> Iterator[tuple[Offload, ...]]:
     """All choices of at most one stay for each storage that is alive and unused for a time, at all positions."""
+    for chosen in itertools.product(*_stays(problem, schedule)):
+        yield tuple(stay for stay in chosen if stay is not None)
+
+
+def stays_of_all(problem: RematProblem, schedule: Schedule) -> int:
+    """How many choices those are."""
+    return math.prod(len(stays) for stays in _stays(problem, schedule))
+
+
+def _stays(problem: RematProblem, schedule: Schedule) -> list[list[Offload | None]]:
     choices: list[list[Offload | None]] = []
     order = schedule.evaluations
     for storage, described in enumerate(problem.storages):
@@ -99,14 +110,10 @@ def every_offload(problem: RematProblem, schedule: Schedule) -> Iterator[tuple[O
         uses = [at for at, op in enumerate(order) if storage in (*problem.ops[op].reads, *problem.ops[op].makes)]
         stays: list[Offload | None] = [None]
         for start, stop in itertools.pairwise(uses):
-            for freed in range(start + 1, stop + 1):
-                for fetch in range(freed, stop + 1):
-                    if fetch > freed:
-                        stays.append(Offload(storage, start, freed, fetch, stop))
-        if len(stays) > 1:
-            choices.append(stays)
-    for chosen in itertools.product(*choices):
-        yield tuple(stay for stay in chosen if stay is not None)
+            pairs = itertools.combinations(range(start + 1, stop + 1), 2)
+            stays += [Offload(storage, start, freed, fetch, stop) for freed, fetch in pairs]
+        choices.append(stays)
+    return choices
 
 
 def least_stalls(problem: RematProblem, schedule: Schedule, budget_bytes: int, link: Link) -> float | None:
@@ -117,3 +124,23 @@ def least_stalls(problem: RematProblem, schedule: Schedule, budget_bytes: int, l
         if simulation.peak_bytes <= budget_bytes and (least is None or simulation.stall_seconds < least):
             least = simulation.stall_seconds
     return least
+
+
+def three_way_choices(
+    problem: RematProblem, needed: frozenset[int], price: float, offload_seconds: list[float]
+) -> Iterator[float]:
+    """What each saved set costs, every storage of it where it is cheaper."""
+    forward = [s for op in problem.ops[: problem.forward_ops] for s in op.makes if not problem.storages[s].kept]
+    kept = {s for s in range(len(problem.storages)) if problem.storages[s].kept}
+    for size in range(len(forward) + 1):
+        for saved in itertools.combinations(forward, size):
+            present = {*saved, *kept}
+            pending, again = [s for s in needed if s not in present], set[int]()
+            while pending:
+                op = problem.producer[pending.pop()]
+                if op not in again:
+                    again.add(op)
+                    pending += [s for s in problem.ops[op].reads if s not in present]
+            if all(problem.ops[op].recomputable for op in again):
+                costs = (min(price * problem.storages[s].bytes, offload_seconds[s]) for s in saved)
+                yield sum(problem.ops[op].seconds for op in again) + sum(costs)
