@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memopt.solver.arrays import Arrays, Ints, arrays_of
-from memopt.solver.chain import Chain, movable_storages
+from memopt.solver.chain import Chain
+from memopt.solver.held import movable_storages
 from memopt.solver.hull import lower_hull
 from memopt.solver.just_in_time import just_in_time
 from memopt.solver.liveness import live_bytes, peak_bytes, to_array

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memopt.solver.arrays import Ints
-from memopt.solver.lower_bound import held_anyway
+from memopt.solver.held import Held
 from memopt.solver.problem import RematProblem
 
 
@@ -37,21 +37,14 @@ class Chain:
     """Per op: the same with its workspace and what it reads and makes, movable storages apart."""
 
 
-def movable_storages(problem: RematProblem) -> list[bool]:
-    """Per storage: whether it can be dropped and made again."""
-    return [
-        op < problem.forward_ops and problem.ops[op].recomputable and not problem.storages[storage].kept
-        for storage, op in enumerate(problem.producer)
-    ]
-
-
 def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     """Cut the forward at local minima of the bytes that cross, at most `most_blocks - 1` times.
 
     An op of the backward goes to the block that consumes what it reads: the gradient of a block's first op reads what
     enters the block, not what leaves the one before.
     """
-    movable = movable_storages(problem)
+    fixed = Held(problem)
+    movable = fixed.movable.tolist()
     last_reader = _last_forward_readers(problem)
     starts = _starts(_crossing_bytes(problem, movable, last_reader), most_blocks)
     stops = [*starts[1:], problem.forward_ops]
@@ -59,7 +52,6 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     made = [int(block_of[op]) if op < problem.forward_ops else -1 for op in problem.producer]
     consumed = [int(block_of[op]) if op >= 0 else -1 for op in last_reader]
     backward = _share_out(problem, movable, made, consumed, len(starts))
-    held, own = held_bytes(problem, movable)
     leaving: list[list[int]] = [[] for _ in starts]
     for storage, block in enumerate(made):
         if movable[storage] and consumed[storage] > block:
@@ -70,8 +62,8 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
         ),
         extra_bytes=_extra_bytes(problem, leaving, consumed),
         leaving=tuple(tuple(storages) for storages in leaving),
-        held_bytes=held,
-        own_bytes=own,
+        held_bytes=fixed.bytes,
+        own_bytes=fixed.own_bytes,
     )
 
 
@@ -147,16 +139,3 @@ def _extra_bytes(problem: RematProblem, leaving: list[list[int]], consumed: list
         for storage in storages:
             extra[: block + 1, block + 1 : consumed[storage] + 1] += problem.storages[storage].bytes
     return extra
-
-
-def held_bytes(problem: RematProblem, movable: list[bool]) -> tuple[Ints, Ints]:
-    sizes = np.array([storage.bytes for storage in problem.storages], np.float64)
-    held = np.zeros(len(problem.ops) + 1, np.int64)
-    own = np.zeros(len(problem.ops), np.int64)
-    for index, alive in enumerate(held_anyway(problem)):
-        op = problem.ops[index]
-        held[index] = sum(int(sizes[s]) for s in alive)
-        beside = {s for s in (*op.reads, *op.makes) if not movable[s]} - alive
-        own[index] = held[index] + op.workspace_bytes + sum(int(sizes[s]) for s in beside)
-    held[-1] = held[-2] if len(problem.ops) else 0
-    return held, own

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memopt.solver.held import Held
 from memopt.solver.hull import between, end_points
 from memopt.solver.min_cut import Cut, CutNetwork
 from memopt.solver.problem import RematProblem
@@ -24,43 +25,16 @@ class Floor:
 
 def floor_of(problem: RematProblem) -> Floor:
     """The most that one op needs: what it reads, makes and works in, with what is held anyway."""
-    held = held_anyway(problem)
-    needs = [_bytes_at(problem, index, held[index]) for index in range(len(problem.ops))]
-    if not needs:
+    if not problem.ops:
         return Floor(problem.resident_bytes, -1)
+    needs = Held(problem).needs
     op = int(np.argmax(needs))
-    return Floor(needs[op], op)
+    return Floor(int(needs[op]), op)
 
 
 def floor_bytes(problem: RematProblem) -> int:
     """A peak in bytes that no schedule can go below."""
     return floor_of(problem).bytes
-
-
-def held_anyway(problem: RematProblem) -> list[frozenset[int]]:
-    """For each op, the storages that every schedule holds while it is first evaluated, beside its reads and makes.
-
-    Kept results so far, and what cannot be made again (of the backward, of unrepeatable ops) and is still to be read.
-    """
-    last_read: dict[int, int] = {}
-    for index, op in enumerate(problem.ops):
-        for storage in op.reads:
-            last_read[storage] = index
-    held: list[frozenset[int]] = []
-    alive: set[int] = set()
-    for index, op in enumerate(problem.ops):
-        alive = {s for s in alive if problem.storages[s].kept or last_read.get(s, -1) >= index}
-        held.append(frozenset(alive))
-        for storage in op.makes:
-            if problem.storages[storage].kept or index >= problem.forward_ops or not op.recomputable:
-                alive.add(storage)
-    return held
-
-
-def _bytes_at(problem: RematProblem, index: int, held: frozenset[int]) -> int:
-    op = problem.ops[index]
-    present = held.union(op.reads, op.makes)
-    return problem.resident_bytes + op.workspace_bytes + sum(problem.storages[s].bytes for s in present)
 
 
 class LowerBound:
@@ -75,8 +49,8 @@ class LowerBound:
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._problem = problem
-        held = held_anyway(problem)
-        self._positions = [_Position(problem, index, held[index]) for index in _crowded_ops(problem, positions)]
+        held = Held(problem)
+        self._positions = [_Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
         """Seconds that any schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
@@ -95,9 +69,9 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 class _Position:
     """The hull of one moment, refined only where budgets ask for it."""
 
-    def __init__(self, problem: RematProblem, index: int, held: frozenset[int]) -> None:
-        self._base_bytes = _bytes_at(problem, index, held)
-        present = held.union(problem.ops[index].reads)
+    def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
+        self._base_bytes = int(held.needs[index])
+        present = held[index].union(problem.ops[index].reads)
         first = min(index, problem.forward_ops)
         made = {storage for op in problem.ops[:first] for storage in op.makes}
         later = {storage for op in problem.ops[index + 1 :] for storage in op.reads}

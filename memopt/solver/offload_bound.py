@@ -13,8 +13,9 @@ import math
 
 import numpy as np
 
+from memopt.solver.held import Held
 from memopt.solver.link import Link
-from memopt.solver.lower_bound import LowerBound, held_anyway
+from memopt.solver.lower_bound import LowerBound
 from memopt.solver.offload_moment import Moment
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Schedule
@@ -46,7 +47,7 @@ class OffloadBound:
         self._problem = problem
         self._without = LowerBound(problem)
         self._floor_bytes = transient_floor(problem)[0]
-        self._held = held_anyway(problem)
+        self._held = Held(problem)
         self._begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
         self._live = simulate(problem, Schedule.save_all(problem)).live_bytes
         self._stretches = [part for part in np.array_split(np.arange(len(problem.ops)), positions) if part.size]

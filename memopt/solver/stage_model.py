@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from memopt.solver.arrays import Floats
-from memopt.solver.chain import held_bytes, movable_storages
+from memopt.solver.held import Held
 from memopt.solver.linear_model import LinearModel
 from memopt.solver.problem import RematProblem
 
@@ -25,8 +25,9 @@ class StageModel:
         self.impossible = False
         """Some op by itself needs more than the budget."""
         self._problem = problem
-        self._movable = movable_storages(problem)
-        self._held_bytes, self._own_bytes = held_bytes(problem, self._movable)
+        held = Held(problem)
+        self._movable = held.movable.tolist()
+        self._held_bytes, self._own_bytes = held.bytes, held.own_bytes
         self._allowed = budget_bytes - problem.resident_bytes
         # Bytes are given to the model in units that keep its coefficients between 0 and 1.
         self._unit = float(max(self._allowed, 1))
