@@ -49,7 +49,7 @@ class TrainStep:
     that it cannot be the scale's fault it is warned of. Results wait for the device only when asked. Where all
     optimisers are fused on CUDA, so do the schedulers: they step in the next call, or in `settle`.
 
-    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later, out of memory, say, leaves
+    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later (out of memory) leaves
     gradients as they were; if it had already added to those of earlier calls, it leaves none, and the
     effective batch begins anew.
     """
