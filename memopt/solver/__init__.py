@@ -2,10 +2,12 @@
 
 from memopt.solver.best_effort import Progress
 from memopt.solver.errors import Infeasible
+from memopt.solver.link import Link
 from memopt.solver.lower_bound import floor_bytes
+from memopt.solver.offload_portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.schedule import Schedule
+from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import Simulation, simulate
 from memopt.solver.warm_up import warm_up
 
@@ -13,6 +15,10 @@ __all__ = [
     "Baseline",
     "Effort",
     "Infeasible",
+    "Link",
+    "Offload",
+    "OffloadPortfolio",
+    "OffloadSolution",
     "Op",
     "Portfolio",
     "Progress",

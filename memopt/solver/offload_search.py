@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +12,17 @@ from memopt.solver.liveness import added_seconds, peak_bytes, remove_dead
 from memopt.solver.offload_place import Placer
 from memopt.solver.offload_timing import most_on_host, stalled_seconds
 from memopt.solver.polish import polish
+from memopt.solver.repair import repair
 from memopt.solver.ruin import ruin
+from memopt.solver.search import LENGTH_EXPONENTS, SAVE_ALL_POWERS
 
 # Transfers are planned this many times as fast as they are, until the plan fits: what is planned too fast stalls.
 _HASTES = (1.0, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 100.0, 1e6, float("inf"))
 # How many hastes are tried from the first that fits on: a plan made for a faster link may stall less.
 _FITTING_HASTES = 2
-_MOST_ROUNDS = 300
-_LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
+_MOST_ROUNDS = 600
+# Share of the local search's rounds that replay the whole plan; the others change it in one place.
+_REPAIRED = 0.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +63,8 @@ class OffloadSearch:
             return False
         return self.offer(self._timed(plan.method, plan.evaluations, plan.offloads))
 
-    def consider(self, method: str, evaluations: Ints) -> bool:
-        """Place offloads into this order, and offer it.
+    def consider(self, method: str, evaluations: Ints, hastes: Sequence[float] = _HASTES) -> bool:
+        """Place offloads into this order, planned for each of `hastes` until some fit, and offer it.
 
         The less a transfer is planned to take, the more fits; the first plans that fit are timed as the link is. True
         where the plan is the best now, and where the order recomputes too much to become that.
@@ -70,7 +74,7 @@ class OffloadSearch:
             return True
         placer = Placer(self._arrays, evaluations)
         better, fitting = False, 0
-        for haste in _HASTES:
+        for haste in hastes:
             self.spent += evaluations.size
             offloads = placer.place(self._cap_bytes, self._transfer_seconds / haste, self._host_bytes)
             if offloads is None:
@@ -99,12 +103,13 @@ class OffloadSearch:
                 return
             without = remove_dead(self._arrays, np.delete(self.best.evaluations, order[rank]))
             before = self.best
-            self.consider(f"{_root(before.method)}, fewer again", without)
+            self.consider(f"{_root(before.method)}, fewer again", without, self._likely_hastes())
             rank += before is self.best
 
     def explore(self, evaluations: int) -> None:
         """Local search: let a few values of the best plan go, polish it under a cap near to its own, and place anew.
 
+        Where compute waits for the link, what was let go is sometimes left at that: the link has less to move then.
         Ends when its placements have gone through about as many `evaluations`, or after some hundreds of rounds.
         """
         draw, arrays = self._random, self._arrays
@@ -114,12 +119,31 @@ class OffloadSearch:
                 return
             seed = self.best.evaluations
             self.spent += seed.size
-            cap_bytes = max(peak_bytes(arrays, seed), self._cap_bytes)
-            cap_bytes = int(cap_bytes * (1 + draw.choice((0.0, 0.003, 0.03)) * draw.uniform(-1, 1)))
-            noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
-            changed = ruin(arrays, seed, draw) if draw.random() < 0.8 else seed
-            changed = polish(arrays, changed, cap_bytes, draw.choice(_LENGTH_EXPONENTS), noise)
-            self.consider(f"{_root(self.best.method)}, local search", changed)
+            kind, shift = draw.random(), draw.choice((0.0, 0.003, 0.03)) * draw.uniform(-1, 1)
+            cap_bytes = int(max(peak_bytes(arrays, seed), self._cap_bytes) * (1 + shift))
+            if kind < _REPAIRED:
+                changed = self._repaired(seed, cap_bytes)
+            else:
+                changed = seed if kind < 0.5 else ruin(arrays, seed, draw)
+            if kind < 0.9 or self.best.added_seconds == added_seconds(arrays, seed):
+                noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
+                changed = polish(arrays, changed, cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+            self.consider(f"{_root(self.best.method)}, local search", changed, self._likely_hastes())
+
+    def _repaired(self, seed: Ints, cap_bytes: int) -> Ints:
+        """The seed replayed with noise under a cap that is a little smaller, or as it is where that gets stuck."""
+        draw = self._random
+        noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3)), self._arrays.size.size))
+        rule = SAVE_ALL_POWERS[int(draw.integers(len(SAVE_ALL_POWERS)))]
+        evaluations, spent = repair(self._arrays, seed, int(cap_bytes * (1 - 0.1 * draw.random() ** 2)), *rule, noise)
+        self.spent += spent
+        return seed if evaluations is None else evaluations
+
+    def _likely_hastes(self) -> Sequence[float]:
+        """Around a plan that never waits, those that are better wait little at most."""
+        assert self.best is not None
+        waits = self.best.added_seconds > added_seconds(self._arrays, self.best.evaluations)
+        return _HASTES if waits else _HASTES[:2]
 
 
 def _repeated(arrays: Arrays, evaluations: Ints) -> Ints:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 
+from memopt.solver.just_in_time import just_in_time
 from memopt.solver.link import Link
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Offload, Schedule
@@ -124,6 +125,22 @@ def least_stalls(problem: RematProblem, schedule: Schedule, budget_bytes: int, l
         if simulation.peak_bytes <= budget_bytes and (least is None or simulation.stall_seconds < least):
             least = simulation.stall_seconds
     return least
+
+
+def least_of_all(problem: RematProblem, budget_bytes: int, link: Link) -> float:
+    """The least added seconds of every saved set, the rest recomputed just in time, with any offloads."""
+    forward = [s for op in problem.ops[: problem.forward_ops] for s in op.makes if not problem.storages[s].kept]
+    best, seen = math.inf, set[tuple[int, ...]]()
+    for size in range(len(forward) + 1):
+        for saved in itertools.combinations(forward, size):
+            schedule = just_in_time(problem, saved)
+            recomputed = schedule.added_seconds(problem)
+            if schedule.evaluations in seen or recomputed >= best or stays_of_all(problem, schedule) > 2_000:
+                continue
+            seen.add(schedule.evaluations)
+            waits = least_stalls(problem, schedule, budget_bytes, link)
+            best = best if waits is None else min(best, recomputed + waits)
+    return best
 
 
 def three_way_choices(
