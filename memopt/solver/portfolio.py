@@ -33,6 +33,8 @@ _NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
 # How many evaluations the plans of a local search may have together, half a second's worth; more
 # where plans are short, since building and cutting them takes less.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
+# Large problems gain nothing from repairs of the plan that saves all, which take longest: none after so many.
+_SPENT_BEFORE_SAVE_ALL = 100_000
 # How many the repairs may make that look for the smallest peak: a second or two.
 _SPENT_ON_SMALLEST = 150_000
 
@@ -89,17 +91,15 @@ class Portfolio:
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
-        search = Search(self._arrays, budget_bytes)
+        bound = self._bound.added_seconds(budget_bytes)
+        search = Search(self._arrays, budget_bytes, bound + _CLOSE_ENOUGH * self._problem.seconds)
         known = [*self._baselines, *self._hull_plans, *self._found]
         for plan in known:
             search.offer(plan)
-        bound = self._bound.added_seconds(budget_bytes)
-        near = bound + _CLOSE_ENOUGH * self._problem.seconds
-        if search.best is None or search.best.added_seconds > near:
-            if effort == "fast":
-                self._improve_a_little(search, known)
-            if effort != "fast" or search.best is None:
-                self._improve(search, known, budget_bytes, bound)
+        if effort == "fast" and not search.done:
+            self._improve_a_little(search, known)
+        if effort != "fast" or search.best is None:
+            self._improve(search, known, bound)
         if search.best is None:
             if self._smallest.peak_bytes > budget_bytes:
                 floor = floor_of(self._problem)
@@ -145,21 +145,24 @@ class Portfolio:
         if above:
             search.repair(min(above, key=lambda plan: plan.peak_bytes), NEAREST_POWERS[:1])
 
-    def _improve(self, search: Search, known: list[Candidate], budget_bytes: int, bound: float) -> None:
+    def _improve(self, search: Search, known: list[Candidate], bound: float) -> None:
         """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""
-        fitting = sorted((p for p in known if p.peak_bytes <= budget_bytes), key=lambda plan: plan.added_seconds)
-        above = sorted((p for p in known if p.peak_bytes > budget_bytes), key=lambda plan: plan.peak_bytes)
+        cap_bytes = search.cap_bytes
+        fitting = sorted((p for p in known if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
+        above = sorted((p for p in known if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
         for plan in fitting[:3]:
             search.polish(plan)
-        save_all = self._baselines[0]
-        search.repair(save_all, SAVE_ALL_POWERS)
         for seed, powers in zip(above, (NEAREST_POWERS, NEXT_POWERS, NEXT_POWERS), strict=False):
             search.repair(seed, powers)
         nested: list[Candidate] = []
         if search.best is None or search.best.added_seconds > bound + _NEEDS_NO_NESTING * self._problem.seconds:
-            nested = self._nested(budget_bytes)
+            nested = self._nested(cap_bytes)
         for plan in nested:
             search.improve(plan, NEXT_POWERS[:1])
+        save_all = self._baselines[0]
+        for rule in SAVE_ALL_POWERS:
+            if search.best is None or search.spent < _SPENT_BEFORE_SAVE_ALL:
+                search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
 
     def _nested(self, budget_bytes: int) -> list[Candidate]:

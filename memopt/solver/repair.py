@@ -17,6 +17,7 @@ import numpy as np
 
 from memopt.solver.arrays import Arrays, Floats, Ints
 from memopt.solver.liveness import peak_bytes, remove_dead
+from memopt.solver.min_heap import heapify, sift_down
 from memopt.solver.native import native, native_part
 from memopt.solver.replay import (
     EVALUATED,
@@ -133,36 +134,36 @@ def _make_room(arrays: Arrays, replay: Replay, depth: int, allowed_bytes: int, s
         return True
     for at in range(count):
         scores[at] = _score(arrays, replay, candidates[at])
+    heapify(candidates, scores, count)
     while scalars[USED] > allowed_bytes - slack_bytes:
-        best = _least(arrays, replay, count)
         fits = scalars[USED] <= allowed_bytes
-        if best < 0 or scores[best] == np.inf:
+        if not _least_first(arrays, replay, count) or scores[0] == np.inf:
             return fits
-        storage = candidates[best]
+        storage = candidates[0]
         if fits and scalars[USED] - arrays.size[storage] < allowed_bytes - 2 * slack_bytes:
             return True
         count -= 1
-        candidates[best] = candidates[count]
-        scores[best] = scores[count]
+        candidates[0], scores[0] = candidates[count], scores[count]
+        sift_down(candidates, scores, 0, count)
         drop(arrays, replay, storage)
         need_again(arrays, replay, storage)
     return True
 
 
 @native_part
-def _least(arrays: Arrays, replay: Replay, count: int) -> int:
-    """Place of the candidate of the least score, -1 without candidates. Evictions only raise what others score."""
+def _least_first(arrays: Arrays, replay: Replay, count: int) -> bool:
+    """Bring the candidate of the least score to the front; False without candidates.
+
+    Evictions only raise what others score, so a candidate that still scores as when it was put in its place is least.
+    """
     candidates, scores = replay.candidates, replay.scores
     while count > 0:
-        best = 0
-        for at in range(1, count):
-            if scores[at] < scores[best]:
-                best = at
-        score = _score(arrays, replay, candidates[best])
-        if score <= scores[best]:
-            return best
-        scores[best] = score
-    return -1
+        score = _score(arrays, replay, candidates[0])
+        if score <= scores[0]:
+            return True
+        scores[0] = score
+        sift_down(candidates, scores, 0, count)
+    return False
 
 
 @native_part

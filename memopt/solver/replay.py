@@ -278,8 +278,25 @@ def _need_op(replay: Replay, op: int, soonest: int) -> int:
 
 @native_part
 def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
-    """The storage was evicted: what it is recomputed from is needed as soon as it was."""
-    pass_need_on(arrays, replay, _need_op(replay, arrays.producer[storage], replay.need[storage]))
+    """The storage was evicted: what it is recomputed from is needed as soon as it was, through whatever is missing."""
+    pending = replay.pending
+    pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
+    count = 1
+    while count > 0:
+        count -= 1
+        op = pending[count]
+        soonest = replay.op_need[op]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            read = arrays.reads[at]
+            if replay.place[read] >= 0:
+                replay.need[read] = min(replay.need[read], soonest)
+                continue
+            producer = arrays.producer[read]
+            if replay.op_look[producer] != replay.scalars[LOOK] or replay.op_need[producer] > soonest:
+                replay.op_look[producer] = replay.scalars[LOOK]
+                replay.op_need[producer] = soonest
+                pending[count] = producer
+                count += 1
 
 
 @native_part

@@ -42,15 +42,23 @@ def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
 
 
 class Search:
-    """The best schedule so far under one cap, and ways to better it. Deterministic: its noise has a fixed seed."""
+    """The best schedule so far under one cap, and ways to better it. Deterministic: its noise has a fixed seed.
 
-    def __init__(self, arrays: Arrays, cap_bytes: int) -> None:
+    Once the best adds `enough_seconds` or less, nothing is tried any more.
+    """
+
+    def __init__(self, arrays: Arrays, cap_bytes: int, enough_seconds: float = -1.0) -> None:
         self._arrays = arrays
         self.cap_bytes = cap_bytes
+        self._enough_seconds = enough_seconds
         self._random = np.random.default_rng(0)
         self.best: Candidate | None = None
         self.spent = 0
         """Evaluations that all repairs made: a measure of work that, unlike time, is the same in every run."""
+
+    @property
+    def done(self) -> bool:
+        return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
         """Take the plan if it fits and is faster than the best."""
@@ -63,7 +71,7 @@ class Search:
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Spend what memory a fitting plan leaves, by several orders."""
-        for length_exponent in () if self._is_long(plan) else LENGTH_EXPONENTS:
+        for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
 
@@ -82,7 +90,7 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """One repair of one seed; None where it does not fit."""
-        if self._is_long(seed):
+        if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
         self.spent += spent
@@ -96,7 +104,7 @@ class Search:
         draw = self._random
         limit = self.spent + evaluations
         for _ in range(min(max(400, self._arrays.seconds.size), 600)):
-            if self.best is None or self.spent >= limit or self._is_long(self.best):
+            if self.best is None or self.done or self.spent >= limit or self._is_long(self.best):
                 return
             if draw.random() < _RUINED:
                 self.offer(self._ruined(self.best))

@@ -1,0 +1,30 @@
+"""A binary heap over two arrays that share their order: scores, and what they belong to (Williams, 1964)."""
+
+from __future__ import annotations
+
+from memopt.solver.arrays import Floats, Ints
+from memopt.solver.native import native_part
+
+
+@native_part
+def heapify(items: Ints, scores: Floats, count: int) -> None:
+    """Order the first `count` entries so that the least score comes first."""
+    for at in range(count // 2 - 1, -1, -1):
+        sift_down(items, scores, at, count)
+
+
+@native_part
+def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
+    """Move the entry `at` down to its place; all below it are in order."""
+    item, score = items[at], scores[at]
+    while True:
+        child = 2 * at + 1
+        if child >= count:
+            break
+        if child + 1 < count and scores[child + 1] < scores[child]:
+            child += 1
+        if scores[child] >= score:
+            break
+        items[at], scores[at] = items[child], scores[child]
+        at = child
+    items[at], scores[at] = item, score
