@@ -41,11 +41,16 @@ class OffloadClimb:
         self._portfolio = portfolio
         self._save_all = to_array(Schedule.save_all(problem))
 
-    def improve(self, search: OffloadSearch, budget_bytes: int, link: Link, quickly: bool) -> None:
-        """Offer `search`, which is for that budget and link, plans for larger budgets with offloads."""
+    def improve(
+        self, search: OffloadSearch, budget_bytes: int, link: Link, plain: Solution | None, quickly: bool
+    ) -> None:
+        """Offer `search`, which is for that budget and link, plans for larger budgets with offloads.
+
+        `plain` is the portfolio's plan within the budget, None where it has none.
+        """
         search.consider("save all", self._save_all)
-        seeds = self._seeds(search, budget_bytes)
-        larger_bytes = self._climb(search, seeds, budget_bytes, link)
+        seeds = self._seeds(search, plain)
+        larger_bytes = self._climb(search, seeds, budget_bytes if plain is not None else None, link)
         if quickly:
             return
         for evaluations in self._three_way(link):
@@ -54,28 +59,27 @@ class OffloadClimb:
         search.consider(f"{above.method}, offloaded", to_array(above.schedule))
         self._look_around(search, [*seeds, _as_candidate(self._arrays, above)], budget_bytes, larger_bytes)
 
-    def _seeds(self, search: OffloadSearch, budget_bytes: int) -> list[Candidate]:
-        """Schedules without offloads to start from: of the cut, and the portfolio's best, which is the last."""
-        seeds = list(self._hull_plans)
-        if search.best is not None and not search.best.offloads.size:
-            seeds.append(candidate(self._arrays, search.best.method, search.best.evaluations))
-        smallest = self._portfolio.smallest()
-        if budget_bytes < smallest.peak_bytes:
-            seeds.append(_as_candidate(self._arrays, smallest))
-            for plan in seeds:
-                search.consider(f"{plan.method}, offloaded", plan.evaluations)
+    def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
+        """Schedules without offloads to start from: of the cut, and the portfolio's nearest, which is the last."""
+        seeds = [*self._hull_plans, _as_candidate(self._arrays, plain or self._portfolio.smallest())]
+        for plan in seeds if plain is None else ():
+            search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return seeds
 
-    def _climb(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int, link: Link) -> int:
-        """Bring plans for larger budgets below this one, upwards while that is faster; the last that was."""
-        smallest_bytes, most = self._portfolio.smallest().peak_bytes, peak_bytes(self._arrays, self._save_all)
-        low, high = max(budget_bytes, smallest_bytes), most
-        if budget_bytes < smallest_bytes:
+    def _climb(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
+        """Bring plans for larger budgets below this one, upwards while that is faster; the last that was.
+
+        From the smallest peak up where there is no plan without offloads for the budget, then None.
+        """
+        most = peak_bytes(self._arrays, self._save_all)
+        if budget_bytes is None:
+            low = self._portfolio.smallest().peak_bytes
             tried = [int(low + share * (most - low)) for share in _DEEP_SHARES]
             last = max((i for i, larger in enumerate(tried) if self._bring_below(search, seeds, larger)), default=0)
             low, high = tried[last], [*tried, most][last + 1]
-        elif link.bytes_per_second * self._problem.seconds < most - low:
-            high = low + int(link.bytes_per_second * self._problem.seconds)
+        else:
+            low = budget_bytes
+            high = int(min(most, low + link.bytes_per_second * self._problem.seconds))
         for _ in range(_BISECTIONS):
             middle = (low + high) // 2
             if self._bring_below(search, seeds, middle):

@@ -85,7 +85,7 @@ class OffloadPortfolio:
         if plain is not None:
             search.offer(_without_offloads(plain))
         if link.bytes_per_second > 0 and (plain is None or not self._is_close(search, bound)):
-            self._improve(search, budget_bytes, link, effort, bound, limit_seconds / 2)
+            self._improve(search, budget_bytes, link, plain, effort, bound, limit_seconds / 2)
         if search.best is None:
             assert refused is not None
             if link.bytes_per_second == 0:
@@ -99,13 +99,20 @@ class OffloadPortfolio:
         return self.solve(self._smallest_peak(link), link, "fast")
 
     def _improve(
-        self, search: OffloadSearch, budget_bytes: int, link: Link, effort: Effort, bound: float, limit_seconds: float
+        self,
+        search: OffloadSearch,
+        budget_bytes: int,
+        link: Link,
+        plain: Solution | None,
+        effort: Effort,
+        bound: float,
+        limit_seconds: float,
     ) -> None:
         """Place offloads into many orders of evaluations, then search around the best."""
         for found_for, plan in self._found:
             if found_for <= budget_bytes:
                 search.offer_again(plan)
-        self._climb.improve(search, budget_bytes, link, quickly=effort == "fast")
+        self._climb.improve(search, budget_bytes, link, plain, quickly=effort == "fast")
         if effort == "fast" or search.best is None:
             return
         search.drop(_EXPLORED)
