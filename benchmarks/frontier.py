@@ -3,14 +3,15 @@
     python -m benchmarks.frontier [--only "U-Net"] [--points 200] [--jobs 2]
 
 Every method sees the same joint graph of a step in bfloat16, captured on the meta device, and is judged by the same
-simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts the
-parameters, GB are 10^9 bytes, added time is in percent of the step. torch's partitioner saves what it chooses at each
+simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts
+the parameters, GB are 10^9 bytes, added time is in percent of the step. torch's partitioner saves what it chooses at each
 `activation_memory_budget` and by each of its solvers, and recomputes just in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -159,7 +160,7 @@ def measure(name: str, points: int) -> Frontier:
     budgets = {int(smallest + (save_all - smallest) * (step / (points - 1)) ** 1.5) for step in range(points)}
     own = {plan.peak_bytes for plans in peers.by_name.values() for plan in plans if plan.peak_bytes < save_all}
     rows = [point(problem, portfolio, peers, budget_bytes) for budget_bytes in sorted(budgets | own)]
-    pairs = list(zip(rows, rows[1:], strict=False))
+    pairs = list(itertools.pairwise(rows))
     return Frontier(
         model=name,
         nodes=sum(len(region.module.graph.nodes) for region in plan.captured.regions) if plan.captured else 0,

@@ -52,7 +52,7 @@ class ChunkedLoss(torch.autograd.Function):
 class WithChunkedLoss(nn.Module):
     """A Hugging Face language model whose logits are never whole."""
 
-    def __init__(self, model: nn.Module, rows: int = 1024) -> None:
+    def __init__(self, model: nn.Module, rows: int) -> None:
         super().__init__()
         self.model, self.rows = model, rows
 
@@ -107,8 +107,8 @@ def library(head: str, config: transformers.PretrainedConfig, loss: str | None =
     return make
 
 
-def chunked(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: WithChunkedLoss(make()).train()
+def chunked(make: Callable[[], nn.Module], rows: int = 1024) -> Callable[[], nn.Module]:
+    return lambda: WithChunkedLoss(make(), rows).train()
 
 
 def integers(*shape: int) -> Tensor:
