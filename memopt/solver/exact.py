@@ -41,8 +41,11 @@ def solve_exactly(
     seconds: float = 60.0,
     gap_seconds: float | None = None,
     below_seconds: float | None = None,
+    nodes: int | None = None,
 ) -> Exact:
     """The fastest schedule of stages with a peak of at most `budget_bytes`, within `seconds` of wall time.
+
+    `nodes` limits the search tree instead, so that what is found is the same in every run.
 
     The search ends when the best is within `gap_seconds` of the bound (1e-4 of the step unless given). Schedules that
     add more than `below_seconds` are not looked for.
@@ -57,7 +60,7 @@ def solve_exactly(
     unit = problem.seconds or 1.0
     if below_seconds is not None:
         staged.model.cost_at_most(below_seconds / unit)
-    values, bound, complete = staged.model.solve(seconds, gap)
+    values, bound, complete = staged.model.solve(seconds, gap, nodes)
     if values is None:
         return Exact(None, float("inf"), bound * unit, complete)
     schedule = to_schedule(remove_dead(arrays_of(problem), np.array(staged.evaluations(values), np.int64)))

@@ -52,8 +52,11 @@ class LinearModel:
     def cost_at_most(self, most: float) -> None:
         self.at_most([(v, cost) for v, cost in enumerate(self._cost) if cost], most)
 
-    def solve(self, seconds: float, relative_gap: float) -> tuple[Floats | None, float, bool]:
-        """The best values found (None: none), a lower bound of the cost, and whether the search was completed."""
+    def solve(self, seconds: float, relative_gap: float, nodes: int | None = None) -> tuple[Floats | None, float, bool]:
+        """The best values found (None: none), a lower bound of the cost, and whether the search was completed.
+
+        The search ends after `seconds` of wall time, or `nodes` of its tree.
+        """
         if not self._cost:
             return (np.zeros(0), 0.0, True) if min(self._most, default=0.0) >= 0 else (None, float("inf"), True)
         shape = (len(self._most), len(self._cost))
@@ -63,7 +66,11 @@ class LinearModel:
             integrality=np.array(self._integral),
             bounds=Bounds(np.array(self._lowest), np.ones(len(self._cost))),
             constraints=LinearConstraint(matrix, -np.inf, np.array(self._most)),
-            options={"time_limit": seconds, "mip_rel_gap": relative_gap},
+            options={
+                "time_limit": seconds,
+                "mip_rel_gap": relative_gap,
+                **({} if nodes is None else {"node_limit": nodes}),
+            },
         )
         if result.status == 2:
             return None, float("inf"), True

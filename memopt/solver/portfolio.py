@@ -33,6 +33,8 @@ _NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
 # How many evaluations the plans of a local search may have together, half a second's worth; more
 # where plans are short, since building and cutting them takes less.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
+# Forward ops up to which the exact reference takes part: a tenth of a second, and how far its tree may grow.
+_TINY_OPS, _TINY_NODES = 24, 300
 # Large problems gain nothing from repairs of the plan that saves all, which take longest: none after so many.
 _SPENT_BEFORE_SAVE_ALL = 100_000
 # How many the repairs may make that look for the smallest peak: a second or two.
@@ -164,6 +166,16 @@ class Portfolio:
             if search.best is None or search.spent < _SPENT_BEFORE_SAVE_ALL:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
+        search.offer(None if search.done else self._exact(cap_bytes))
+
+    def _exact(self, cap_bytes: int) -> Candidate | None:
+        """What the exact reference finds for a tiny problem; None for others, and where it finds nothing."""
+        if self._problem.forward_ops > _TINY_OPS:
+            return None
+        from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
+
+        found = solve_exactly(self._problem, cap_bytes, nodes=_TINY_NODES).schedule
+        return None if found is None else candidate(self._arrays, "exact", to_array(found))
 
     def _nested(self, budget_bytes: int) -> list[Candidate]:
         """Nested chain plans for several shares of the budget; where the smallest has none, for the least that has."""
@@ -204,7 +216,7 @@ class Portfolio:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
             plan = next((plan for plan in nested(cap_bytes) if plan.peak_bytes <= cap_bytes), None)
-            plan = plan or _first_fit(search, seeds)
+            plan = plan or _first_fit(search, seeds) or self._exact(cap_bytes)
             spent += search.spent
             if plan is None:
                 low = cap_bytes
