@@ -1,4 +1,4 @@
-"""Every family of the tests under five budgets, run and measured, beside checkpointing per block: JSON and two tables.
+"""Every family of the tests under seven budgets, run and measured, beside checkpointing per block: JSON and two tables.
 
     python -m benchmarks.families [--only gpt2-sdpa]
 
@@ -26,7 +26,7 @@ from tests.end_to_end.steps import Step, restored_buffers, train_step
 from tests.families import BY_NAME, Family
 
 RESULT = Path(__file__).parent / "results" / "families.json"
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def compare_with_checkpointing(family: Family) -> Checkpointing:
 
 
 def runs_table(runs: list[Run]) -> Table:
-    table = Table(title="Five budgets a family")
+    table = Table(title="Seven budgets a family")
     for column in (
         "family",
         "share",

@@ -4,8 +4,8 @@
 
 Every method sees the same joint graph of a step in bfloat16, captured on the meta device, and is judged by the same
 simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts
-the parameters, GB are 10^9 bytes, added time is in percent of the step. torch's partitioner saves what it chooses at each
-`activation_memory_budget` and by each of its solvers, and recomputes just in time.
+the parameters, GB are 10^9 bytes, added time is in percent of the step. torch's partitioner saves what it chooses at
+each `activation_memory_budget` and by each of its solvers, and recomputes just in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -263,6 +263,14 @@ def share_of(pairs: list[tuple[float, float | None]]) -> str:
     return f"{mean(shares):.2f}" if shares else "–"
 
 
+def write(results: list[Frontier]) -> None:
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    document: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
+    document["models"] = [asdict(result) for result in results]
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(BY_NAME))
@@ -271,16 +279,13 @@ def main() -> None:
     chosen = parser.parse_args()
     names = [chosen.only] if chosen.only else [model.name for model in MODELS]
     with ProcessPoolExecutor(chosen.jobs, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(measure, name, chosen.points) for name in names]
-        results = []
-        for name, future in zip(names, waiting, strict=True):
+        results: list[Frontier] = []
+        for future in as_completed([pool.submit(measure, name, chosen.points) for name in names]):
             results.append(future.result())
-            print(f"{name}: done", file=sys.stderr)
-    machine: dict[str, Any] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
-    RESULT.parent.mkdir(exist_ok=True)
-    if not chosen.only:
-        RESULT.write_text(json.dumps({**document, "models": [asdict(result) for result in results]}, indent=1) + "\n")
+            results.sort(key=lambda result: names.index(result.model))
+            print(f"{len(results)} of {len(names)} models", file=sys.stderr)
+            if not chosen.only:
+                write(results)
     console = Console(width=170)
     console.print(curves(results))
     console.print(summary(results))
