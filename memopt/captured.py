@@ -9,6 +9,7 @@ from functools import cached_property
 from memopt.budget.breakdown import is_receipt
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Operators
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
@@ -27,6 +28,17 @@ class Captured:
     data_sizes: DataSizes = field(default_factory=DataSizes)
     timed: bool = False
     """Whether ops are timed here, where that can be done."""
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What a reader of the plan should know of the capture, of each region's passes, and of sizes."""
+        regions = (note for region in self.regions if region.operators for note in region.operators.notes)
+        return self.notes + tuple(dict.fromkeys(regions)) + self.data_sizes.notes()
+
+    @property
+    def operators(self) -> tuple[Operators, ...]:
+        """What passes did to each region that has an operator graph."""
+        return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     @cached_property
     def _joined(self) -> dict[tuple[bool, bool], Joined]:

@@ -27,7 +27,7 @@ from memopt.solver import Schedule, warm_up
 from passes import GraphDiff, diff_graphs
 
 FORMAT = 1
-STAGES = ("captured", "scheduled")
+STAGES = ("operators", "rewritten", "captured", "scheduled")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class PlanDiff:
         return any(self.regions)
 
     def summary(self) -> str:
-        """How many ops are evaluated again; the views that lead to and from them move with them."""
-        return f"{self.evaluated_again} evaluated again" if self.evaluated_again else "no change"
+        """What passes did, or how many ops are evaluated again; the views that lead to and from them move with them."""
+        if self.evaluated_again:
+            return f"{self.evaluated_again} evaluated again"
+        return "; ".join(dict.fromkeys(region.summary() for region in self.regions if region)) or "no change"
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.regions))
@@ -107,23 +109,45 @@ class Plan:
 
     @property
     def graphs(self) -> dict[str, tuple[fx.GraphModule, ...]]:
-        """The joint graphs of each stage ("captured", "scheduled"), a module a region; `print_readable` shows code."""
+        """The graphs of each stage, a module a region; `print_readable` shows code.
+
+        "captured" and "scheduled" are joint graphs. Where passes were asked for, "operators" and "rewritten" are the
+        operator graphs before and after them, of those regions that have one.
+        """
         captured = self._live()
-        return {
+        joint = {
             "captured": tuple(region.module for region in captured.regions),
             "scheduled": tuple(
                 scheduled_graph(region, schedule)
                 for region, schedule in zip(captured.regions, self.regions, strict=True)
             ),
         }
+        if not captured.operators:
+            return joint
+        before, after = (tuple(each.stages[end] for each in captured.operators) for end in (0, -1))
+        return {"operators": before, "rewritten": after, **joint}
 
     def diff(self, stage: str | None = None) -> PlanDiff:
-        """What a stage changed in the graphs: "scheduled" (the default) adds the nodes that are evaluated again."""
-        if stage not in (None, "scheduled"):
-            raise ValueError(f"no stage {stage!r} to show; there is {STAGES[1]!r}, against {STAGES[0]!r}")
-        graphs = self.graphs
-        again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
-        return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again)
+        """What a stage changed in the graphs: "scheduled" (the default) adds the nodes that are evaluated again,
+        "operators" is what all passes on the operator graphs did; or the name of one pass, or of a labelled pipeline.
+
+        Raises `ValueError` for another name.
+        """
+        if stage in (None, "scheduled"):
+            graphs = self.graphs
+            again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
+            return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again)
+        operators = self._live().operators
+        if stage == "operators" and operators:
+            return PlanDiff(tuple(diff_graphs(each.stages[0], each.stages[-1]) for each in operators), 0)
+        spans = [span for each in operators if (span := each.span(str(stage)))]
+        if not spans:
+            names = (
+                ["operators", *dict.fromkeys(name for each in operators for name in each.names)] if operators else []
+            )
+            there = "".join(f", {name!r}" for name in names)
+            raise ValueError(f"no stage {stage!r} to show; there is 'scheduled', against 'captured'{there}")
+        return PlanDiff(tuple(diff_graphs(*span) for span in spans), 0)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, looked for as hard as this one if not told otherwise.
@@ -207,7 +231,7 @@ def make_plan(captured: Captured, account: Account, budget_bytes: int, effort: E
         method=solution.method,
         regions=split(joined, captured, solution.schedule),
         modules=module_rows(joined, solution.schedule),
-        notes=captured.notes + captured.data_sizes.notes(),
+        notes=captured.all_notes,
         effort=effort,
         captured=captured,
         joined=joined,

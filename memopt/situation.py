@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.dynamo import (
     GraphBreak,
@@ -56,20 +57,21 @@ class Situation:
         self._call: Call | None = None
         self._others = 0
         self._broken: dict[str, RegionCalls] = {}
-        """Calls that break into regions, by their signature."""
+        """Calls that break into regions, by their signature and the autocast that they are made under."""
         self._whole = self._compile_whole()
 
     def run(self, call: Call, others: int) -> Any:
         """Run a planned call; forwards in waiting now hold `others` bytes."""
         self._call, self._others = call, others
         try:
-            broken = self._broken.get(call_signature(call)) if self._broken else None
+            signature = f"{call_signature(call)} {autocast_state()}"
+            broken = self._broken.get(signature) if self._broken else None
             if broken is None:
                 try:
                     return self._run_whole(call)
                 except GraphBreak:
                     broken = RegionCalls(self.calls, self.state, call)
-                    self._broken[call_signature(call)] = broken
+                    self._broken[signature] = broken
             return broken.run(call, self._begin(broken.plan))
         finally:
             self._call = None
@@ -104,7 +106,7 @@ class Situation:
             guard_sizes(forward, captured.data_sizes.allowed)
             return forward, backward
 
-        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut)
+        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, self.calls.decide)
         if not plans:
             return compiled  # without gradients: nothing waits for a backward
 
@@ -203,6 +205,6 @@ class _Region:
             schedule, parameters = keys[0]
             return partition(replace(joint, parameter_inputs=parameters), schedule, self.owner.calls.accumulation)
 
-        compiled = lower(self.graph_module, inputs, frozenset(), cut)
+        compiled = lower(self.graph_module, inputs, frozenset(), cut, self.owner.calls.decide)
         self.variants.update(dict.fromkeys(keys, compiled))
         return compiled

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -19,6 +19,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
+from torch._C import DispatchKey
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import cached_backends
@@ -29,7 +30,9 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler, profiler_legacy
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, rebind_unbacked
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -45,28 +48,41 @@ __all__ = [
     "RecompileLimit",
     "TorchDispatchMode",
     "aot_autograd",
+    "autocast_kernel",
+    "before_tracing",
     "boxed",
     "capture_settings",
     "compile_with",
+    "composite_kernel",
     "current_backward",
     "current_leaf",
     "data_symbols_of",
     "drop_compilations",
+    "enters_autocast",
     "extract_halves",
     "fate_of_gradient",
+    "fresh_fakes",
+    "is_checkpoint",
     "keeps_graph",
     "known_sizes",
+    "leaves_autocast",
     "new_fake_mode",
     "nonfinite_flags",
+    "opaque_call",
     "plain_symbol",
     "plain_tensors",
+    "pre_dispatch_graph",
     "profiler_is_active",
+    "rebind_data_sizes",
+    "sets_grad_mode",
     "skips_on_device",
     "to_fake",
     "tracing_again",
     "tree_leaves",
     "tree_map",
     "upper_bound",
+    "without_autocast",
+    "without_torch_functions",
 ]
 
 # `torch._C` is the extension module: these parts have no complete stubs, hence Any.
@@ -253,10 +269,16 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     run = module.forward
 
     def call(arguments: list[Any]) -> Any:
-        return run(arguments)
+        with without_autocast():
+            return run(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Autocast off for all devices: a captured graph has its casts in it, and must get no others where it runs."""
+    return torch._C._DisableAutocast()
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -362,3 +384,112 @@ def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `GradScaler` leaves skipping to the optimiser's own kernel, as with `fused=True`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """In a Dynamo backend: a fake mode of its own, and fakes in it for the inputs of the region.
+
+    Tracing may write to them; those of Dynamo and AOTAutograd stay as they are.
+    """
+    context: Any = torch._guards.TracingContext.get()
+    mode = FakeTensorMode(shape_env=context.fake_mode.shape_env)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, FakeTensor):
+            return mode.from_tensor(value)
+        symbolic = context.tensor_to_context.get(value)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source, trace=False)
+
+    return mode, [fake(value) for value in inputs]
+
+
+def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:
+    """What `call` does with fakes of `mode`, as operators before any of them is taken apart or differentiated."""
+    outer: Any = torch._guards.TracingContext.get()
+    inner: Any = torch._guards.TracingContext(mode)
+    inner.module_context, inner.fake_mode = outer.module_context, mode
+    with torch._guards.tracing(inner), mode, fx_traceback.preserve_node_meta():
+        return make_fx(call, pre_dispatch=True)(*inputs)
+
+
+@contextmanager
+def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
+    """In `pre_dispatch_graph`: have `see(trace, within, operator, args, kwargs)` called in the tracer's place.
+
+    `trace(operator, args, kwargs)` goes on to the tracer; calls made under `within` are seen in turn.
+    """
+    tracer: Any = get_proxy_mode()
+    go_on = tracer.__torch_dispatch__
+
+    def trace(func: Any, args: Any, kwargs: Any) -> Any:
+        return go_on(func, (), args, kwargs)
+
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return see(trace, tracer, func, args, kwargs or {})
+
+    tracer.__torch_dispatch__ = dispatch
+    try:
+        yield
+    finally:
+        del tracer.__torch_dispatch__
+
+
+def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
+    """In `pre_dispatch_graph`: a call of a higher-order operator as one node; nothing in it is traced."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    for number, module in enumerate(each for each in tree_leaves((args, kwargs)) if isinstance(each, fx.GraphModule)):
+        tracer.root.register_module(tracer.get_fresh_qualname(f"{target}_{number}_"), module)
+    proxies = tree_map(tracer.unwrap_proxy, (args, kwargs))
+    proxy = tracer.create_proxy("call_function", target, *proxies)
+    with plain_tensors(), without_torch_functions(), mode:
+        value = target(*args, **kwargs)
+    return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+
+
+def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
+    """Have the data-dependent symbols of a repeated run stand for those of the first."""
+    rebind_unbacked(mode.shape_env, node, result)
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Torch functions go straight to their implementation, past modes such as that of tracing."""
+    return torch._C.DisableTorchFunction()
+
+
+def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
+    """What autocast does with an operator on a device type: casts, then the operator; None where it leaves it alone."""
+    return _kernel(operator, f"Autocast{device.upper()}")
+
+
+def composite_kernel(operator: Any) -> Callable[..., Any] | None:
+    """The calls that an operator is made of; None for one with a kernel or a gradient of its own."""
+    return _kernel(operator, "CompositeImplicitAutograd")
+
+
+def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), name):
+        return None
+    return functools.partial(operator._op_dk, getattr(DispatchKey, name))
+
+
+def sets_grad_mode(target: Any) -> bool:
+    """Whether a call in Dynamo's graph is `torch.set_grad_enabled`."""
+    return target is torch._C._set_grad_enabled
+
+
+def enters_autocast(target: Any) -> bool:
+    """Whether a call in Dynamo's graph opens a `torch.autocast` block."""
+    return target is torch.amp.autocast_mode._enter_autocast
+
+
+def leaves_autocast(target: Any) -> bool:
+    """Whether a call in Dynamo's graph closes a `torch.autocast` block."""
+    return target is torch.amp.autocast_mode._exit_autocast
+
+
+def is_checkpoint(target: Any) -> bool:
+    """Whether a call in Dynamo's graph is `torch.utils.checkpoint.checkpoint`."""
+    return target is torch.ops.higher_order.tag_activation_checkpoint

@@ -17,6 +17,7 @@ from memopt.capture.data_sizes import DataSizes, SizeOutgrown, is_real, match, n
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, tensors_in
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Decide
 from memopt.captured import Captured
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
@@ -58,6 +59,8 @@ class TrainingCalls:
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
         self.latest: Plan | None = None
         self.unplanned = False
+        self.decide: Decide | None = None
+        """Which passes rewrite each region's operator graph; to be set before the first call is planned."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.unplanned:
@@ -147,7 +150,13 @@ class TrainingCalls:
         state = state or replace(self._state(), gradients_held=False)
         with stage("capturing"):
             captured = capture(
-                self.model, call, self.loss_fn, self.device(), state.hooked, differentiate_all=self.differentiate_all
+                self.model,
+                call,
+                self.loss_fn,
+                self.device(),
+                state.hooked,
+                differentiate_all=self.differentiate_all,
+                decide=self.decide,
             )
         return self.plan(self.remember(captured.regions, call, captured.notes), call, state, captured.between_bytes)
 

@@ -88,11 +88,12 @@ class Pipeline(Pass):
     """Passes in a row, itself a pass; prints as a list. `passes` may be any sequence of passes and is kept as a tuple.
 
     The observer is called between passes, for those of a pipeline inside this one too: one callback serves verifying,
-    timing, printing and recording.
+    timing, printing and recording. `label` names what the passes do together.
     """
 
     passes: tuple[Pass, ...]
     observer: Observer | None = field(default=None, compare=False)
+    label: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", tuple(self.passes))
@@ -118,6 +119,10 @@ class Pipeline(Pass):
             graph_module = after
         return graph_module
 
+    @property
+    def name(self) -> str:
+        return self.label or super().name
+
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
 
@@ -125,9 +130,9 @@ class Pipeline(Pass):
         return len(self.passes)
 
     def __repr__(self) -> str:
-        if not self.passes:
-            return "Pipeline([])"
-        return "Pipeline([\n" + "".join(textwrap.indent(f"{each!r},\n", "    ") for each in self.passes) + "])"
+        head = f"Pipeline({self.label!r}, [" if self.label else "Pipeline(["
+        rows = "".join(textwrap.indent(f"{each!r},\n", "    ") for each in self.passes)
+        return f"{head}\n{rows}])" if rows else f"{head}])"
 
 
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:

@@ -22,6 +22,7 @@ from memopt.capture.dynamo import (
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Decide
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.errors import CaptureError
 from memopt.torch_compat import FakeTensorMode, new_fake_mode, tree_leaves
@@ -52,17 +53,19 @@ def capture(
     hooked: frozenset[int],
     *,
     differentiate_all: bool,
+    decide: Decide | None = None,
 ) -> CapturedCall:
     """The joint graphs of every region of one training call.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for. Where the forward breaks into regions, its
-    Python runs once, on fakes. Raises `CaptureError` where no region can be captured.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for; the passes that `decide` names run on each
+    region's operator graph. Where the forward breaks into regions, its Python runs once, on fakes. Raises
+    `CaptureError` where no region can be captured.
     """
     mode = new_fake_mode()
     with fake_parameters(model, mode, device) as fakes:
         hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
         args, kwargs = fake_call(call, mode, device)
-        recorder = _Recorder(hooked_fakes, differentiate_all=differentiate_all)
+        recorder = _Recorder(hooked_fakes, decide, differentiate_all=differentiate_all)
         try:
             compile_call(training_call(model, loss_fn), recorder.whole, whole=True)(*args, **kwargs)
             reason = "what it returns depends on no trainable parameter" if recorder.undifferentiated else PASSED_OVER
@@ -70,7 +73,7 @@ def capture(
             return CapturedCall(tuple(recorder.runs))
         except GraphBreak as broken:
             reason = str(broken)
-        return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, reason)
+        return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, decide, reason)
 
 
 def _capture_regions(
@@ -79,9 +82,10 @@ def _capture_regions(
     loss_fn: Callable[..., Any] | None,
     mode: FakeTensorMode,
     hooked: set[int],
+    decide: Decide | None,
     reason: str,
 ) -> CapturedCall:
-    recorder = _Recorder(hooked, differentiate_all=True)
+    recorder = _Recorder(hooked, decide, differentiate_all=True)
     try:
         with mode, recorder.between:
             compiled = compile_call(training_call(model, loss_fn), recorder.region, whole=False)
@@ -106,8 +110,8 @@ def _cannot(model: nn.Module, reason: str) -> str:
 class _Recorder:
     """Backends that write down what they are given to compile."""
 
-    def __init__(self, hooked: set[int], *, differentiate_all: bool) -> None:
-        self.hooked, self.differentiate_all = hooked, differentiate_all
+    def __init__(self, hooked: set[int], decide: Decide | None, *, differentiate_all: bool) -> None:
+        self.hooked, self.decide, self.differentiate_all = hooked, decide, differentiate_all
         self.between = Between()
         self.runs: list[JointGraph] = []
         self.parameters: list[dict[int, int]] = []
@@ -148,7 +152,7 @@ class _Recorder:
             raise _Recorded
 
         try:
-            lower(graph_module, inputs, parameter_numbers(inputs, self.hooked), keep)
+            lower(graph_module, inputs, parameter_numbers(inputs, self.hooked), keep, self.decide)
         except _Recorded:
             return traced[0]
         return None

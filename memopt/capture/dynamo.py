@@ -7,11 +7,15 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from memopt.capture.author_modes import Untraceable
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Decide, Operators, needs_operators, operator_graph, rewrite, without_buffers
 from memopt.errors import CaptureError
 from memopt.torch_compat import (
     BackendCompilerFailed,
@@ -22,7 +26,9 @@ from memopt.torch_compat import (
     capture_settings,
     compile_with,
     drop_compilations,
+    without_autocast,
 )
+from passes import copy_graph_module
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
@@ -144,17 +150,24 @@ def in_brief(error: BaseException) -> str:
 
 
 def lower(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], parameters: frozenset[int], partition: Partition
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    parameters: frozenset[int],
+    partition: Partition,
+    decide: Decide | None = None,
 ) -> Callable[..., Any]:
     """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable.
 
-    A region without gradients has no joint graph: `partition` is not called then.
+    With `decide`, the passes that it names run on the region's operator graph before. A region without gradients has no
+    joint graph: `partition` is not called then. Raises `PassError`.
     """
+    operators = _operators(graph_module, inputs, decide)
+    rewritten = operators is not None and bool(operators.stages)
 
     def partition_traced(
         traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(JointGraph.of(traced, num_fwd_outputs, parameters))
+        return partition(JointGraph.of(traced, num_fwd_outputs, parameters, operators))
 
     def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
@@ -166,7 +179,22 @@ def lower(
         partition_fn=partition_traced,
         keep_inference_input_mutations=True,
     )
-    return compile_region(graph_module, list(inputs))
+    if operators is not None and rewritten:
+        graph_module = without_buffers(copy_graph_module(operators.stages[-1]))
+    # An operator graph has the casts of autocast in it.
+    with without_autocast() if rewritten else nullcontext():
+        return compile_region(graph_module, list(inputs))
+
+
+def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], decide: Decide | None) -> Operators | None:
+    """The region's operator graph, rewritten; None where nothing asks for one."""
+    if not torch.is_grad_enabled() or (decide is None and not needs_operators(graph_module)):
+        return None
+    try:
+        graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()))
+    except Untraceable as reason:
+        return Operators(notes=(f"a region is not rewritten by passes, since {reason}",))
+    return rewrite(graph, decide)
 
 
 def example_inputs(graph_module: fx.GraphModule) -> list[Any]:

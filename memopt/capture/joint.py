@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from memopt.capture.operators import Operators
 from passes import CANONICAL, format_graph
 from passes.node_facts import is_tangent
 
@@ -22,11 +23,19 @@ class JointGraph:
     forward_outputs: int
     parameter_inputs: frozenset[int] = frozenset()
     """Which of the `primals_*`, counted from 0, are parameters whose gradient this region alone makes, no hook sees."""
+    operators: Operators | None = field(default=None, repr=False, compare=False)
+    """The operator graph that this one was traced from, before and after each pass; None where none was made."""
 
     @classmethod
-    def of(cls, traced: fx.GraphModule, forward_outputs: int, parameter_inputs: frozenset[int]) -> JointGraph:
+    def of(
+        cls,
+        traced: fx.GraphModule,
+        forward_outputs: int,
+        parameter_inputs: frozenset[int],
+        operators: Operators | None = None,
+    ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd hands it to a partitioner."""
-        return cls(CANONICAL(traced), forward_outputs, parameter_inputs)
+        return cls(CANONICAL(traced), forward_outputs, parameter_inputs, operators)
 
     @cached_property
     def fingerprint(self) -> str:

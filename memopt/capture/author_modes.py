@@ -1,0 +1,177 @@
+"""Grad mode and autocast while operators are traced: carried out, and written into the graph as `detach` and `to`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memopt.torch_compat import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    autocast_kernel,
+    composite_kernel,
+    plain_tensors,
+    tree_leaves,
+    tree_map,
+    without_torch_functions,
+)
+
+aten = torch.ops.aten
+_DEVICES = ("cpu", "cuda")
+
+
+class Untraceable(Exception):
+    """A region keeps its meaning only at Dynamo's level; says why, after "since"."""
+
+
+class AuthorModes:
+    """Sees each operator as the author called it, before the tracer does.
+
+    Under `no_grad` it hands the operator detached arguments. Under autocast it has the dispatcher's own autocast kernel
+    run, whose casts and final call are then traced one by one; composites that autocast reaches into are taken apart.
+    Autocast's cache is kept too: one cast for all uses of a weight decides in which type its gradients are summed.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.authored: list[torch.autocast] = []
+        """The autocast blocks of the model itself that are open."""
+        self._ambient = autocast_is_on()
+        self._caching = [torch.is_autocast_cache_enabled()]
+        self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_kernel = False
+
+    def enter_autocast(
+        self, device: str, dtype: torch.dtype | None = None, enabled: bool = True, cache: bool | None = None
+    ) -> None:
+        """The model opens an autocast block."""
+        block = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+        with without_torch_functions():
+            block.__enter__()  # type: ignore[no-untyped-call]
+        self.authored.append(block)
+        self._caching.append(self._caching[0] if cache is None else cache)
+
+    def leave_autocast(self) -> None:
+        """The model closes the block that it opened last."""
+        with without_torch_functions():
+            self.authored.pop().__exit__(None, None, None)
+        self._caching.pop()
+        if not self.authored and not self._ambient:
+            self._casts.clear()
+
+    def leave_all(self) -> None:
+        while self.authored:
+            self.leave_autocast()
+
+    def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Handle one operator: `trace(func, args, kwargs)` puts a call into the graph; under `within` the calls of a
+        kernel come back here."""
+        if not torch.is_grad_enabled():
+            args, kwargs = self._without_gradients(trace, func, args, kwargs)
+        device = _autocast_device(args, kwargs)
+        if device is None:
+            return self._cached_cast(trace, func, args, kwargs) if self._in_kernel else trace(func, args, kwargs)
+        kernel = autocast_kernel(func, device)
+        if kernel is None:
+            kernel = composite_kernel(func)
+            if kernel is None or not self._reached(func, device, args, kwargs):
+                return trace(func, args, kwargs)
+        outer, self._in_kernel = self._in_kernel, True
+        try:
+            with within:
+                return kernel(*args, **kwargs)
+        finally:
+            self._in_kernel = outer
+
+    def _cached_cast(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """A call from inside of an autocast kernel: a weight that was cast before is taken from the cache."""
+        if func is not aten.to.dtype or not self._caching[-1] or not _is_weight(args[0]):
+            return trace(func, args, kwargs)
+        weight, dtype = args[0], args[1]
+        if (id(weight), dtype) not in self._casts:
+            self._casts[id(weight), dtype] = (weight, trace(func, args, kwargs))
+        return self._casts[id(weight), dtype][1]
+
+    def _without_gradients(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of a call under `no_grad`, each that requires a gradient detached."""
+        if func is aten.detach.default:
+            return args, kwargs
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._check_write(func, value)
+
+        def detach(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            if id(value) not in self._detached:
+                self._detached[id(value)] = (value, trace(aten.detach.default, (value,), {}))
+            return self._detached[id(value)][1]
+
+        return tree_map(detach, args), tree_map(detach, kwargs)
+
+    def _check_write(self, func: Any, written: Any) -> None:
+        kept = {_storage(value) for value, _ in self._detached.values()}
+        for value in tree_leaves(written):
+            if isinstance(value, torch.Tensor) and (value.requires_grad or _storage(value) in kept):
+                raise Untraceable(f"{func} writes under no_grad into a value that requires a gradient")
+
+    def _reached(self, func: Any, device: str, args: Any, kwargs: Any) -> bool:
+        """Whether autocast changes what a composite computes: the same calls on the same types if not."""
+        seen = []
+        for enabled in (True, False):
+            with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), _Calls() as calls:
+                given = tree_map(_stripped, (args, kwargs))
+                dtype = torch.get_autocast_dtype(device)
+                with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                    func(*given[0], **given[1])
+            seen.append(calls.seen)
+        return seen[0] != seen[1]
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down operators and the types that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self.seen.append((func, *(leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def autocast_is_on() -> bool:
+    """Whether autocast is active for any device."""
+    return any(map(torch.is_autocast_enabled, _DEVICES))
+
+
+def autocast_state() -> str:
+    """The autocast that is active, as text."""
+    types = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+    return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
+
+
+def _autocast_device(args: Any, kwargs: Any) -> str | None:
+    """The device whose autocast a call falls under."""
+    on = [device for device in reversed(_DEVICES) if torch.is_autocast_enabled(device)]
+    if not on:
+        return None
+    types = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    return next((device for device in on if device in types), None)
+
+
+def _is_weight(value: torch.Tensor) -> bool:
+    """What autocast's cache takes: an fp32 leaf that requires a gradient and is no view."""
+    return value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not value._is_view()
+
+
+def _stripped(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

@@ -1,0 +1,131 @@
+"""Traces Dynamo's graph of a region into operators, with grad mode and autocast written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
+from memopt.torch_compat import (
+    FakeTensorMode,
+    before_tracing,
+    enters_autocast,
+    fresh_fakes,
+    is_checkpoint,
+    leaves_autocast,
+    opaque_call,
+    pre_dispatch_graph,
+    rebind_data_sizes,
+    sets_grad_mode,
+    without_torch_functions,
+)
+
+AUTHOR_AUTOCAST = "memopt_author_autocast"
+
+
+def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The region in operators, its inputs in the same order and under readable names.
+
+    To be called in a Dynamo backend, in the modes that are active when the region runs. Raises `Untraceable`.
+    """
+    mode, fakes = fresh_fakes(inputs)
+    modes = AuthorModes(mode)
+    reader = _Reader(graph_module, mode, modes)
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored also where the trace ends early
+        try:
+            traced = pre_dispatch_graph(reader.read, mode, fakes)
+        finally:
+            modes.leave_all()
+    _check_gradients(graph_module, reader.differentiable)
+    return _named(traced, graph_module)
+
+
+class _Reader(fx.Interpreter):
+    """Runs Dynamo's graph under a tracer. What sets a mode is carried out and not traced."""
+
+    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode, modes: AuthorModes) -> None:
+        super().__init__(graph_module)
+        self.mode, self.modes = mode, modes
+        self.differentiable: list[bool] = []
+        """Of each result, whether a gradient may come to it."""
+
+    def read(self, *inputs: Any) -> Any:
+        with before_tracing(self.modes.see):
+            results = self.run(*inputs)
+        self.differentiable = [isinstance(each, torch.Tensor) and each.requires_grad for each in results]
+        return results
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self.modes.authored:
+            # Tracers copy this entry to every node that they make for `n`.
+            n.meta["custom"] = {**n.meta.get("custom", {}), AUTHOR_AUTOCAST: True}
+        result = super().run_node(n)
+        rebind_data_sizes(self.mode, n, result)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self.call_higher_order(target, args, kwargs)
+        if sets_grad_mode(target):
+            with without_torch_functions():
+                target(*args, **kwargs)
+            return None
+        if enters_autocast(target):
+            return self.modes.enter_autocast(*args)
+        if leaves_autocast(target):
+            return self.modes.leave_autocast()
+        return super().call_function(target, args, kwargs)
+
+    def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_checkpoint(target):
+            # What is kept is the plan's to say, so that the author's checkpoint is run through.
+            inner, *rest = args
+            own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
+            return _Reader(inner, self.mode, self.modes).run(*rest, *own.values())
+        if autocast_is_on():
+            raise Untraceable(f"{target} runs under autocast, whose casts inside of it cannot be written out")
+        if not torch.is_grad_enabled():
+            raise Untraceable(f"{target} runs under no_grad")
+        return opaque_call(target, args, kwargs, self.mode)
+
+
+def _placeholders(module: fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
+
+
+def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool]) -> None:
+    """Raise `Untraceable` unless gradients flow to the same results as in Dynamo's graph."""
+    (expected,) = graph_module.graph.output_node().args
+    for node, flows in zip(expected, differentiable, strict=True):  # type: ignore[arg-type]
+        known = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(known, torch.Tensor) and known.requires_grad != flows:
+            raise Untraceable(f"the gradient of its result {node} would be lost")
+
+
+def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The traced module with inputs named after the model's attributes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    sources = iter(graph_module.graph.find_nodes(op="placeholder"))
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            source = next(sources)
+            copies[node] = graph.placeholder(readable(source.name))
+            copies[node].meta = dict(node.meta)
+            copies[node]._dynamo_source = getattr(source, "_dynamo_source", None)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(traced, graph, "OperatorGraph")
+
+
+def readable(name: str) -> str:
+    """`blocks_0_norm_weight` for `l_run_self_modules_blocks_modules_0_modules_norm_parameters_weight_`."""
+    for prefix in ("l_run_self_", "l_self_", "l_kwargs_", "l_args_", "l_"):
+        name = name.removeprefix(prefix) if name.startswith(prefix) else name
+    for word in ("modules_", "parameters_", "buffers_"):
+        name = name.removeprefix(word).replace(f"_{word}", "_")
+    name = name.strip("_")
+    return name if name.isidentifier() else f"input_{name}"

@@ -1,0 +1,133 @@
+"""A captured region as an operator graph, which passes rewrite: it stands between Dynamo's graph and the joint one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
+from memopt.torch_compat import enters_autocast
+from passes import Pass, Pipeline
+from passes.node_facts import OPERATOR_OVERLOAD
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """The forward of a region in ATen operators as its author called them: `linear`, `layer_norm`,
+    `scaled_dot_product_attention`, `cross_entropy_loss` are whole, and nothing is differentiated yet.
+
+    Nodes are inputs (in Dynamo's order), constants, calls of operators, arithmetic on sizes, and the output. Grad mode
+    and autocast are written out: a value that `no_grad` reads comes by `detach`, one that autocast casts by `to`.
+    Higher-order operators (an `autograd.Function` with its own backward) are one opaque node each, with inner graphs as
+    attributes: what it is given must keep its type.
+    """
+
+    module: fx.GraphModule = field(repr=False)
+    parameter_inputs: frozenset[int]
+    """Which of the inputs, counted from 0, are parameters."""
+    notes: tuple[str, ...] = ()
+    author_typed: frozenset[str] = frozenset()
+    """Names of the nodes inside of `torch.autocast` blocks that the model itself opens: their types are its author's
+    choice, also where he turns autocast off."""
+
+
+Decide: TypeAlias = Callable[[OperatorGraph], Pipeline]
+"""Which passes are to run on a region. Called anew for each capture of it: the same graph must get the same passes."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """What became of one region on its operator graph."""
+
+    stages: tuple[fx.GraphModule, ...] = ()
+    """As captured, and after each pass; empty where the region stayed at Dynamo's level."""
+    pipeline: Pipeline = field(default_factory=lambda: Pipeline(()))
+    notes: tuple[str, ...] = ()
+
+    def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+        """The graph before and after the passes, or the nested pipeline, of that name; None where there is none."""
+        positions = [number for number, names in enumerate(_names(self.pipeline)) if name in names]
+        return (self.stages[positions[0]], self.stages[positions[-1] + 1]) if positions else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `span` knows, in the order of the passes."""
+        return tuple(dict.fromkeys(name for names in _names(self.pipeline) for name in names))
+
+
+def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """For each pass that runs its name, and those of the pipelines that it is in but for the outermost."""
+    found: list[tuple[str, ...]] = []
+    for each in pipeline:
+        names = (*outer, each.name)
+        found += _names(each, names) if isinstance(each, Pipeline) else [names]
+    return found
+
+
+def operator_graph(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int]
+) -> OperatorGraph:
+    """The operator graph of a region that Dynamo is compiling. Raises `Untraceable` where its meaning would be lost."""
+    module = trace_operators(graph_module, inputs)
+    _check_targets(module.graph)
+    author_typed = _take_marks(module.graph)
+    return OperatorGraph(module, parameter_inputs, author_typed=author_typed)
+
+
+def needs_operators(graph_module: fx.GraphModule) -> bool:
+    """Whether autocast is at work in a region: its casts are then written out, since AOTAutograd would cast a weight
+    for each use, and sum its gradients in another type than the plain model does."""
+    return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
+
+
+def rewrite(graph: OperatorGraph, decide: Decide | None) -> Operators:
+    """Run the passes that are decided for a graph. Raises `PassError`."""
+    pipeline = decide(graph) if decide is not None else Pipeline(())
+    stages = [graph.module]
+
+    def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        stages.append(after)
+
+    Pipeline((pipeline,), observer=keep)(graph.module)
+    return Operators(tuple(stages), pipeline, graph.notes)
+
+
+def without_buffers(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with its constants as plain attributes: AOTAutograd would take buffers for inputs, and number all the
+    others anew. Edits the module."""
+    for name, constant in list(module._buffers.items()):
+        del module._buffers[name]
+        setattr(module, name, constant)
+    return module
+
+
+def _check_targets(graph: fx.Graph) -> None:
+    """Raise `Untraceable` for a call that is neither an operator nor arithmetic on sizes."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_operator(node):
+            name = getattr(node.target, "__name__", str(node.target))
+            raise Untraceable(f"it calls {name}, which is no operator")
+
+
+def _is_operator(node: fx.Node) -> bool:
+    if isinstance(node.target, (OPERATOR_OVERLOAD, torch._ops.HigherOrderOperator)):
+        return True
+    module = getattr(node.target, "__module__", "")
+    return module in ("_operator", "math") or getattr(node.target, "__name__", "").startswith("sym_")
+
+
+def _take_marks(graph: fx.Graph) -> frozenset[str]:
+    """Names of the nodes that tracing marked as inside of the author's own autocast; removes the marks."""
+    marked: set[str] = set()
+    for node in graph.nodes:
+        custom = node.meta.get("custom")
+        if custom and AUTHOR_AUTOCAST in custom:
+            marked.add(node.name)
+            rest = {name: value for name, value in custom.items() if name != AUTHOR_AUTOCAST}
+            node.meta.update(custom=rest) if rest else node.meta.pop("custom")
+    return frozenset(marked)

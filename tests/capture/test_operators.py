@@ -1,0 +1,267 @@
+"""Models whose meaning is easily lost on the way to operators: bit for bit the plain model's step, on that road."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import memopt
+from memopt.capture.operators import OperatorGraph, Operators
+from memopt.planned_call import planned_call_of
+from passes import EliminateDeadCode, Pipeline, format_graph
+from passes.module_path import module_path
+from tests.end_to_end import odd_models
+from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
+from tests.end_to_end.pieces import assert_same, run, step
+from tests.end_to_end.usual import make
+from tests.families import integers, normals
+
+Around = Callable[[], AbstractContextManager[Any]]
+BF16: Around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+
+
+SKIPPED = (odd_models.Uncapturable, odd_models.NumpyInLoop)
+"""Not captured, or not the same way twice."""
+
+
+def no_passes(_: OperatorGraph) -> Pipeline:
+    return Pipeline(())
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": normals(32, WIDTH), "labels": integers(CLASSES, 32)}
+
+
+def check(model: nn.Module, around: Around = nullcontext, each: Any = None, *, decide: Any = no_passes) -> memopt.Plan:
+    """Assert that a step on the operator graphs leaves the plain model's bits; gives its plan."""
+    each = batch() if each is None else each
+
+    def piece(model: nn.Module) -> Tensor:
+        with around():
+            return step(model, each)
+
+    plain = run(copy.deepcopy(model), piece, each)
+    memopt.optimize(model, 1.0, optimizer=None)
+    planned_call_of(model).forward.decide = decide  # type: ignore[union-attr]
+    assert_same(run(model, piece, each), plain)
+    return memopt.plan_of(model)
+
+
+def operators(plan: memopt.Plan) -> tuple[Operators, ...]:
+    assert plan.captured is not None
+    return plan.captured.operators
+
+
+def text(plan: memopt.Plan) -> str:
+    return "\n".join(format_graph(module) for module in plan.graphs["operators"])
+
+
+@pytest.mark.parametrize(
+    "odd", [odd for odd in odd_models.ODD_MODELS if odd.returns_loss and odd.model not in SKIPPED], ids=str
+)
+def test_odd_models(odd: odd_models.OddModel) -> None:
+    assert operators(check(odd.make(), each=odd.inputs()))
+
+
+class NoGradInside(Layered):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            with torch.no_grad():
+                size = (y * y).mean(-1, keepdim=True).sqrt()
+            x = x + y / (1 + size) * torch.sigmoid(x.detach())
+        return x
+
+
+class WritesUnderNoGrad(Layered):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            with torch.no_grad():
+                y.mul_(0.5)
+            x = x + y
+        return x
+
+
+class Island(Layered):
+    """Autocast turned off for one part, and turned on inside of that for one more."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with torch.autocast("cpu", enabled=False):
+                y = block[0](x.float())
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = block[1](y)
+                z = block[3](block[2](y.float()))
+            x = x + z
+        return x
+
+
+class TwiceUnderAutocast(Layered):
+    """Weights that are cast once and used three times, so that their gradients are summed in 16 bits."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + self.blocks[0](x)
+        return x
+
+
+class OwnFunctionBeforeAnIsland(odd_models.OwnFunction):
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.head(x)
+        return F.cross_entropy(logits.float(), labels)
+
+
+class CheckpointWithDropout(Layered):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(lambda x, block=block: F.dropout(block(x), 0.3), x, use_reentrant=False)
+        return F.dropout(x, 0.3)
+
+
+class Tied(Layered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1][1].weight = self.blocks[0][1].weight  # type: ignore[index]
+
+
+class Constants(Layered):
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x * torch.tensor([0.5, 2.0]).repeat(WIDTH // 2))
+
+
+class WithBatchNorm(Layered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.norm(x))
+
+
+@torch.library.custom_op("memopt_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x * x * x
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _half_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * ctx.saved_tensors[0]
+
+
+cube.register_autograd(_half_gradient, setup_context=_keep)
+
+
+class CustomOperator(Layered):
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(torch.ops.memopt_tests.cube(super().body(x)))
+
+
+KINDS = (
+    NoGradInside,
+    Island,
+    TwiceUnderAutocast,
+    CheckpointWithDropout,
+    Tied,
+    Constants,
+    WithBatchNorm,
+    CustomOperator,
+)
+
+
+@pytest.mark.parametrize("around", [nullcontext, BF16], ids=["plain", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_bit_for_bit(kind: type[nn.Module], around: Around) -> None:
+    assert operators(check(make(kind), around))
+
+
+@pytest.mark.parametrize("kind", [odd_models.OwnFunction, WritesUnderNoGrad])
+def test_what_is_lost_on_operators_stays_at_dynamos_level_and_the_plan_says_so(kind: type[nn.Module]) -> None:
+    plan = check(make(kind), nullcontext if kind is WritesUnderNoGrad else BF16)
+    assert not operators(plan)
+    assert "a region is not rewritten by passes, since" in str(plan.notes)
+
+
+def test_an_own_function_is_one_opaque_node() -> None:
+    plan = check(make(OwnFunctionBeforeAnIsland))
+    assert text(plan).count("autograd_function_apply(") == 3
+
+
+def test_autocast_needs_no_passes_to_be_written_out() -> None:
+    plan = check(make(TwiceUnderAutocast), BF16, decide=None)
+    assert operators(plan)
+    weights = [line for line in text(plan).splitlines() if "aten.to.dtype(blocks_0_1_weight" in line]
+    assert len(weights) == 1, "a weight used three times is cast once"
+
+
+def test_plain_regions_have_no_operator_graph_without_passes() -> None:
+    plan = check(make(Layered), decide=None)
+    assert not operators(plan)
+    assert list(plan.graphs) == ["captured", "scheduled"]
+
+
+def test_author_typed_nodes() -> None:
+    seen: list[OperatorGraph] = []
+
+    def decide(graph: OperatorGraph) -> Pipeline:
+        seen.append(graph)
+        return Pipeline(())
+
+    check(make(Island), decide=decide)
+    nodes = {node.name: node for node in seen[0].module.graph.nodes}
+    inside = {str(nodes[name].target) for name in seen[0].author_typed}
+    assert {"aten.linear.default", "aten.layer_norm.default", "aten.gelu.default", "aten.to.dtype"} <= inside
+    assert not any("cross_entropy" in target for target in inside)
+    assert not any("custom" in node.meta for node in nodes.values())
+
+
+def test_composites_stay_whole_and_know_their_modules() -> None:
+    module = check(make(Layered)).graphs["operators"][0]
+    places = {str(node.target): module_path(node) for node in module.graph.nodes if node.op == "call_function"}
+    assert places["aten.layer_norm.default"] == "blocks.2.0"
+    assert places["aten.linear.default"] == "head"
+    assert "aten.cross_entropy_loss.default" in places
+    assert [node.name for node in module.graph.find_nodes(op="placeholder")][:2] == ["blocks_0_0_weight", "blocks_0_0_bias"]
+
+
+@pytest.mark.parametrize("kind", [odd_models.BreakInLoop, odd_models.GraphBreak, CheckpointWithDropout, Layered])
+def test_plans_are_those_of_the_direct_road(kind: type[nn.Module]) -> None:
+    direct, through = (check(make(kind), decide=decide) for decide in (None, no_passes))
+    if kind is not CheckpointWithDropout:
+        assert through.regions == direct.regions
+    assert through.modules == direct.modules
+    assert [op.block for op in through.joined.problem.ops] == [op.block for op in direct.joined.problem.ops]  # type: ignore[union-attr]
+
+
+def test_diff_shows_what_passes_changed() -> None:
+    def decide(_: OperatorGraph) -> Pipeline:
+        return Pipeline((Pipeline((EliminateDeadCode(),), label="clean"),))
+
+    class Dead(Layered):
+        def body(self, x: Tensor) -> Tensor:
+            x.sin()
+            return super().body(x)
+
+    plan = check(make(Dead), decide=decide)
+    for name in ("clean", "EliminateDeadCode", "operators"):
+        assert plan.diff(name).summary() in ("1 removed", "no change")
+    assert list(plan.graphs) == ["operators", "rewritten", "captured", "scheduled"]
+    with pytest.raises(ValueError, match=r"no stage 'none' to show; .*, 'operators', 'clean', 'EliminateDeadCode'"):
+        plan.diff("none")
