@@ -7,6 +7,8 @@ from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
 from passes.graph_text import format_graph, format_node
 from passes.hoist_getitems import HoistGetitems
+from passes.insert_casts import InsertCasts
+from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.node_facts import is_pure, is_random
 from passes.remove_detach import RemoveDetach
@@ -18,6 +20,8 @@ __all__ = [
     "EliminateDeadCode",
     "GraphDiff",
     "HoistGetitems",
+    "InsertCasts",
+    "MergeCasts",
     "MergeCommonSubexpressions",
     "Observer",
     "Pass",

@@ -1,0 +1,150 @@
+"""Decides the dtype of each operator: 16 bits in and out wherever kernels sum in fp32, else fp32."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import fx
+
+from memopt.precision import op_lists
+from memopt.precision.plan import Choice, PrecisionPlan
+from memopt.precision.rules import Rules
+from passes.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
+
+
+class _State(Enum):
+    """What a value is: a master's own fp32, 16 bits, or fp32 that was decided or that the model asks for."""
+
+    MASTER = 0
+    LOW = 1
+    FULL = 2
+
+
+@dataclass(frozen=True)
+class AssignPrecision:
+    """The decider for an operator graph captured in fp32. It edits nothing: `passes.InsertCasts` applies its plan.
+
+    Listed operators get their list's dtype. Elementwise ones stay in 16 bits unless a full-size operand is fp32. A cast
+    to fp32 in the model widens a 16-bit value, and takes an fp32 one back to 16 bits: in a model that was captured in
+    fp32, `.to(input_dtype)` reads `.to(float32)`. Unknown operators get what they were given before.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    author_typed: Collection[str] = frozenset()
+    """Nodes that keep the types that they have."""
+    kept_out: tuple[tuple[str, str], ...] = ()
+    """Nodes that must compute in fp32, with the reason, as `screen` finds them."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> PrecisionPlan:
+        """Raises ValueError for rules that match nothing."""
+        calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+        self.rules.check(calls)
+        walk = _Walk(self)
+        for node in calls:
+            walk.visit(node)
+        return PrecisionPlan(self.low, walk.choices)
+
+
+class _Walk:
+    """One walk over the calls, in order."""
+
+    def __init__(self, decider: AssignPrecision) -> None:
+        self.decider = decider
+        self.kept_out = dict(decider.kept_out)
+        self.states: dict[fx.Node, _State] = {}
+        self.choices: dict[str, Choice] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        operands = [each for each in node.all_input_nodes if _has_floats(each)]
+        if not _has_floats(node) and not operands:
+            return
+        if node.target is operator.getitem or is_new(node) or op_name(node) == "detach":
+            self.states[node] = self._state(operands[0]) if operands else _State.MASTER
+            return
+        chosen = self._choose(node, operands)
+        if chosen is None:
+            self.states[node] = self._state(operands[0]) if follows_input(node) and operands else _State.MASTER
+            return
+        dtype, reason = chosen
+        self.choices[node.name] = Choice(dtype, reason)
+        self.states[node] = _State.LOW if dtype == self.decider.low else _State.FULL
+
+    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
+        low, name = self.decider.low, op_name(node)
+        if node.name in self.decider.author_typed or not name or not operands:
+            return None
+        if written := [each for each in mutated_arguments(node) if _has_floats(each)]:
+            return self._as(self._state(written[0]), "it writes in place")
+        if node.name in self.kept_out:
+            return torch.float32, self.kept_out[node.name]
+        if is_cast(node):
+            return self._cast(node, operands[0])
+        if (rule := self.decider.rules.choose(node)) is not None:
+            return rule[1], f"rule {rule[0]!r}"
+        if node.kwargs.get("dtype") == torch.float32 or (
+            name in op_lists.FP32_SET_DTYPE and torch.float32 in node.args
+        ):
+            return torch.float32, "the model asks for fp32"
+        if name in op_lists.KERNELS_SUM_IN_FP32:
+            return low, "its kernel computes in fp32 inside"
+        if name in op_lists.LOWER_PRECISION:
+            return low, "autocast's 16-bit list"
+        if name in op_lists.FP32 | op_lists.FP32_SET_DTYPE and not self._small_power(node, operands):
+            return torch.float32, "autocast's fp32 list"
+        if name in op_lists.FP32_OURS:
+            return torch.float32, "sums, or reaches autocast's fp32 list"
+        if follows_input(node):
+            return None
+        return self._pointwise(node, operands) if is_pointwise(node) else None
+
+    def _small_power(self, node: fx.Node, operands: list[fx.Node]) -> bool:
+        """x² and x³ of 16 bits are products; they stay as exact as any."""
+        if op_name(node) != "pow" or len(operands) != 1 or self.decider.low != torch.bfloat16:
+            return False
+        return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
+
+    def _cast(self, node: fx.Node, source: fx.Node) -> tuple[torch.dtype, str] | None:
+        if not _has_floats(node) or node.meta["val"].dtype != torch.float32:
+            return None
+        if source.meta["val"].dtype != torch.float32:
+            return None
+        if str(node.target) == "aten.to.dtype_layout":
+            return self._as(self._state(source), "moves between devices")
+        if self._state(source) is _State.FULL:
+            return self.decider.low, "the model casts back"
+        return torch.float32, "the model casts to fp32"
+
+    def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
+        size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
+        full_size = [each for each in operands if size is None or _same_shape(each.meta["val"].shape, size)]
+        states = {self._state(each) for each in full_size or operands}
+        if _State.FULL in states:
+            return torch.float32, "an operand is fp32"
+        if _State.LOW in states or _State.LOW in {self._state(each) for each in operands}:
+            return self.decider.low, "elementwise, operands in 16 bits"
+        if _State.FULL in {self._state(each) for each in operands}:
+            return torch.float32, "an operand is fp32"
+        return None
+
+    def _as(self, state: _State, reason: str) -> tuple[torch.dtype, str] | None:
+        if state is _State.MASTER:
+            return None
+        return (self.decider.low if state is _State.LOW else torch.float32), reason
+
+    def _state(self, node: fx.Node) -> _State:
+        return self.states.get(node, _State.MASTER)
+
+
+def _has_floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+
+
+def _same_shape(one: torch.Size, other: torch.Size) -> bool:
+    return [str(size) for size in one] == [str(size) for size in other]

@@ -1,0 +1,182 @@
+"""Casts that are not needed: to the dtype a value has, there and back, the same one twice, of more bytes than moved."""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graph_pass import Pass
+from passes.node_facts import may_write, storages
+from passes.op_kinds import is_cast, moves_data
+from passes.propagate import on_stored_values, refresh
+
+
+@dataclass(frozen=True)
+class MergeCasts(Pass):
+    """Keeps one cast for a value and dtype, where it moves the fewest bytes; bit for bit the same values.
+
+    A cast that changes nothing goes. Widening and narrowing again is the value itself, and goes; narrowing and widening
+    again has rounded, and stays. A cast moves over calls that only move data to the side with fewer elements: before
+    `expand`, after `embedding` and `slice`. Values that anything writes to are left alone.
+
+    Before:
+        expand: f32[8, 4] = aten.expand(x, [8, 4])
+        to: bf16[8, 4] = aten.to.dtype(expand, bf16)
+        to_1: f32[8, 4] = aten.to.dtype(to, f32)
+        to_2: bf16[8, 4] = aten.to.dtype(to_1, bf16)
+    After:
+        to: bf16[1, 4] = aten.to.dtype(x, bf16)
+        expand: bf16[8, 4] = aten.expand(to, [8, 4])
+    """
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        written = _written(graph)
+        with on_stored_values(graph):
+            changed = True
+            while changed:
+                changed = _remove_round_trips(graph, written)
+                changed |= _share(graph, written)
+                changed |= _hoist(graph, written)
+                changed |= _sink(graph, written)
+        return graph_module
+
+
+def _written(graph: Graph) -> frozenset[Hashable]:
+    """Storages that a call may write to."""
+    found: set[Hashable] = set()
+    for node in graph.nodes:
+        if may_write(node):
+            for each in node.all_input_nodes:
+                found |= storages(each)
+    return frozenset(found)
+
+
+def _plain_casts(graph: Graph, written: frozenset[Hashable]) -> Iterator[tuple[Node, Node, torch.dtype]]:
+    """Casts that change nothing but a floating dtype, with their source and dtype."""
+    for node in list(graph.nodes):
+        if not is_cast(node) or len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
+            continue
+        source, value, before = node.args[0], node.meta["val"], node.args[0].meta["val"]
+        if not (value.is_floating_point() and before.is_floating_point()) or value.device != before.device:
+            continue
+        if node.kwargs.get("memory_format") is not None or storages(node) & written or storages(source) & written:
+            continue
+        yield node, source, value.dtype
+
+
+def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
+    changed = False
+    returned = set(graph.output_node().all_input_nodes)
+    for node, source, dtype in _plain_casts(graph, written):
+        inner = source.args[0] if is_cast(source) else None
+        if source.meta["val"].dtype == dtype and not (node in returned and source in returned):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            changed = True
+        elif isinstance(inner, Node) and _exact(inner, source) and not storages(inner) & written:
+            # Widening has rounded nothing: the second cast may as well read what the first one read.
+            node.replace_input_with(source, inner)
+            refresh(node)
+            changed = True
+            if not source.users:
+                graph.erase_node(source)
+    return changed
+
+
+def _exact(before: Node, after: Node) -> bool:
+    """True if a cast keeps every value: to a floating dtype that holds all of the other's."""
+    old, new = before.meta["val"], after.meta["val"]
+    floating = old.is_floating_point() and old.device == new.device
+    return floating and torch.promote_types(old.dtype, new.dtype) == new.dtype
+
+
+def _share(graph: Graph, written: frozenset[Hashable]) -> bool:
+    changed = False
+    returned = set(graph.output_node().all_input_nodes)
+    first_of: dict[tuple[Node, torch.dtype], Node] = {}
+    for node, source, dtype in _plain_casts(graph, written):
+        first = first_of.setdefault((source, dtype), node)
+        if first is not node and node not in returned:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
+    """Cast a value before it is viewed or copied, if all casts behind that together have no fewer elements."""
+    casts: dict[tuple[Node, torch.dtype], list[Node]] = {}
+    for node, moved, dtype in _plain_casts(graph, written):
+        source = _source(moved)
+        if source is not None and not storages(source) & written and all(is_cast(user) for user in moved.users):
+            casts.setdefault((source, dtype), []).append(node)
+    for (source, dtype), group in casts.items():
+        fewer_here = sum(map(_numel, group)) >= _numel(source)
+        if not fewer_here or source.meta["val"].dtype == dtype:
+            continue
+        with graph.inserting_after(_last_of_its_line(source)):
+            cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+        cast.meta.update({key: each for key, each in group[0].meta.items() if key != "val"})
+        refresh(cast)
+        for node in group:
+            moved = node.args[0]
+            assert isinstance(moved, Node)
+            with graph.inserting_before(node):
+                again = graph.node_copy(moved, lambda each, cast=cast, source=source: cast if each is source else each)
+            refresh(again)
+            node.replace_all_uses_with(again)
+            graph.erase_node(node)
+            if not moved.users:
+                graph.erase_node(moved)
+        return True
+    return False
+
+
+def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
+    """Cast what was picked out of a value rather than the value, if that is fewer elements."""
+    for node, source, dtype in _plain_casts(graph, written):
+        movers = list(node.users)
+        if not movers or any(_source(user) is not node for user in movers):
+            continue
+        fewer_behind = sum(map(_numel, movers)) < _numel(source)
+        if not fewer_behind or source.meta["val"].dtype == dtype:
+            continue
+        for mover in movers:
+            mover.replace_input_with(node, source)
+            refresh(mover)
+            with graph.inserting_after(mover):
+                cast = graph.call_function(torch.ops.aten.to.dtype, (mover, dtype))
+            cast.meta.update({key: each for key, each in mover.meta.items() if key != "val"})
+            refresh(cast)
+            mover.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        graph.erase_node(node)
+        return True
+    return False
+
+
+def _source(node: Node) -> Node | None:
+    """What a call moves the data of, if that is its only floating-point operand and it has one tensor as result."""
+    if not moves_data(node) or not isinstance(node.meta["val"], torch.Tensor) or not isinstance(node.args[0], Node):
+        return None
+    floating = [each for each in node.all_input_nodes if _is_floating(each.meta["val"])]
+    return node.args[0] if floating == [node.args[0]] else None
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _numel(node: Node) -> float:
+    """Elements; not a number where a size is symbolic: nothing is more or fewer then, and no guard is added."""
+    sizes = node.meta["val"].shape
+    return node.meta["val"].numel() if all(isinstance(size, int) for size in sizes) else float("nan")
+
+
+def _last_of_its_line(source: Node) -> Node:
+    """The source, or the last input of the graph if it is one: inputs stay in front."""
+    if source.op != "placeholder":
+        return source
+    return source.graph.find_nodes(op="placeholder")[-1]

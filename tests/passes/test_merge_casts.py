@@ -1,0 +1,94 @@
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+
+from passes import EliminateDeadCode, MergeCasts, Pipeline, diff_graphs, format_graph
+from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MERGE = Pipeline((MergeCasts(), EliminateDeadCode()))
+
+
+def expanded() -> GraphModule:
+    sketch = Sketch()
+    x = sketch.input("x", 1, 4)
+    low = sketch.call(aten.to.dtype, sketch.call(aten.expand.default, x, [8, 4]), BF16)
+    again = sketch.call(aten.to.dtype, sketch.call(aten.to.dtype, low, FP32), BF16)
+    return sketch.returns(sketch.call(aten.neg.default, again), sketch.call(aten.exp.default, low))
+
+
+def test_golden() -> None:
+    assert_expected_inline(
+        format_graph(MERGE(expanded())),
+        """\
+input x: f32[1, 4]
+to_dtype: bf16[1, 4] = aten.to.dtype(x, bf16)
+expand_1: bf16[8, 4] = aten.expand(to_dtype, [8, 4])
+neg: bf16[8, 4] = aten.neg(expand_1)
+exp: bf16[8, 4] = aten.exp(expand_1)
+return (neg, exp)""",
+    )
+    assert_bitwise_equal(with_inputs(expanded()), expanded(), MERGE(expanded()))
+
+
+def casts(graph_module: GraphModule) -> int:
+    return format_graph(graph_module).count("to.dtype")
+
+
+def test_narrowing_and_widening_stays() -> None:
+    sketch = Sketch()
+    low = sketch.call(aten.to.dtype, sketch.input("x", 4), BF16)
+    before = sketch.returns(sketch.call(aten.exp.default, sketch.call(aten.to.dtype, low, FP32)))
+    assert not diff_graphs(before, MERGE(before))
+
+
+def test_widening_between_two_casts_goes() -> None:
+    sketch = Sketch()
+    wide = sketch.call(aten.to.dtype, sketch.input("x", 4, dtype=BF16), FP32)
+    before = sketch.returns(sketch.call(aten.neg.default, sketch.call(aten.to.dtype, wide, torch.float16)))
+    assert casts(MERGE(before)) == 1
+    assert_bitwise_equal(with_inputs(before), before, MERGE(before))
+
+
+def test_one_cast_for_views_of_one_value() -> None:
+    sketch = Sketch()
+    x = sketch.input("x", 4, 6)
+    low = [sketch.call(aten.to.dtype, sketch.call(aten.slice.Tensor, x, 1, at, at + 3), BF16) for at in (0, 3)]
+    low.append(sketch.call(aten.to.dtype, sketch.call(aten.t.default, x), BF16))
+    before = sketch.returns(*(sketch.call(aten.neg.default, each) for each in low))
+    assert casts(MERGE(before)) == 1
+    assert_bitwise_equal(with_inputs(before), before, MERGE(before))
+
+
+def test_rows_are_cast_not_the_table() -> None:
+    sketch = Sketch()
+    table, index = sketch.input("table", 100, 4), sketch.constant("index", torch.tensor([1, 5]))
+    rows = sketch.call(aten.embedding.default, sketch.call(aten.to.dtype, table, BF16), index)
+    before = sketch.returns(sketch.call(aten.neg.default, rows))
+    after = MERGE(before)
+    (cast,) = (node for node in after.graph.nodes if node.target is aten.to.dtype)
+    assert tuple(cast.meta["val"].shape) == (2, 4)
+    assert_bitwise_equal(with_inputs(before), before, after)
+
+
+def test_reads_around_a_write_keep_their_casts() -> None:
+    sketch = Sketch()
+    x = sketch.call(aten.neg.default, sketch.input("x", 4))
+    first = sketch.call(aten.to.dtype, x, BF16)
+    sketch.call(aten.add_.Tensor, x, 1.0)
+    second = sketch.call(aten.to.dtype, x, BF16)
+    before = sketch.returns(sketch.call(aten.sub.Tensor, first, second))
+    assert not diff_graphs(before, MergeCasts()(before))
+
+
+def test_casts_of_whole_numbers_stay() -> None:
+    sketch = Sketch()
+    wide = sketch.call(aten.to.dtype, sketch.input("x", 4, dtype=torch.int64), FP32)
+    before = sketch.returns(sketch.call(aten.to.dtype, wide, BF16))
+    assert not diff_graphs(before, MergeCasts()(before))
+
+
+def test_symbolic_sizes_end() -> None:
+    from tests.passes.capture import dynamic_mlp
+
+    assert not diff_graphs(dynamic_mlp().graph_module, MergeCasts()(dynamic_mlp().graph_module))
