@@ -1,10 +1,13 @@
-"""What `effort="best"` does with its time: the exact reference where the problem is small, then local search."""
+"""What `effort="best"` does with its time: the exact reference where the problem is small, then that on windows of
+the best schedule, in turn with local search."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from memopt.solver.arrays import Arrays
 from memopt.solver.liveness import to_array
@@ -15,6 +18,8 @@ from memopt.solver.search import Candidate, Search, candidate
 _MOST_FORWARD_OPS = 80
 # Evaluations of the repairs between two reports of progress: a fraction of a second.
 _ROUND = 10_000
+# Windows between two rounds of local search, their lengths in first evaluations, and the seconds for each.
+_WINDOWS, _STAGES, _WINDOW_SECONDS = 3, (6, 12, 20), 3.0
 # As a share of the step.
 _CLOSE = 1e-6
 
@@ -63,5 +68,20 @@ def search_on(
             search.polish(search.best)
         if exact.proven:
             return
+    draw = np.random.default_rng(0)
     while goes_on():
+        for _ in range(_WINDOWS):
+            _solve_window(problem, arrays, search, draw)
         search.explore(seeds[0], seeds[1:], _ROUND)
+
+
+def _solve_window(problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator) -> None:
+    """Choose anew what the best schedule evaluates again in one stretch of it."""
+    from memopt.solver.windows import random_window, solved  # scipy.optimize takes a while to import
+
+    assert search.best is not None
+    evaluations = search.best.evaluations
+    stretch = random_window(problem, arrays, evaluations, int(draw.choice(_STAGES)), draw)
+    better = None if stretch is None else solved(evaluations, stretch, search.cap_bytes, _WINDOW_SECONDS)
+    if better is not None:
+        search.improve(candidate(arrays, "exact windows", better), ())

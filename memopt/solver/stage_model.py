@@ -20,7 +20,9 @@ class StageModel:
     and for each storage whether it is in memory in each stretch of the stage between two ops that make or read it.
     """
 
-    def __init__(self, problem: RematProblem, budget_bytes: int) -> None:
+    def __init__(self, problem: RematProblem, budget_bytes: int, entering: frozenset[int] | None = None) -> None:
+        """`entering`: the storages that are in memory when the backward begins, if that is given: the forward is then
+        over, and what it needed is not counted."""
         self.model = LinearModel()
         self.impossible = False
         """Some op by itself needs more than the budget."""
@@ -32,12 +34,15 @@ class StageModel:
         # Bytes are given to the model in units that keep its coefficients between 0 and 1.
         self._unit = float(max(self._allowed, 1))
         self._readers = [self._forward_readers(s) for s in range(len(problem.storages))]
-        self._first_stage = problem.forward_ops if self._forward_fits() else 0
+        self._first_stage = problem.forward_ops if entering is not None or self._forward_fits() else 0
         self._stages = list(range(self._first_stage, len(problem.ops)))
         self._useful = self._useful_from_each_stage()
         self._held: list[dict[int, int]] = [self._new_held(k) for k in range(len(self._stages))]
         self._again: list[dict[int, int]] = [self._new_again(k) for k in range(len(self._stages))]
-        if self._first_stage:
+        if entering is not None:
+            absent = [variable for storage, variable in self._held[0].items() if storage not in entering]
+            self.model.at_most([(variable, 1.0) for variable in absent], 0.0)
+        elif self._first_stage:
             self._limit_first_pass()
         for k in range(len(self._stages)):
             self._add_stage(k)

@@ -9,13 +9,15 @@ from memopt.errors import GIB
 from tests.end_to_end.steps import Step, assert_equal, restored_buffers, train_step
 from tests.families import FAMILIES, Family
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
 """Budgets between the smallest that works (0) and the plain model's peak (1)."""
 USUAL = (1.0, 0.4, 0.0)
+DEEP = 0.03
+"""From this share down some op is evaluated three times or more."""
 ROUNDING = 1e-6
 
 
-def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, budget_gb: float) -> None:
+def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, budget_gb: float) -> memopt.Plan:
     with restored_buffers(model):
         memopt.optimize(model, budget_gb, optimizer=None)
         step = train_step(model, batch)
@@ -27,6 +29,7 @@ def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, b
     captured = [[region.fingerprint for region in each.regions] for each in (made, plan)]
     assert captured[0] == captured[1], "fakes capture another graph than the model's own tensors"
     assert made.bound <= made.added_time + 1e-9
+    return made
 
 
 def budgets(plan: memopt.Plan, plain: Step, shares: tuple[float, ...]) -> list[float]:
@@ -39,8 +42,11 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
     with restored_buffers(model):
         plain = train_step(model, batch)
     plan = memopt.plan(model, 1000, batch, optimizer=None)
-    for budget_gb in budgets(plan, plain, shares):
-        check_budget(family, plain, model, batch, plan, budget_gb)
+    for share, budget_gb in zip(shares, budgets(plan, plain, shares), strict=True):
+        made = check_budget(family, plain, model, batch, plan, budget_gb)
+        if share <= DEEP:
+            assert made.schedule is not None
+            assert max(made.schedule.recomputed().values()) >= 2
     with pytest.raises(memopt.BudgetError):
         plan.at(0.98 * plan.smallest_gb())
 
@@ -52,7 +58,7 @@ def test_three_budgets(family: Family) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_five_budgets(family: Family) -> None:
+def test_seven_budgets(family: Family) -> None:
     run_family(family, SHARES)
 
 
