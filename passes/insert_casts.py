@@ -54,7 +54,7 @@ class InsertCasts(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        given = {node: node.meta.get("val") for node in graph.nodes}
+        given: dict[Node, Any] = {node: node.meta.get("val") for node in graph.nodes}
         with on_stored_values(graph):
             for node in list(graph.nodes):
                 if node.op == "call_function":
@@ -65,7 +65,7 @@ class InsertCasts(Pass):
                             node.replace_input_with(each, _cast(graph, node, each, given[each].dtype))
         return graph_module
 
-    def _retype(self, node: Node, given: Mapping[Node, Any]) -> None:
+    def _retype(self, node: Node, given: dict[Node, Any]) -> None:
         dtype = self.assignment.get(node.name)
         before = (node.args, node.kwargs)
         if dtype is not None and (is_cast(node) or _takes_dtype(node, dtype)):
@@ -76,7 +76,7 @@ class InsertCasts(Pass):
         elif not (follows_input(node) or is_new(node) or _is_getitem(node)):
             written = mutated_arguments(node)
             for each in node.all_input_nodes:
-                known = given.get(each)
+                known: Any = given.get(each, each.meta.get("val"))
                 if _floating(each) and each not in written and each.meta["val"].dtype != known.dtype:
                     node.replace_input_with(each, _cast(node.graph, node, each, known.dtype))
         changed = (node.args, node.kwargs) != before
@@ -106,7 +106,7 @@ def _wider(one: torch.dtype, other: torch.dtype) -> bool:
 
 def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
     with graph.inserting_before(user):
-        cast = graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
+        cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name="to")
     # A cast belongs to the module whose operator needs it.
     place = value if user.op == "output" else user
     cast.meta.update({key: each for key, each in place.meta.items() if key in ("nn_module_stack", "stack_trace")})

@@ -113,19 +113,19 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
         source = _source(moved)
         if source is not None and not storages(source) & written and all(is_cast(user) for user in moved.users):
             casts.setdefault((source, dtype), []).append(node)
-    for (source, dtype), group in casts.items():
-        fewer_here = sum(map(_numel, group)) >= _numel(source)
-        if not fewer_here or source.meta["val"].dtype == dtype:
+    for (origin, dtype), group in casts.items():
+        fewer_here = sum(map(_numel, group)) >= _numel(origin)
+        if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
-        with graph.inserting_after(_last_of_its_line(source)):
-            cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+        with graph.inserting_after(_last_of_its_line(origin)):
+            cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (origin, dtype), name="to")
         cast.meta.update({key: each for key, each in group[0].meta.items() if key != "val"})
         refresh(cast)
         for node in group:
-            moved = node.args[0]
-            assert isinstance(moved, Node)
+            (moved,) = node.all_input_nodes
             with graph.inserting_before(node):
-                again = graph.node_copy(moved, lambda each, cast=cast, source=source: cast if each is source else each)
+                again = graph.node_copy(moved)
+            again.replace_input_with(origin, cast)
             refresh(again)
             node.replace_all_uses_with(again)
             graph.erase_node(node)
@@ -148,10 +148,11 @@ def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
             mover.replace_input_with(node, source)
             refresh(mover)
             with graph.inserting_after(mover):
-                cast = graph.call_function(torch.ops.aten.to.dtype, (mover, dtype))
+                cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (mover, dtype), name="to")
             cast.meta.update({key: each for key, each in mover.meta.items() if key != "val"})
             refresh(cast)
-            mover.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+            mover.replace_all_uses_with(cast)
+            cast.update_arg(0, mover)
         graph.erase_node(node)
         return True
     return False

@@ -23,12 +23,12 @@ def test_golden() -> None:
         """\
 input x: f32[4, 8]
 input weight: f32[8, 8]
-to_dtype: bf16[4, 8] = aten.to.dtype(x, bf16)
-to_dtype_1: bf16[8, 8] = aten.to.dtype(weight, bf16)
-linear: bf16[4, 8] = aten.linear(to_dtype, to_dtype_1)
+to: bf16[4, 8] = aten.to.dtype(x, bf16)
+to_1: bf16[8, 8] = aten.to.dtype(weight, bf16)
+linear: bf16[4, 8] = aten.linear(to, to_1)
 t: bf16[8, 4] = aten.t(linear)
-to_dtype_2: f32[8, 4] = aten.to.dtype(t, f32)
-exp: f32[8, 4] = aten.exp(to_dtype_2)
+to_2: f32[8, 4] = aten.to.dtype(t, f32)
+exp: f32[8, 4] = aten.exp(to_2)
 return (exp,)""",
     )
 

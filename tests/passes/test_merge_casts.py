@@ -22,8 +22,8 @@ def test_golden() -> None:
         format_graph(MERGE(expanded())),
         """\
 input x: f32[1, 4]
-to_dtype: bf16[1, 4] = aten.to.dtype(x, bf16)
-expand_1: bf16[8, 4] = aten.expand(to_dtype, [8, 4])
+to_3: bf16[1, 4] = aten.to.dtype(x, bf16)
+expand_1: bf16[8, 4] = aten.expand(to_3, [8, 4])
 neg: bf16[8, 4] = aten.neg(expand_1)
 exp: bf16[8, 4] = aten.exp(expand_1)
 return (neg, exp)""",
