@@ -1,6 +1,8 @@
-"""The frontier of memory and added time on real models, beside every other method: one JSON file and two tables.
+"""The frontier of memory and added time on real models, beside every other method: a JSON file and two tables.
 
     python -m benchmarks.frontier [--only "U-Net"] [--points 200] [--jobs 2]
+
+Results go to the file model by model, in place of older ones: torch's solvers take hours for all.
 
 Every method sees the same joint graph of a step in bfloat16, captured on the meta device, and is judged by the same
 simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts
@@ -263,29 +265,31 @@ def share_of(pairs: list[tuple[float, float | None]]) -> str:
     return f"{mean(shares):.2f}" if shares else "–"
 
 
-def write(results: list[Frontier]) -> None:
+def write(result: Frontier) -> None:
+    """Put one model's result in the file, in place of what was there of it."""
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
-    document["models"] = [asdict(result) for result in results]
+    stamp: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
+    written = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    written[result.model] = stamp | asdict(result)
+    order = [model.name for model in MODELS if model.name in written]
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+    RESULT.write_text(json.dumps({name: written[name] for name in order}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=sorted(BY_NAME))
+    parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME))
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
     chosen = parser.parse_args()
-    names = [chosen.only] if chosen.only else [model.name for model in MODELS]
+    names = chosen.only or [model.name for model in MODELS]
     with ProcessPoolExecutor(chosen.jobs, max_tasks_per_child=1) as pool:
         results: list[Frontier] = []
         for future in as_completed([pool.submit(measure, name, chosen.points) for name in names]):
             results.append(future.result())
-            results.sort(key=lambda result: names.index(result.model))
             print(f"{len(results)} of {len(names)} models", file=sys.stderr)
-            if not chosen.only:
-                write(results)
+            write(results[-1])
+    results.sort(key=lambda result: names.index(result.model))
     console = Console(width=170)
     console.print(curves(results))
     console.print(summary(results))

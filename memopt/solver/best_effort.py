@@ -71,17 +71,22 @@ def search_on(
     draw = np.random.default_rng(0)
     while goes_on():
         for _ in range(_WINDOWS):
-            _solve_window(problem, arrays, search, draw)
+            left = limit_seconds - (time.monotonic() - started)
+            _solve_window(problem, arrays, search, draw, min(left, _WINDOW_SECONDS))
         search.explore(seeds[0], seeds[1:], _ROUND)
 
 
-def _solve_window(problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator) -> None:
-    """Choose anew what the best schedule evaluates again in one stretch of it."""
+def _solve_window(
+    problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator, seconds: float
+) -> None:
+    """Choose anew what the best schedule evaluates again in one stretch of it, within `seconds`."""
+    if seconds <= 0:
+        return
     from memopt.solver.windows import random_window, solved  # scipy.optimize takes a while to import
 
     assert search.best is not None
     evaluations = search.best.evaluations
     stretch = random_window(problem, arrays, evaluations, int(draw.choice(_STAGES)), draw)
-    better = None if stretch is None else solved(evaluations, stretch, search.cap_bytes, _WINDOW_SECONDS)
+    better = None if stretch is None else solved(evaluations, stretch, search.cap_bytes, seconds)
     if better is not None:
         search.improve(candidate(arrays, "exact windows", better), ())
