@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from memopt.capture.inputs import as_call, check_device
 from memopt.comparison import Comparison, Difference, Run
 from memopt.meter import measure_peak
 from memopt.planned_call import planned_call_of
+from memopt.step.loss import scalar_loss
 from memopt.training_state import Tensors, TrainingState
 
 
@@ -34,7 +35,8 @@ def compare(model: nn.Module, batch: Any) -> Comparison:
             pair `(inputs, targets)`.
 
     Raises:
-        ValueError: the model is not optimised or not in training mode, or a hook acts on accumulated gradients.
+        ValueError: the model is not optimised or not in training mode, its loss is no scalar, or a hook acts on
+            accumulated gradients.
         TypeError: the batch is not one, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
@@ -104,26 +106,9 @@ def _measured(call: Callable[[], Any], start: TrainingState, beside: _Step | Non
 def _train(call: Callable[[], Any]) -> float:
     """Run a forward and its backward, the outputs held meanwhile as training loops do; returns the loss."""
     output = call()
-    loss = _loss_of(output)
+    loss = scalar_loss(output)
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())  # waits for the device
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: itself, its `.loss`, its "loss", or the first of a tuple."""
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    elif not isinstance(output, torch.Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise TypeError(
-            f"the model returns a {type(output).__name__} without a loss to train; have it return the loss or an "
-            "object with .loss, or optimise it with a loss_fn"
-        )
-    return loss
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:

@@ -11,11 +11,15 @@ from torch.fx.node import map_arg
 from passes.node_facts import binds_new_symbols, tensors
 
 
-@contextlib.contextmanager
-def on_stored_values(graph: Graph) -> Iterator[None]:
+def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
     """Runs operators on the graph's fake tensors: no autograd, no autocast, no guards."""
     values = (each for node in graph.nodes for each in tensors(node.meta.get("val")))
-    mode: Any = next((each.fake_mode for each in values if hasattr(each, "fake_mode")), None)
+    return propagating(next((each.fake_mode for each in values if hasattr(each, "fake_mode")), None))
+
+
+@contextlib.contextmanager
+def propagating(mode: Any) -> Iterator[None]:
+    """Runs operators on fake tensors and leaves no trace: no autograd, no autocast, no guards, no pending symbols."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):

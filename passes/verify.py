@@ -5,7 +5,6 @@ its arguments, one node at a time, and what it returns is compared with what the
 node needs no order and no inputs, and finds the node at fault rather than the last one it spoils.
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.fx.node import map_arg
 
 from passes.graph_text import format_dtype, format_value
 from passes.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
+from passes.propagate import propagating
 
 _MISSING = object()
 
@@ -50,7 +50,7 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
         raise ValueError("verify(thorough=False) compares with the graph before the pass; give before=")
     else:
         suspects = changed_nodes(before.graph, graph)
-    with _propagating(_fake_mode(graph)):
+    with propagating(_fake_mode(graph)):
         for node in suspects:
             _check_node(graph_module, node)
 
@@ -128,21 +128,6 @@ def _fake_mode(graph: Graph) -> Any:
                 raise VerifyError(node.name, "its value is of another fake mode", "trace the graph under one mode")
             mode = found
     return mode
-
-
-@contextlib.contextmanager
-def _propagating(mode: Any) -> Iterator[None]:
-    """Runs operators on fake tensors and leaves no trace: no autograd, no autocast, no guards, no pending symbols."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        if mode is not None:
-            if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.suppress_guards())
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-            stack.enter_context(mode)
-        yield
 
 
 def _check_node(graph_module: GraphModule, node: Node) -> None:

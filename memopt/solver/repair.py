@@ -17,6 +17,7 @@ import numpy as np
 
 from memopt.solver.arrays import Arrays, Floats, Ints
 from memopt.solver.liveness import peak_bytes, remove_dead
+from memopt.solver.look_ahead import look_ahead, need_again
 from memopt.solver.min_heap import heapify, sift_down
 from memopt.solver.native import native, native_part
 from memopt.solver.replay import (
@@ -30,8 +31,6 @@ from memopt.solver.replay import (
     cost,
     drop,
     evaluate,
-    look_ahead,
-    need_again,
     start_replay,
 )
 

@@ -12,6 +12,7 @@ from memopt.solver.link import Link
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
+from tests.solver.reference import made_again
 
 
 def random_offloads(state: random.Random, problem: RematProblem, schedule: Schedule) -> tuple[Offload, ...]:
@@ -151,13 +152,7 @@ def three_way_choices(
     kept = {s for s in range(len(problem.storages)) if problem.storages[s].kept}
     for size in range(len(forward) + 1):
         for saved in itertools.combinations(forward, size):
-            present = {*saved, *kept}
-            pending, again = [s for s in needed if s not in present], set[int]()
-            while pending:
-                op = problem.producer[pending.pop()]
-                if op not in again:
-                    again.add(op)
-                    pending += [s for s in problem.ops[op].reads if s not in present]
+            again = made_again(problem, needed, {*saved, *kept})
             if all(problem.ops[op].recomputable for op in again):
                 costs = (min(price * problem.storages[s].bytes, offload_seconds[s]) for s in saved)
                 yield sum(problem.ops[op].seconds for op in again) + sum(costs)

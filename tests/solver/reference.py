@@ -37,17 +37,23 @@ def _read_later(problem: RematProblem, order: tuple[int, ...], storage: int, bor
     return False
 
 
+def made_again(problem: RematProblem, needed: frozenset[int], present: set[int]) -> set[int]:
+    """The ops to evaluate to have `needed` from what is `present`."""
+    pending, again = [s for s in needed if s not in present], set[int]()
+    while pending:
+        op = problem.producer[pending.pop()]
+        if op not in again:
+            again.add(op)
+            pending += [s for s in problem.ops[op].reads if s not in present]
+    return again
+
+
 def closed_choices(problem: RematProblem, needed: frozenset[int]) -> Iterator[tuple[int, float]]:
     """(saved bytes, recompute seconds) of every saved set that is enough to have `needed` again."""
     forward = [s for op in problem.ops[: problem.forward_ops] for s in op.makes if not problem.storages[s].kept]
     kept = {s for s in range(len(problem.storages)) if problem.storages[s].kept}
     for saved in chain.from_iterable(combinations(forward, size) for size in range(len(forward) + 1)):
-        pending, again, present = [s for s in needed if s not in {*saved, *kept}], set(), {*saved, *kept}
-        while pending:
-            op = problem.producer[pending.pop()]
-            if op not in again:
-                again.add(op)
-                pending += [s for s in problem.ops[op].reads if s not in present]
+        again = made_again(problem, needed, {*saved, *kept})
         if all(problem.ops[op].recomputable for op in again):
             yield sum(problem.storages[s].bytes for s in saved), sum(problem.ops[op].seconds for op in again)
 
