@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, rebind_unbacked
 from torch.fx.graph import _BoxedCodeGen
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -58,6 +60,7 @@ __all__ = [
     "current_leaf",
     "data_symbols_of",
     "drop_compilations",
+    "eager_optimizers",
     "enters_autocast",
     "extract_halves",
     "fate_of_gradient",
@@ -384,6 +387,29 @@ def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a `GradScaler` leaves skipping to the optimiser's own kernel, as with `fused=True`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def eager_optimizers(*, foreach: bool) -> Iterator[None]:
+    """Context in which the optimisers of torch treat fake tensors as plain ones, and do not see that something is being
+    compiled around them: what they choose (foreach, single numbers on the device) is what they would choose in a run.
+
+    `foreach`: on the CPU too they take all parameters at once by default, as they do on a GPU.
+    """
+    types: list[Any] = _foreach_supported_types
+    compiler: Any = torch.compiler
+    module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
+    devices, compiling = module._get_foreach_kernels_supported_devices, compiler._is_compiling_flag
+    types.append(FakeTensor)
+    compiler._is_compiling_flag = False
+    if foreach:
+        module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    try:
+        yield
+    finally:
+        module._get_foreach_kernels_supported_devices = devices
+        compiler._is_compiling_flag = compiling
+        types.remove(FakeTensor)
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
