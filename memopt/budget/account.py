@@ -14,9 +14,10 @@ from memopt.pricing.workspace_cuda import CUDA_PERSISTENT_WORKSPACE_BYTES
 
 # Scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
-# The context with cuBLAS and cuDNN loaded, a guess until measured, which never shows in torch's own count; and what
-# cuBLAS keeps for its workspaces.
-CUDA_RESERVE_BYTES = 512 * 1024**2 + CUDA_PERSISTENT_WORKSPACE_BYTES
+# The context with cuBLAS and cuDNN loaded, a guess until measured, which never shows in torch's own count.
+CUDA_CONTEXT_BYTES = 512 * 1024**2
+# With what cuBLAS keeps for its workspaces, which does show.
+CUDA_RESERVE_BYTES = CUDA_CONTEXT_BYTES + CUDA_PERSISTENT_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)

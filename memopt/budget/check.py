@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.budget.account import distinct_bytes
+from memopt.budget.account import CUDA_CONTEXT_BYTES, distinct_bytes
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.breakdown import output_bytes
 from memopt.budget.optimizer_state import OptimizerState, state_tensors
@@ -32,7 +32,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     that the account is of. Parameters, gradients, buffers, the optimiser's state and random states are
     afterwards as they were, also when a step fails; copies of them are held in the host's memory meanwhile.
 
-    On CUDA what is measured is what torch's allocator hands out: the reserve, for the context, does not show in it.
+    On CUDA what is measured is what torch's allocator hands out: the context does not show in it, and is left out of
+    what was predicted.
 
     Args:
         optimizer: steps the model's parameters; of the kind and options that the model was optimised for, or the rows
@@ -62,13 +63,16 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         start.restore_gradients()
         kept.restore()
     assert calls.latest is not None
-    predicted = predicted_rows(calls.latest, with_reserve=start.device.type == "cpu")
+    predicted = predicted_rows(calls.latest, CUDA_CONTEXT_BYTES if start.device.type == "cuda" else 0)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 
 
-def predicted_rows(plan: Plan, *, with_reserve: bool) -> Rows:
-    """What a plan says of each part of its step; the plan must be of this process, not loaded."""
+def predicted_rows(plan: Plan, unseen_bytes: int = 0) -> Rows:
+    """What a plan says of each part of its step, the whole without `unseen_bytes` that no allocator counts.
+
+    The plan must be of this process, not loaded.
+    """
     assert plan.captured is not None
     assert plan.schedule is not None
     account = plan.account
@@ -84,7 +88,7 @@ def predicted_rows(plan: Plan, *, with_reserve: bool) -> Rows:
         "held by the forward": held_after_forward(problem, plan.schedule),
         "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,
-        "peak of the step": plan.planned.peak_bytes - (0 if with_reserve else account.reserve),
+        "peak of the step": plan.planned.peak_bytes - unseen_bytes,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 
 import memopt
-from memopt.budget.check import check
+from memopt.budget.check import check, predicted_rows
+from memopt.plan import make_plan
+from tests.planned import ACCOUNT, two_regions
 
 
 class Layers(nn.Module):
@@ -91,6 +94,17 @@ def test_a_loss_function_takes_part() -> None:
     generator_state = torch.get_rng_state().nbytes  # a planned forward keeps it until it ends; the reserve is for such
     assert abs(found.row("forward and backward").difference_bytes) <= generator_state
     assert not found.under
+
+
+def test_what_is_predicted_of_several_regions() -> None:
+    plan = make_plan(two_regions(), replace(ACCOUNT, between_regions=500, reserve=90), 1 << 20)
+    rows, without = predicted_rows(plan), predicted_rows(plan, 90)
+    assert rows["peak of the step"] == plan.predicted_peak_bytes == without["peak of the step"] + 90
+    fixed = sum(rows[name] for name in ("parameters", "buffers", "inputs", "optimizer state"))
+    held_after = rows["gradients"] + rows["outputs"] + rows["optimizer temporaries"]
+    moving = max(rows["forward and backward"], held_after + 500)
+    assert plan.predicted_peak_bytes == fixed + moving + 90
+    assert rows["held by the forward"] == plan.held_bytes
 
 
 def test_refusals() -> None:
