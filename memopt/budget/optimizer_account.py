@@ -87,8 +87,8 @@ def _refuse(on_fakes: Optimizer, name: str) -> None:
     closure = inspect.signature(type(on_fakes).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another, or plan with "
-            "optimizer=None and a budget less what it holds"
+            f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another, or plan "
+            "with optimizer=None and a budget less what it holds"
         )
     if isinstance(on_fakes, torch.optim.SparseAdam):
         raise ValueError(
