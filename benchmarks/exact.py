@@ -117,7 +117,7 @@ def graphs() -> dict[str, Callable[[], RematProblem]]:
 
 
 def captured(block: RealModel) -> RematProblem:
-    plan = memopt.plan(block.make(), 10_000, block.batch(), optimizer=None, device="h200")
+    plan = memopt.plan(block.make(), 10_000, block.batch(), optimizer=None, device="h200", precision="fp32")
     assert plan.captured is not None
     problem = replace(plan.captured, hardware=PRICES).joined(accumulating=False).problem
     return replace(problem, resident_bytes=plan.account.parameters)

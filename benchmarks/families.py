@@ -66,12 +66,12 @@ def run_budgets(family: Family) -> list[Run]:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    smallest = memopt.plan(model, 1000, batch, optimizer=None).smallest_gb()
+    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32").smallest_gb()
     runs = []
     for share in SHARES:
         budget_gb = smallest + share * (plain.peak_bytes / GIB - smallest)
         with restored_buffers(model):
-            memopt.optimize(model, budget_gb, optimizer=None)
+            memopt.optimize(model, budget_gb, optimizer=None, precision="fp32")
             step = train_step(model, batch)
             plan = memopt.plan_of(model)
             memopt.remove(model)
@@ -95,7 +95,7 @@ def run_budgets(family: Family) -> list[Run]:
 def compare_with_checkpointing(family: Family) -> Checkpointing:
     assert family.per_block_checkpoint is not None
     model, batch = family.make(), family.batch("usual")
-    plan = memopt.plan(model, 1000, batch, optimizer=None)
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32")
     family.per_block_checkpoint(model)
     peak_gb = train_step(model, batch).peak_bytes / GIB
     per_block = next(recipe for recipe in plan.recipes() if recipe.name == "per block")

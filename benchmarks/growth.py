@@ -45,7 +45,9 @@ class Row:
 
 
 def measure(layers: int) -> Row:
-    plan = memopt.plan(gpt2(n_layer=layers)(), 10_000, tokens(8, 1024)(), optimizer=None, device="h200")
+    plan = memopt.plan(
+        gpt2(n_layer=layers)(), 10_000, tokens(8, 1024)(), optimizer=None, device="h200", precision="fp32"
+    )
     assert plan.captured is not None
     problem = replace(plan.captured, hardware=PRICES).joined(accumulating=False).problem
     save_all = simulate(problem, Schedule.save_all(problem)).peak_bytes

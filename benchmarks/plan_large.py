@@ -71,7 +71,9 @@ def measure(name: str) -> tuple[Row, memopt.Plan]:
         tokens = torch.empty(shape, dtype=torch.long)
     model.loss_type = "ForCausalLM"
     start = time.perf_counter()
-    plain = memopt.plan(model.train(), 10_000, {"input_ids": tokens, "labels": tokens}, optimizer="sgd", device="h100")
+    plain = memopt.plan(
+        model.train(), 10_000, {"input_ids": tokens, "labels": tokens}, optimizer="sgd", device="h100", precision="fp32"
+    )
     planned_after = time.perf_counter() - start
     smallest = plain.smallest_gb()
     budget = smallest + 0.25 * (plain.plain_peak_gb - smallest)

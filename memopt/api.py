@@ -12,6 +12,7 @@ from memopt.options import check_effort, check_options, check_points
 from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
 from memopt.planned_call import PlannedCall, planned_call_of
+from memopt.precision import Policy
 from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,7 +28,7 @@ def optimize(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    precision: str = "auto",
+    precision: Policy = "auto",
     allow: Collection[str] = DEFAULT_ALLOW,
     backend: str = "auto",
     outputs: str = "loss",
@@ -47,7 +48,11 @@ def optimize(
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
             model returns the loss, or an object that holds it.
         optimizer: what will step: a class, an instance, a name, or None to leave it out of the account.
-        precision: "auto" or "fp32", the same yet.
+        precision: "fp32" (bitwise the plain model's numbers); "bf16" or "fp16", where each operator gets the dtype that
+            suits it and parameters stay in fp32; "auto": bf16 where the device computes in it, fp16 where it has only
+            that (train with a loss scale: `TrainStep` has one), else fp32; or rules, a dtype by operator, module or
+            node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Within the caller's own
+            `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
         allow: the levers that may be pulled: "recompute"; "plain" runs a model unplanned that cannot be captured.
         backend: "auto" or "aten": planned graphs run as plain ATen operators.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all".
@@ -78,7 +83,7 @@ def plan(
     *,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    precision: str = "auto",
+    precision: Policy = "auto",
     allow: Collection[str] = DEFAULT_ALLOW,
     outputs: str = "loss",
     device: str | None = None,
@@ -102,7 +107,7 @@ def frontier(
     *,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    precision: str = "auto",
+    precision: Policy = "auto",
     allow: Collection[str] = DEFAULT_ALLOW,
     outputs: str = "loss",
     device: str | None = None,

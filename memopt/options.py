@@ -12,13 +12,13 @@ import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
+from memopt.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
 
 LEVERS = {
     "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
-PRECISIONS = ("auto", "fp32")
 BACKENDS = ("auto", "aten")
 OUTPUTS = ("loss", "all")
 
@@ -42,7 +42,7 @@ class Options:
     budget_bytes: int
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = None
-    precision: str = "auto"
+    precision: Policy = "auto"
     allow: frozenset[str] = frozenset({"recompute"})
     backend: str = "auto"
     outputs: str = "loss"
@@ -55,7 +55,7 @@ def check_options(
     budget_gb: float,
     loss_fn: Callable[..., Any] | None,
     optimizer: Any,
-    precision: str,
+    precision: Policy,
     allow: Collection[str],
     backend: str,
     outputs: str,
@@ -73,7 +73,7 @@ def check_options(
             raise ValueError(f"allow names an unknown lever {name!r}; known are {', '.join(sorted(LEVERS))}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for what is none
-    _check_choice("precision", precision, PRECISIONS)
+    check_policy(precision)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)
     if calibrate and hardware is not None:

@@ -129,7 +129,8 @@ class Plan:
 
     def diff(self, stage: str | None = None) -> PlanDiff:
         """What a stage changed in the graphs: "scheduled" (the default) adds the nodes that are evaluated again,
-        "operators" is what all passes on the operator graphs did; or the name of one pass, or of a labelled pipeline.
+        "operators" is what all passes on the operator graphs did, "precision" what gives each operator its dtype, with
+        the reasons; or the name of one pass, or of a labelled pipeline.
 
         Raises `ValueError` for another name.
         """
@@ -140,14 +141,14 @@ class Plan:
         operators = self._live().operators
         if stage == "operators" and operators:
             return PlanDiff(tuple(diff_graphs(each.stages[0], each.stages[-1]) for each in operators), 0)
-        spans = [span for each in operators if (span := each.span(str(stage)))]
+        spans = [(*span, each.reasons(str(stage))) for each in operators if (span := each.span(str(stage)))]
         if not spans:
             names = (
                 ["operators", *dict.fromkeys(name for each in operators for name in each.names)] if operators else []
             )
             there = "".join(f", {name!r}" for name in names)
             raise ValueError(f"no stage {stage!r} to show; there is 'scheduled', against 'captured'{there}")
-        return PlanDiff(tuple(diff_graphs(*span) for span in spans), 0)
+        return PlanDiff(tuple(diff_graphs(before, after, notes=reasons) for before, after, reasons in spans), 0)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, looked for as hard as this one if not told otherwise.

@@ -61,6 +61,11 @@ class PlannedCall:
             module._compiled_call_impl = self.own_call
 
     @property
+    def low(self) -> torch.dtype | None:
+        """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
+        return self.forward.rewriting.autocast
+
+    @property
     def latest(self) -> Plan | None:
         """The plan of the latest training call."""
         return (self.with_loss.latest if self.with_loss else None) or self.forward.latest

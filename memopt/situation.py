@@ -106,7 +106,7 @@ class Situation:
             guard_sizes(forward, captured.data_sizes.allowed)
             return forward, backward
 
-        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, self.calls.decide)
+        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, self.calls.rewriting)
         if not plans:
             return compiled  # without gradients: nothing waits for a backward
 
@@ -205,6 +205,6 @@ class _Region:
             schedule, parameters = keys[0]
             return partition(replace(joint, parameter_inputs=parameters), schedule, self.owner.calls.accumulation)
 
-        compiled = lower(self.graph_module, inputs, frozenset(), cut, self.owner.calls.decide)
+        compiled = lower(self.graph_module, inputs, frozenset(), cut, self.owner.calls.rewriting)
         self.variants.update(dict.fromkeys(keys, compiled))
         return compiled

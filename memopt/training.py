@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,16 +18,18 @@ from memopt.capture.data_sizes import DataSizes, SizeOutgrown, is_real, match, n
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, tensors_in
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Decide
+from memopt.capture.operators import Rewriting
 from memopt.captured import Captured
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
 from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
 from memopt.plan import Plan, make_plan
+from memopt.precision import check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
+from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState, generator_states, set_generators
 
 LOSS_OUTSIDE = (
@@ -59,8 +62,6 @@ class TrainingCalls:
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
         self.latest: Plan | None = None
         self.unplanned = False
-        self.decide: Decide | None = None
-        """Which passes rewrite each region's operator graph; to be set before the first call is planned."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.unplanned:
@@ -71,7 +72,8 @@ class TrainingCalls:
         self.accumulation.allowed = not waiting
         others = sum(forward.held_bytes for forward in waiting)
         try:
-            return self._run((args, kwargs), self._state(), others)
+            with self._types():
+                return self._run((args, kwargs), self._state(), others)
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
@@ -148,7 +150,7 @@ class TrainingCalls:
     def plan_ahead(self, call: Call, state: State | None = None) -> Plan:
         """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
         state = state or replace(self._state(), gradients_held=False)
-        with stage("capturing"):
+        with stage("capturing"), self._types():
             captured = capture(
                 self.model,
                 call,
@@ -156,7 +158,7 @@ class TrainingCalls:
                 self.device(),
                 state.hooked,
                 differentiate_all=self.differentiate_all,
-                decide=self.decide,
+                rewriting=self.rewriting,
             )
         return self.plan(self.remember(captured.regions, call, captured.notes), call, state, captured.between_bytes)
 
@@ -164,6 +166,7 @@ class TrainingCalls:
         """The regions as something to plan; the same object as before if they were captured before."""
         key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes)
         if key not in self.known:
+            check_rules(self.model, [region.operators for region in regions if region.operators])
             sizes = DataSizes()
             if len(regions) == 1:
                 sizes = self._sizes(regions[0], call)
@@ -193,6 +196,15 @@ class TrainingCalls:
             with stage("timing the device"):
                 return measure_hardware(self.device())
         return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
+
+    @cached_property
+    def rewriting(self) -> Rewriting:
+        """What is done to each region's operator graph."""
+        return precision_rewriting(self.options.precision, self.card)
+
+    def _types(self) -> AbstractContextManager[None]:
+        """The caller's autocast is off in the model where the plan has types of its own."""
+        return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
 
     @property
     def differentiate_all(self) -> bool:

@@ -1,8 +1,9 @@
 """What changed between two graphs, as text that reads like a unified diff."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -36,8 +37,17 @@ class GraphDiff:
         return self.text
 
 
-def diff_graphs(before: Graph | GraphModule, after: Graph | GraphModule, *, context: int = 2) -> GraphDiff:
-    """Compares two graphs node by node; the text shows `context` unchanged nodes around each change."""
+def diff_graphs(
+    before: Graph | GraphModule,
+    after: Graph | GraphModule,
+    *,
+    context: int = 2,
+    notes: Mapping[str, str] = MappingProxyType({}),
+) -> GraphDiff:
+    """Compares two graphs node by node; the text shows `context` unchanged nodes around each change.
+
+    `notes` are written behind the lines of the nodes of those names in the later graph, changed or not.
+    """
     old, new = (list((each.graph if isinstance(each, GraphModule) else each).nodes) for each in (before, after))
     name_of = _match(old, new)
     # Both graphs are printed in the later one's names, so that a renamed input is no change to its users.
@@ -53,7 +63,7 @@ def diff_graphs(before: Graph | GraphModule, after: Graph | GraphModule, *, cont
         renamed=tuple((node.name, name_of[node]) for node in old if node.name != name_of[node]),
         text="",
     )
-    steps = list(_steps(old_lines, new_lines, in_place))
+    steps = list(_steps(old_lines, new_lines, in_place, notes))
     return replace(diff, text="\n".join([f"# {diff.summary()}", *_hunks(steps, context)])) if diff else diff
 
 
@@ -97,18 +107,21 @@ def _longest_common_order(old: list[str], new: list[str]) -> set[str]:
     return found
 
 
-def _steps(old: dict[str, str], new: dict[str, str], in_place: set[str]) -> Iterator[tuple[str, str]]:
+def _steps(
+    old: dict[str, str], new: dict[str, str], in_place: set[str], notes: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Signed lines: blank, `-` or `+`; a changed node's old and new line stand together."""
     remaining = iter(old.items())
     for name, line in new.items():
+        noted = f"{line}  # {notes[name]}" if name in notes else line
         if name not in in_place:
-            yield "+", line
+            yield "+", noted
             continue
         for old_name, old_line in remaining:
             if old_name != name:
                 yield "-", old_line
                 continue
-            yield from [(" ", line)] if old_line == line else [("-", old_line), ("+", line)]
+            yield from [(" ", noted)] if old_line == line else [("-", old_line), ("+", noted)]
             break
     yield from (("-", line) for _, line in remaining)
 
@@ -117,7 +130,7 @@ def _hunks(steps: list[tuple[str, str]], context: int) -> Iterator[str]:
     shown = {
         near
         for index, (sign, _) in enumerate(steps)
-        if sign != " "
+        if sign != " " or "  # " in steps[index][1]
         for near in range(max(0, index - context), min(len(steps), index + context + 1))
     }
     old_line = new_line = 1

@@ -51,8 +51,8 @@ def batch() -> Batch:
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> nn.Module:
     """The model, optimised for a budget just above the smallest."""
-    plan = memopt.plan(model, 1, batch, **options)
-    return memopt.optimize(model, plan.smallest_gb() * 1.02, **options)
+    plan = memopt.plan(model, 1, batch, precision="fp32", **options)
+    return memopt.optimize(model, plan.smallest_gb() * 1.02, precision="fp32", **options)
 
 
 def test_the_optimised_step_is_the_plain_one(batch: Batch) -> None:
@@ -131,7 +131,7 @@ def test_what_is_kept_aside_does_not_count(batch: Batch) -> None:
 def test_what_cannot_be_compared(batch: Batch) -> None:
     with pytest.raises(ValueError, match=r"this Net is not optimised; call memopt\.optimize first"):
         memopt.compare(Net(), batch)
-    model = memopt.optimize(Net(), 1)
+    model = memopt.optimize(Net(), 1, precision="fp32")
     with pytest.raises(ValueError, match=r"in eval mode.*call model.train\(\) first"):
         memopt.compare(model.eval(), batch)
     handle = model.train().get_parameter("norm.bias").register_post_accumulate_grad_hook(lambda _: None)
@@ -141,11 +141,11 @@ def test_what_cannot_be_compared(batch: Batch) -> None:
     with pytest.raises(TypeError, match="must be a tuple"):
         memopt.compare(model, 3)
     with pytest.raises(ValueError, match="the loss must be a scalar, but its shape is"):
-        memopt.compare(memopt.optimize(Body(), 1, outputs="all"), batch[:1])
+        memopt.compare(memopt.optimize(Body(), 1, outputs="all", precision="fp32"), batch[:1])
 
 
 def test_a_budget_too_small_passes_through(batch: Batch) -> None:
-    model = memopt.optimize(Net(), 1e-4)
+    model = memopt.optimize(Net(), 1e-4, precision="fp32")
     before = fingerprint(model)
     with pytest.raises(memopt.BudgetError, match="too small"):
         memopt.compare(model, batch)

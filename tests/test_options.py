@@ -42,8 +42,8 @@ def test_no_efforts(effort: Any, limit_seconds: Any, kind: type[Exception], word
 def test_plans_are_made_with_the_effort_asked_for() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
     batch = torch.zeros(2, 4), torch.zeros(2, 4)
-    assert memopt.plan(model, 1, batch, loss_fn=mse_loss, effort="fast").effort == Effort("fast")
-    memopt.optimize(model, 1, example_inputs=batch, loss_fn=mse_loss, effort="best", limit_seconds=2)
+    assert memopt.plan(model, 1, batch, loss_fn=mse_loss, effort="fast", precision="fp32").effort == Effort("fast")
+    memopt.optimize(model, 1, example_inputs=batch, loss_fn=mse_loss, effort="best", limit_seconds=2, precision="fp32")
     assert memopt.plan_of(model).effort == Effort("best", 2.0)
     for wrong in ({"effort": "slow"}, {"limit_seconds": 1}):
         with pytest.raises(ValueError, match=r"effort"):

@@ -22,7 +22,7 @@ from memopt.capture.dynamo import (
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Decide
+from memopt.capture.operators import NOTHING, Rewriting
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.errors import CaptureError
 from memopt.torch_compat import FakeTensorMode, new_fake_mode, tree_leaves
@@ -53,11 +53,11 @@ def capture(
     hooked: frozenset[int],
     *,
     differentiate_all: bool,
-    decide: Decide | None = None,
+    rewriting: Rewriting = NOTHING,
 ) -> CapturedCall:
     """The joint graphs of every region of one training call.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for; the passes that `decide` names run on each
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for; what `rewriting` decides is done to each
     region's operator graph. Where the forward breaks into regions, its Python runs once, on fakes. Raises
     `CaptureError` where no region can be captured.
     """
@@ -65,7 +65,7 @@ def capture(
     with fake_parameters(model, mode, device) as fakes:
         hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
         args, kwargs = fake_call(call, mode, device)
-        recorder = _Recorder(hooked_fakes, decide, differentiate_all=differentiate_all)
+        recorder = _Recorder(hooked_fakes, rewriting, differentiate_all=differentiate_all)
         try:
             compile_call(training_call(model, loss_fn), recorder.whole, whole=True)(*args, **kwargs)
             reason = "what it returns depends on no trainable parameter" if recorder.undifferentiated else PASSED_OVER
@@ -73,7 +73,7 @@ def capture(
             return CapturedCall(tuple(recorder.runs))
         except GraphBreak as broken:
             reason = str(broken)
-        return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, decide, reason)
+        return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, rewriting, reason)
 
 
 def _capture_regions(
@@ -82,10 +82,10 @@ def _capture_regions(
     loss_fn: Callable[..., Any] | None,
     mode: FakeTensorMode,
     hooked: set[int],
-    decide: Decide | None,
+    rewriting: Rewriting,
     reason: str,
 ) -> CapturedCall:
-    recorder = _Recorder(hooked, decide, differentiate_all=True)
+    recorder = _Recorder(hooked, rewriting, differentiate_all=True)
     try:
         with mode, recorder.between:
             compiled = compile_call(training_call(model, loss_fn), recorder.region, whole=False)
@@ -110,8 +110,8 @@ def _cannot(model: nn.Module, reason: str) -> str:
 class _Recorder:
     """Backends that write down what they are given to compile."""
 
-    def __init__(self, hooked: set[int], decide: Decide | None, *, differentiate_all: bool) -> None:
-        self.hooked, self.decide, self.differentiate_all = hooked, decide, differentiate_all
+    def __init__(self, hooked: set[int], rewriting: Rewriting, *, differentiate_all: bool) -> None:
+        self.hooked, self.rewriting, self.differentiate_all = hooked, rewriting, differentiate_all
         self.between = Between()
         self.runs: list[JointGraph] = []
         self.parameters: list[dict[int, int]] = []
@@ -152,7 +152,7 @@ class _Recorder:
             raise _Recorded
 
         try:
-            lower(graph_module, inputs, parameter_numbers(inputs, self.hooked), keep, self.decide)
+            lower(graph_module, inputs, parameter_numbers(inputs, self.hooked), keep, self.rewriting)
         except _Recorded:
             return traced[0]
         return None

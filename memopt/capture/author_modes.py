@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memopt.capture.cuda_autocast import cuda_autocast_kernel
 from memopt.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -32,10 +33,11 @@ class AuthorModes:
     Under `no_grad` it hands the operator detached arguments. Under autocast it has the dispatcher's own autocast kernel
     run, whose casts and final call are then traced one by one; composites that autocast reaches into are taken apart.
     Autocast's cache is kept too: one cast for all uses of a weight decides in which type its gradients are summed.
+    `planned_for` "cuda" casts on the CPU as CUDA's autocast would.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: FakeTensorMode, planned_for: str = "") -> None:
+        self.mode, self.planned_for = mode, planned_for
         self.authored: list[torch.autocast] = []
         """The autocast blocks of the model itself that are open."""
         self._ambient = autocast_is_on()
@@ -74,11 +76,17 @@ class AuthorModes:
         device = _autocast_device(args, kwargs)
         if device is None:
             return self._cached_cast(trace, func, args, kwargs) if self._in_kernel else trace(func, args, kwargs)
+        if device == "cpu" and self.planned_for == "cuda":
+            kernel = cuda_autocast_kernel(func, torch.get_autocast_dtype(device))
+            return trace(func, args, kwargs) if kernel is None else self._within(within, kernel, args, kwargs)
         kernel = autocast_kernel(func, device)
         if kernel is None:
             kernel = composite_kernel(func)
             if kernel is None or not self._reached(func, device, args, kwargs):
                 return trace(func, args, kwargs)
+        return self._within(within, kernel, args, kwargs)
+
+    def _within(self, within: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer, self._in_kernel = self._in_kernel, True
         try:
             with within:

@@ -7,15 +7,23 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import Untraceable
+from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Decide, Operators, needs_operators, operator_graph, rewrite, without_buffers
+from memopt.capture.operators import (
+    NOTHING,
+    Operators,
+    Rewriting,
+    needs_operators,
+    operator_graph,
+    rewrite,
+    without_buffers,
+)
 from memopt.errors import CaptureError
 from memopt.torch_compat import (
     BackendCompilerFailed,
@@ -154,14 +162,14 @@ def lower(
     inputs: Sequence[Any],
     parameters: frozenset[int],
     partition: Partition,
-    decide: Decide | None = None,
+    rewriting: Rewriting = NOTHING,
 ) -> Callable[..., Any]:
     """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable.
 
-    With `decide`, the passes that it names run on the region's operator graph before. A region without gradients has no
-    joint graph: `partition` is not called then. Raises `PassError`.
+    What `rewriting` decides is done to the region's operator graph before. A region without gradients has no joint
+    graph: `partition` is not called then. Raises `PassError`.
     """
-    operators = _operators(graph_module, inputs, decide)
+    operators = _operators(graph_module, inputs, rewriting)
     rewritten = operators is not None and bool(operators.stages)
 
     def partition_traced(
@@ -182,19 +190,28 @@ def lower(
     if operators is not None and rewritten:
         graph_module = without_buffers(copy_graph_module(operators.stages[-1]))
     # An operator graph has the casts of autocast in it.
-    with without_autocast() if rewritten else nullcontext():
+    with without_autocast() if rewritten else _autocast_in_place(inputs, rewriting):
         return compile_region(graph_module, list(inputs))
 
 
-def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], decide: Decide | None) -> Operators | None:
+def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], rewriting: Rewriting) -> Operators | None:
     """The region's operator graph, rewritten; None where nothing asks for one."""
-    if not torch.is_grad_enabled() or (decide is None and not needs_operators(graph_module)):
+    if not torch.is_grad_enabled() or not (rewriting or needs_operators(graph_module)):
         return None
     try:
-        graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()))
+        graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()), rewriting.planned_for)
     except Untraceable as reason:
-        return Operators(notes=(f"a region is not rewritten by passes, since {reason}",))
-    return rewrite(graph, decide)
+        instead = f"; it runs under torch.autocast with {rewriting.autocast}" if rewriting.autocast else ""
+        return Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
+    return rewrite(graph, rewriting.deciders)
+
+
+def _autocast_in_place(inputs: Sequence[Any], rewriting: Rewriting) -> AbstractContextManager[Any]:
+    """Autocast instead of casts of our own, for a region that stays at Dynamo's level."""
+    if rewriting.autocast is None or not torch.is_grad_enabled() or autocast_is_on():
+        return nullcontext()
+    device = next((each.device.type for each in inputs if isinstance(each, torch.Tensor)), "cpu")
+    return torch.autocast(device, dtype=rewriting.autocast)
 
 
 def example_inputs(graph_module: fx.GraphModule) -> list[Any]:

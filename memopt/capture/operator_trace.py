@@ -26,13 +26,13 @@ from memopt.torch_compat import (
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 
 
-def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str = "") -> fx.GraphModule:
     """The region in operators, its inputs in the same order and under readable names.
 
     To be called in a Dynamo backend, in the modes that are active when the region runs. Raises `Untraceable`.
     """
     mode, fakes = fresh_fakes(inputs)
-    modes = AuthorModes(mode)
+    modes = AuthorModes(mode, planned_for)
     reader = _Reader(graph_module, mode, modes)
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored also where the trace ends early
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -36,8 +36,40 @@ class OperatorGraph:
     choice, also where he turns autocast off."""
 
 
-Decide: TypeAlias = Callable[[OperatorGraph], Pipeline]
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done to a region's operator graph, and why."""
+
+    pipeline: Pipeline
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By name of a node in the graph that was decided on."""
+    notes: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    """The user's rules that say nothing of this region; one that says nothing of any is refused."""
+
+
+Decide: TypeAlias = Callable[[OperatorGraph], Decision]
 """Which passes are to run on a region. Called anew for each capture of it: the same graph must get the same passes."""
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """What is to be done to every region of a model; false where there is nothing to do."""
+
+    deciders: tuple[Decide, ...] = ()
+    """Asked one after another, each on the graph that the one before has left."""
+    autocast: torch.dtype | None = None
+    """Regions that have no operator graph run under autocast with this dtype."""
+    planned_for: str = ""
+    """The type of device whose autocast counts, if not that of the tensors."""
+    replaces_autocast: bool = False
+    """Whether autocast that the caller has switched on is off in the model: its types are decided here."""
+
+    def __bool__(self) -> bool:
+        return bool(self.deciders)
+
+
+NOTHING = Rewriting()
 
 
 @dataclass(frozen=True)
@@ -46,8 +78,27 @@ class Operators:
 
     stages: tuple[fx.GraphModule, ...] = ()
     """As captured, and after each pass; empty where the region stayed at Dynamo's level."""
-    pipeline: Pipeline = field(default_factory=lambda: Pipeline(()))
+    decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """All passes that ran."""
+        return Pipeline(tuple(decision.pipeline for decision in self.decisions))
+
+    @property
+    def unmatched(self) -> frozenset[str]:
+        """The user's rules that say nothing of this region."""
+        return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
+
+    def reasons(self, name: str) -> Mapping[str, str]:
+        """Why passes do what they do, by node, for what `span` knows under that name."""
+        named = [
+            decision
+            for decision in self.decisions
+            if any(name in names for names in _names(Pipeline((decision.pipeline,))))
+        ]
+        return {node: reason for decision in named for node, reason in decision.reasons.items()}
 
     def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
         """The graph before and after the passes, or the nested pipeline, of that name; None where there is none."""
@@ -70,10 +121,11 @@ def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, .
 
 
 def operator_graph(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int]
+    graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int], planned_for: str = ""
 ) -> OperatorGraph:
-    """The operator graph of a region that Dynamo is compiling. Raises `Untraceable` where its meaning would be lost."""
-    module = trace_operators(graph_module, inputs)
+    """The operator graph of a region that Dynamo is compiling; autocast casts as on the type of device that it is
+    planned for. Raises `Untraceable` where its meaning would be lost."""
+    module = trace_operators(graph_module, inputs, planned_for)
     _check_targets(module.graph)
     author_typed = _take_marks(module.graph)
     return OperatorGraph(module, parameter_inputs, author_typed=author_typed)
@@ -85,16 +137,18 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
     return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
 
 
-def rewrite(graph: OperatorGraph, decide: Decide | None) -> Operators:
+def rewrite(graph: OperatorGraph, deciders: Sequence[Decide]) -> Operators:
     """Run the passes that are decided for a graph. Raises `PassError`."""
-    pipeline = decide(graph) if decide is not None else Pipeline(())
-    stages = [graph.module]
+    stages, decisions = [graph.module], []
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
         stages.append(after)
 
-    Pipeline((pipeline,), observer=keep)(graph.module)
-    return Operators(tuple(stages), pipeline, graph.notes)
+    for decide in deciders:
+        decisions.append(decide(replace(graph, module=stages[-1])))
+        Pipeline((decisions[-1].pipeline,), observer=keep)(stages[-1])
+    notes = (note for decision in decisions for note in decision.notes)
+    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes))
 
 
 def without_buffers(module: fx.GraphModule) -> fx.GraphModule:

@@ -1,9 +1,21 @@
 """Which dtype each operator computes in, and why."""
 
 from memopt.precision.assign import AssignPrecision
-from memopt.precision.devices import best_dtype, low_dtype
-from memopt.precision.pipeline import precision_pipeline
+from memopt.precision.devices import Policy, best_dtype, check_policy, low_dtype
+from memopt.precision.pipeline import DecidePrecision, check_rules, precision_rewriting
 from memopt.precision.plan import Choice, PrecisionPlan
 from memopt.precision.rules import Rules
 
-__all__ = ["AssignPrecision", "Choice", "PrecisionPlan", "Rules", "best_dtype", "low_dtype", "precision_pipeline"]
+__all__ = [
+    "AssignPrecision",
+    "Choice",
+    "DecidePrecision",
+    "Policy",
+    "PrecisionPlan",
+    "Rules",
+    "best_dtype",
+    "check_policy",
+    "check_rules",
+    "low_dtype",
+    "precision_rewriting",
+]

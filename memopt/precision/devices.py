@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -10,7 +11,25 @@ from memopt.precision.plan import dtype_name, dtype_of
 from memopt.precision.rules import DEFAULT
 from memopt.pricing.hardware_table import Hardware
 
+Policy: TypeAlias = "str | Mapping[str, str]"
 POLICIES = ("fp32", "bf16", "fp16", "auto")
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise TypeError or ValueError for what is no policy: not one of the names, nor rules with known dtypes."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise ValueError(f"precision must be one of {known}, or a dict of rules, not {policy!r}")
+        return
+    if not isinstance(policy, Mapping) or not all(isinstance(each, str) for pair in policy.items() for each in pair):
+        raise TypeError(
+            "precision must be a name, such as 'bf16', or a dict of dtypes by operator, module or node, such as "
+            f"{{'default': 'bf16', 'lm_head': 'fp32'}}, not {policy!r}"
+        )
+    for pattern, name in policy.items():
+        if not (pattern == DEFAULT and name == "auto"):
+            dtype_of(name)
 
 
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
@@ -25,13 +44,11 @@ def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch
     return known[0] if known else torch.float32
 
 
-def low_dtype(policy: str | Mapping[str, str], hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
+def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """The dtype that a policy, or the default of a user's rules, asks for. Raises ValueError if there is none such."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)
-    if isinstance(policy, str) and name not in POLICIES:
-        raise ValueError(f"unknown precision {name!r}; known are {', '.join(POLICIES)}, or a dict of rules")
     dtype = dtype_of(name)
     if dtype == torch.float16 and not _has(hardware, dtype):
         raise ValueError(f"precision={name!r}: {hardware.name} does not compute in {dtype_name(dtype)}; use 'auto'")

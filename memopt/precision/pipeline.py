@@ -1,41 +1,77 @@
-"""From a policy to the passes that apply it."""
+"""From a policy to what is done to the operator graphs of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import nn
 
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.precision.assign import AssignPrecision
-from memopt.precision.devices import low_dtype
+from memopt.precision.devices import Policy, low_dtype
 from memopt.precision.plan import PrecisionPlan
 from memopt.precision.rules import Rules
 from memopt.pricing.hardware_table import Hardware
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
-Policy = str | Mapping[str, str]
+LABEL = "precision"
 
 
-def precision_pipeline(
-    policy: Policy,
-    hardware: Hardware,
-    module: fx.GraphModule,
-    *,
-    author_typed: frozenset[str] = frozenset(),
-    kept_out: tuple[tuple[str, str], ...] = (),
-    cpu_has_bf16: bool | None = None,
-) -> tuple[Pipeline, PrecisionPlan]:
-    """The passes that give a captured operator graph its precision, and the plan that they apply.
+def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
+    """What gives a model's operator graphs their precision on a device; nothing for fp32.
 
-    `policy` is a name (`"fp32"`, `"bf16"`, `"fp16"`, `"auto"`) or a user's rules with a `"default"`. The same arguments
-    give the same passes. What the graph returns keeps the dtype that it is computed in, as under autocast. Raises
-    ValueError for unknown names, rules that match nothing, and fp16 on a device without it.
+    Raises ValueError for unknown names, and for fp16 on a device without it.
     """
-    low = low_dtype(policy, hardware, cpu_has_bf16=cpu_has_bf16)
+    low = low_dtype(policy, hardware)
+    planned_for = "cpu" if hardware.name == "cpu" else "cuda"
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
-        rules.check(module.graph.nodes)
-        return Pipeline(()), PrecisionPlan(None)
-    plan = AssignPrecision(low, rules, author_typed, kept_out)(module)
-    return Pipeline((InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode())), plan
+        return Rewriting(planned_for=planned_for)
+    decide = DecidePrecision(low, rules, yields=policy == "auto")
+    return Rewriting((decide,), low, planned_for, replaces_autocast=policy != "auto")
+
+
+@dataclass(frozen=True)
+class DecidePrecision:
+    """Decides the dtype of each operator of a region, and names the passes that apply it.
+
+    What the graph returns keeps the dtype that it is computed in, as under autocast.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    kept_out: tuple[tuple[str, str], ...] = ()
+    yields: bool = False
+    """Leaves a region alone that is captured under the caller's own autocast."""
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        if self.yields and autocast_is_on():
+            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: types are left to it",))
+        plan = self.plan(graph)
+        passes = InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode()
+        calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+        return Decision(
+            Pipeline(passes, label=LABEL), plan.reasons, (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
+        )
+
+    def plan(self, graph: OperatorGraph) -> PrecisionPlan:
+        """The dtype of each operator, with the reason."""
+        return AssignPrecision(self.low, self.rules, graph.author_typed, self.kept_out)(graph.module)
+
+
+def _notes(plan: PrecisionPlan) -> tuple[str, ...]:
+    scaled = "; its gradients need a loss scale: train with memopt.TrainStep, or a torch.amp.GradScaler"
+    return (f"precision: {plan.summary()}" + (scaled if plan.low == torch.float16 else ""),)
+
+
+def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
+    """Raise ValueError for a rule of the user's that says nothing of any region of the model."""
+    nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
+    for rule in sorted(nothing):
+        raise ValueError(
+            f"the precision rule {rule!r} matches no operator, module or node of {type(model).__name__}; write a "
+            "module as in model.named_modules(), an operator as in plan.diff('precision'), or remove the rule"
+        )

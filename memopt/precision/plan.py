@@ -35,6 +35,12 @@ class PrecisionPlan:
         """By node name, for printing beside the lines of a graph: `bf16: autocast's list`."""
         return {name: f"{dtype_name(choice.dtype)}: {choice.reason}" for name, choice in self.choices.items()}
 
+    def summary(self) -> str:
+        """`220 ops in bf16, 31 in fp32`."""
+        counts = Counter(dtype_name(choice.dtype) for choice in self.choices.values())
+        (most, times), *others = counts.most_common() or [("fp32", 0)]
+        return ", ".join([f"{times} ops in {most}", *(f"{number} in {name}" for name, number in others)])
+
     def __str__(self) -> str:
         if self.low is None:
             return "precision: fp32"

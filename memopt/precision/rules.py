@@ -40,14 +40,6 @@ class Rules:
         known = list(nodes)
         return tuple(pattern for pattern, _ in self.dtypes if not any(_rank(pattern, node) for node in known))
 
-    def check(self, nodes: Iterable[fx.Node]) -> None:
-        """Raises ValueError for a rule that matches nothing."""
-        if missing := self.unmatched(nodes):
-            raise ValueError(
-                f"the precision rule {missing[0]!r} matches no operator, module or node of the model; "
-                "write a module as in model.named_modules(), or remove the rule"
-            )
-
 
 def _rank(pattern: str, node: fx.Node) -> int:
     """How closely a pattern matches a node, 0 if not at all."""

@@ -86,7 +86,7 @@ class Scaling:
 def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.GradScaler | None:
     """The scaler that the precision of the forward needs: one for fp16, whose small gradients vanish, else None."""
     planned = planned_call_of(unwrapped(model))
-    needed = autocast is torch.float16 or (planned is not None and planned.options.precision == "fp16")
+    needed = autocast is torch.float16 or (planned is not None and planned.low is torch.float16)
     return torch.amp.GradScaler(next(model.parameters()).device.type) if needed else None
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.capture.operators import OperatorGraph, Operators
+from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
 from memopt.planned_call import planned_call_of
 from passes import EliminateDeadCode, Pipeline, format_graph
 from passes.module_path import module_path
@@ -32,15 +32,17 @@ SKIPPED = (odd_models.Uncapturable, odd_models.NumpyInLoop)
 """Not captured, or not the same way twice."""
 
 
-def no_passes(_: OperatorGraph) -> Pipeline:
-    return Pipeline(())
+def no_passes(_: OperatorGraph) -> Decision:
+    return Decision(Pipeline(()))
 
 
 def batch() -> dict[str, Tensor]:
     return {"x": normals(32, WIDTH), "labels": integers(CLASSES, 32)}
 
 
-def check(model: nn.Module, around: Around = nullcontext, each: Any = None, *, decide: Any = no_passes) -> memopt.Plan:
+def check(
+    model: nn.Module, around: Around = nullcontext, each: Any = None, *, deciders: tuple[Decide, ...] = (no_passes,)
+) -> memopt.Plan:
     """Assert that a step on the operator graphs leaves the plain model's bits; gives its plan. Only the forward runs
     `around`: autocast is not meant for backwards."""
     each = batch() if each is None else each
@@ -52,8 +54,8 @@ def check(model: nn.Module, around: Around = nullcontext, each: Any = None, *, d
         return value.detach()
 
     plain = run(copy.deepcopy(model), piece, each)
-    memopt.optimize(model, 1.0, optimizer=None)
-    planned_call_of(model).forward.decide = decide  # type: ignore[union-attr]
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
+    planned_call_of(model).forward.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
     assert_same(run(model, piece, each), plain)
     return memopt.plan_of(model)
 
@@ -210,14 +212,14 @@ def test_an_own_function_is_one_opaque_node() -> None:
 
 
 def test_autocast_needs_no_passes_to_be_written_out() -> None:
-    plan = check(make(TwiceUnderAutocast), BF16, decide=None)
+    plan = check(make(TwiceUnderAutocast), BF16, deciders=())
     assert operators(plan)
     weights = [line for line in text(plan).splitlines() if "aten.to.dtype(blocks_0_1_weight" in line]
     assert len(weights) == 1, "a weight used three times is cast once"
 
 
 def test_plain_regions_have_no_operator_graph_without_passes() -> None:
-    plan = check(make(Layered), decide=None)
+    plan = check(make(Layered), deciders=())
     assert not operators(plan)
     assert list(plan.graphs) == ["captured", "scheduled"]
 
@@ -225,11 +227,11 @@ def test_plain_regions_have_no_operator_graph_without_passes() -> None:
 def test_author_typed_nodes() -> None:
     seen: list[OperatorGraph] = []
 
-    def decide(graph: OperatorGraph) -> Pipeline:
+    def decide(graph: OperatorGraph) -> Decision:
         seen.append(graph)
-        return Pipeline(())
+        return no_passes(graph)
 
-    check(make(Island), decide=decide)
+    check(make(Island), deciders=(decide,))
     nodes = {node.name: node for node in seen[0].module.graph.nodes}
     inside = {str(nodes[name].target) for name in seen[0].author_typed}
     assert {"aten.linear.default", "aten.layer_norm.default", "aten.gelu.default", "aten.to.dtype"} <= inside
@@ -251,7 +253,7 @@ def test_composites_stay_whole_and_know_their_modules() -> None:
 
 @pytest.mark.parametrize("kind", [odd_models.BreakInLoop, odd_models.GraphBreak, CheckpointWithDropout, Layered])
 def test_plans_are_those_of_the_direct_road(kind: type[nn.Module]) -> None:
-    direct, through = (check(make(kind), decide=decide) for decide in (None, no_passes))
+    direct, through = (check(make(kind), deciders=deciders) for deciders in ((), (no_passes,)))
     if kind is not CheckpointWithDropout:
         assert through.regions == direct.regions
     assert through.modules == direct.modules
@@ -259,15 +261,15 @@ def test_plans_are_those_of_the_direct_road(kind: type[nn.Module]) -> None:
 
 
 def test_diff_shows_what_passes_changed() -> None:
-    def decide(_: OperatorGraph) -> Pipeline:
-        return Pipeline((Pipeline((EliminateDeadCode(),), label="clean"),))
+    def decide(_: OperatorGraph) -> Decision:
+        return Decision(Pipeline((EliminateDeadCode(),), label="clean"))
 
     class Dead(Layered):
         def body(self, x: Tensor) -> Tensor:
             x.sin()
             return super().body(x)
 
-    plan = check(make(Dead), decide=decide)
+    plan = check(make(Dead), deciders=(decide,))
     for name in ("clean", "EliminateDeadCode", "operators"):
         assert plan.diff(name).summary() in ("1 removed", "no change")
     assert list(plan.graphs) == ["operators", "rewritten", "captured", "scheduled"]

@@ -111,12 +111,22 @@ def test_a_model_on_meta() -> None:
         model = Wide().train()
         batch = torch.empty(512, 16), torch.empty(512, 16)
     state = {name: dict(vars(module)) for name, module in model.named_modules()}
-    curve = memopt.frontier(model, batch, loss_fn=functional.mse_loss, optimizer="sgd", device="rtx-4090", points=5)
+    curve = memopt.frontier(
+        model, batch, loss_fn=functional.mse_loss, optimizer="sgd", device="rtx-4090", points=5, precision="fp32"
+    )
     assert (curve.model, curve.hardware) == ("Wide", "rtx-4090")
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == state
     assert len(curve.points) >= 5
     middle = curve.points[len(curve.points) // 2]
-    plan = memopt.plan(model, middle.budget_gb, batch, loss_fn=functional.mse_loss, optimizer="sgd", device="rtx-4090")
+    plan = memopt.plan(
+        model,
+        middle.budget_gb,
+        batch,
+        loss_fn=functional.mse_loss,
+        optimizer="sgd",
+        device="rtx-4090",
+        precision="fp32",
+    )
     assert plan.plain_peak_gb == curve.plain_gb
     assert plan.smallest_gb() == curve.smallest_gb
     assert plan.bound <= middle.added_time

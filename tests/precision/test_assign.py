@@ -6,7 +6,18 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from memopt.precision import AssignPrecision, Rules, best_dtype, low_dtype, op_lists, precision_pipeline
+from memopt.capture.operators import Decision, OperatorGraph, Operators
+from memopt.precision import (
+    AssignPrecision,
+    DecidePrecision,
+    Rules,
+    best_dtype,
+    check_policy,
+    check_rules,
+    low_dtype,
+    op_lists,
+    precision_rewriting,
+)
 from memopt.pricing.hardware_table import hardware
 from tests.passes.capture import Sketch, aten
 
@@ -28,6 +39,10 @@ def norm_and_linear() -> GraphModule:
     return sketch.returns(sketch.call(aten.cross_entropy_loss.default, added, labels))
 
 
+def decided(low: torch.dtype, rules: Rules | None = None) -> Decision:
+    return DecidePrecision(low, rules or Rules())(OperatorGraph(norm_and_linear(), frozenset()))
+
+
 def test_reasons() -> None:
     plan = AssignPrecision(BF16)(norm_and_linear())
     assert plan.reasons == {
@@ -46,13 +61,12 @@ def test_reasons() -> None:
 
 
 def test_fp32_is_no_pass_at_all() -> None:
-    pipeline, plan = precision_pipeline("fp32", hardware("h100"), norm_and_linear())
-    assert len(pipeline) == 0
-    assert plan.low is None
+    assert not precision_rewriting("fp32", hardware("h100"))
+    assert not precision_rewriting({"default": "fp32", "linear": "fp32"}, hardware("h100"))
 
 
 def test_the_pipeline_trains_masters() -> None:
-    pipeline, _ = precision_pipeline("bf16", hardware("h100"), norm_and_linear())
+    pipeline = decided(BF16).pipeline
     torch.manual_seed(0)
     leaves = [torch.randn(shape, requires_grad=True) for shape in ((4, 8), (8,), (8, 8))]
     (loss,) = pipeline(norm_and_linear())(*leaves, torch.tensor([0, 1, 2, 3]))
@@ -95,11 +109,21 @@ def test_module_rules() -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="unknown dtype 'f8' in precision"):
-        precision_pipeline({"linear": "f8"}, hardware("h100"), norm_and_linear())
-    with pytest.raises(ValueError, match="unknown precision 'half'"):
-        precision_pipeline("half", hardware("h100"), norm_and_linear())
-    with pytest.raises(ValueError, match="'lm_haed' matches no operator"):
-        precision_pipeline({"lm_haed": "fp32", "default": "bf16"}, hardware("h100"), norm_and_linear())
+        check_policy({"linear": "f8"})
+    with pytest.raises(ValueError, match=r"precision must be one of .*'auto', or a dict of rules, not 'half'"):
+        check_policy("half")
+    with pytest.raises(TypeError, match=r"precision must be a name, such as 'bf16', or a dict of dtypes .*, not 16"):
+        check_policy(16)  # type: ignore[arg-type]
+
+
+def test_rules_that_match_nothing() -> None:
+    decision = decided(BF16, Rules.of({"lm_haed": "fp32", "gelu": "fp32", "default": "bf16"}))
+    assert decision.unmatched == ("lm_haed",)
+    here = Operators(decisions=(decision,))
+    with pytest.raises(ValueError, match="'lm_haed' matches no operator, module or node of Linear"):
+        check_rules(torch.nn.Linear(1, 1), [here])
+    elsewhere = Operators(decisions=(decided(BF16, Rules.of({"gelu": "fp32"})),))
+    check_rules(torch.nn.Linear(1, 1), [here, elsewhere])
 
 
 def test_lists_are_those_of_torch() -> None:
@@ -117,4 +141,4 @@ def test_lists_are_those_of_torch() -> None:
 def test_fp16_on_a_device_without_it() -> None:
     without = replace(hardware("t4"), flops={"float32": 8.1e12})
     with pytest.raises(ValueError, match="t4 does not compute in fp16; use 'auto'"):
-        precision_pipeline("fp16", without, norm_and_linear())
+        precision_rewriting("fp16", without)

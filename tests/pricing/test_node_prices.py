@@ -31,8 +31,8 @@ def test_timed_prices_are_of_this_machine() -> None:
 
 def test_calibrated_plans_keep_the_budget() -> None:
     family = BY_NAME["unet"]
-    plain = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, calibrate=True)
-    table = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None)
+    plain = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, calibrate=True, precision="fp32")
+    table = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp32")
     assert plain.step_seconds != table.step_seconds
     assert plain.plain.peak_bytes == table.plain.peak_bytes
     plan = plain.at(0.7 * plain.plain_peak_gb)
@@ -43,4 +43,4 @@ def test_calibrated_plans_keep_the_budget() -> None:
 def test_a_named_card_cannot_be_timed_here() -> None:
     family = BY_NAME["unet"]
     with pytest.raises(ValueError, match="calibrate measures the device at hand, not 'h100'"):
-        memopt.plan(family.make(), 1000, family.batch("usual"), device="h100", calibrate=True)
+        memopt.plan(family.make(), 1000, family.batch("usual"), device="h100", calibrate=True, precision="fp32")

@@ -62,7 +62,7 @@ def test_optimised_with_a_loss_function() -> None:
     model, batch = pieces.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))(), None
     batch = (torch.ones(3, 4), torch.ones(3, 2))
     expected = nn.functional.mse_loss(model(batch[0]), batch[1])
-    memopt.optimize(model, 1, loss_fn=nn.functional.mse_loss)
+    memopt.optimize(model, 1, loss_fn=nn.functional.mse_loss, precision="fp32")
     assert has_loss_function(model, None)
     assert torch.equal(batch_loss(model, batch, None), expected)
     assert torch.equal(batch_loss(model, batch, nn.functional.mse_loss), expected)

@@ -25,6 +25,7 @@ def trained(model: nn.Module, batches: list[Any], **options: Any) -> tuple[Recor
 
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> nn.Module:
+    options = {"precision": "fp32", **options}
     plan = memopt.plan(model, 1, batch, **options)
     return memopt.optimize(model, plan.smallest_gb() * 1.1, **options)
 
@@ -64,12 +65,12 @@ def test_a_scaler_of_ones_own() -> None:
 
 
 def test_what_an_optimised_model_refuses() -> None:
-    model = memopt.optimize(gpt2(), 1)
+    model = memopt.optimize(gpt2(), 1, precision="fp32")
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match=r"give memopt\.optimize a precision"):
         TrainStep(model, optimizer, autocast=torch.bfloat16)
     step = TrainStep(memopt.remove(model), optimizer, autocast=torch.bfloat16)
-    memopt.optimize(model, 1)
+    memopt.optimize(model, 1, precision="fp32")
     with pytest.raises(ValueError, match=r"give memopt\.optimize a precision"):
         step(BATCHES[0])
     model.eval()
@@ -78,7 +79,7 @@ def test_what_an_optimised_model_refuses() -> None:
 
 
 def test_a_budget_too_small_changes_nothing() -> None:
-    model = memopt.optimize(gpt2(), 0.0005)
+    model = memopt.optimize(gpt2(), 0.0005, precision="fp32")
     step = TrainStep(model, torch.optim.SGD(model.parameters()))
     before = weights(model)
     with pytest.raises(memopt.BudgetError):

@@ -1,0 +1,75 @@
+"""CUDA's autocast on CPU tensors: what a step under `torch.autocast` casts on a card that is not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memopt.torch_compat import composite_kernel, tree_leaves, tree_map, without_autocast
+from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+
+# Composites that reach a listed operator, unlike those that only view or copy.
+_REACH_A_LIST = frozenset(
+    ["cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm", "lstm"]
+    + ["gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"]  # noqa: RUF005
+)
+
+
+def cuda_autocast_kernel(operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
+    """What autocast with `low` does on CUDA with an operator of aten: casts, then the operator, or the calls that it is
+    made of; None where it leaves it alone."""
+    name = operator.overloadpacket.__name__
+    if operator.namespace != "aten":
+        return None
+    if name in LOWER_PRECISION:
+        return _casting(operator, lambda value: value.to(low))
+    if name in FP32:
+        return _casting(operator, lambda value: value.to(torch.float32))
+    if name in FP32_SET_DTYPE and _takes_dtype(operator):
+        return _with_dtype(operator)
+    if name in PROMOTE:
+        return _promoting(operator)
+    return composite_kernel(operator) if name in _REACH_A_LIST else None
+
+
+def _casting(operator: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast():
+            args, kwargs = tree_map(lambda value: cast(value) if _eligible(value) else value, (args, kwargs))
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _with_dtype(operator: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        names = [argument.name for argument in operator._schema.arguments]
+        given = kwargs.get("dtype") or (args[names.index("dtype")] if names.index("dtype") < len(args) else None)
+        with without_autocast():
+            if given is None and _eligible(args[0]):
+                kwargs = {**kwargs, "dtype": torch.float32}
+                args = args[: names.index("dtype")]
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _promoting(operator: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
+        if torch.float32 not in types:
+            with without_autocast():
+                return operator(*args, **kwargs)
+        return _casting(operator, lambda value: value.to(torch.float32))(*args, **kwargs)
+
+    return kernel
+
+
+def _takes_dtype(operator: Any) -> bool:
+    return any(argument.name == "dtype" for argument in operator._schema.arguments)
+
+
+def _eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
