@@ -1,0 +1,183 @@
+"""Cross entropy of a linear layer in chunks of rows: its loss and its gradients, without the logits.
+
+After Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989): the gradients are computed with the loss, while the logits of a
+chunk are there, so that no logits are computed twice. They are those of the *sum* over the rows: the division by the
+number of targets and the incoming gradient, a loss scale perhaps, come in the backward as one factor in fp32, so that
+small gradients are not lost in 16 bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LARGEST_SHARE = 8
+"""A chunk has at most one row in so many."""
+_LEAST_ROWS = 512
+# Gradients of logits lie between -1 and 1 and are as small as probabilities: lifted into fp16's range for its matmul.
+_FP16_LIFT = 128.0
+
+
+def chunk_rows(rows: int, width: int) -> int:
+    """Rows of a chunk for `rows` tokens of `width` features: an eighth of them, and no more than half of `width` (but
+    512): the logits of a chunk are then no more than half as many as the weight's gradient has elements."""
+    return max(1, min(-(-rows // LARGEST_SHARE), max(_LEAST_ROWS, width // 2)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is computed from `x = hidden @ weight.T + bias`: the cross entropy of `softcap * tanh(scale * x)`, or of
+    `scale * x` where `softcap` is 0."""
+
+    reduction: str = "mean"
+    """"mean" over the rows whose target is not `ignore_index`, weighted by class as in torch; or "sum"."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    scale: float = 1.0
+    softcap: float = 0.0
+    rows: int = 0
+    """Rows of a chunk; 0: see `chunk_rows`."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Loss, a scalar; what its mean was divided by, a scalar (1 for a sum); and the gradients of the undivided sum."""
+
+    loss: Tensor
+    divisor: Tensor
+    hidden: Tensor | None = None
+    """[rows, width]"""
+    weight: Tensor | None = None
+    """[classes, width]"""
+    bias: Tensor | None = None
+    """[classes]"""
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what the gradient of a tensor of that dtype is kept until the backward: sums overflow and underflow fp16."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+class ChunkedCrossEntropy:
+    """One evaluation, chunk by chunk.
+
+    Args:
+        hidden: [rows, width].
+        weight: [classes, width]; used in the dtype of `hidden`, with its gradient summed in fp32.
+        bias: [classes], or None.
+        target: [rows], int64.
+        class_weight: [classes], or None.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        how: Options,
+    ) -> None:
+        self.how, self.hidden, self.class_weight = how, hidden, class_weight
+        # Logits are reduced, and weight gradients summed, in this dtype.
+        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.weight = weight.to(hidden.dtype)
+        self.bias = None if bias is None else bias.to(hidden.dtype)
+        valid = target != how.ignore_index
+        self.target = target.masked_fill(~valid, 0)
+        if class_weight is None:
+            self.row_weight = valid.to(self.wide)
+            self.all_weights: Tensor | float = float(weight.shape[0])
+        else:
+            self.class_weight = class_weight.to(self.wide)
+            self.row_weight = self.class_weight[self.target].masked_fill_(~valid, 0.0)
+            self.all_weights = self.class_weight.sum()
+        self.smoothing = valid.to(self.wide).mul_(how.label_smoothing / weight.shape[0])
+
+    def run(self, *, hidden: bool, weight: bool, bias: bool) -> Result:
+        """The loss, and the gradients asked for."""
+        rows, width = self.hidden.shape
+        classes = self.weight.shape[0]
+        make = self.hidden.new_zeros
+        of_hidden = self.hidden.new_empty((rows, width), dtype=gradient_dtype(self.hidden.dtype)) if hidden else None
+        of_weight = make((classes, width), dtype=self.wide) if weight else None
+        of_bias = make(classes, dtype=self.wide) if bias else None
+        total = make((), dtype=self.wide)
+        size = self.how.rows or chunk_rows(rows, width)
+        for start in range(0, rows, size):
+            total += self._chunk(slice(start, min(start + size, rows)), of_hidden, of_weight, of_bias)
+        divisor = self.row_weight.sum() if self.how.reduction == "mean" else torch.ones_like(total)
+        return Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
+
+    def _chunk(self, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
+        """The summed loss of a chunk; writes and adds its gradients. All it allocates dies with it."""
+        differentiates = not (of_hidden is of_weight is of_bias is None)
+        logits = self._logits(part)
+        tanh = logits.clone() if self.how.softcap and differentiates else None
+        if self.how.softcap:
+            logits.mul_(self.how.softcap)
+        loss, sums = self._loss(logits, part)
+        if not differentiates:
+            return loss
+        self._differentiate(logits, sums, part, tanh)
+        del tanh
+        if of_bias is not None:
+            of_bias += logits.sum(0)
+        self._spread(logits, part, of_hidden, of_weight)
+        return loss
+
+    def _logits(self, part: slice) -> Tensor:
+        """[chunk, classes] in the wide dtype: `scale * x`, its tanh where there is a softcap."""
+        logits = F.linear(self.hidden[part], self.weight, self.bias).to(self.wide)
+        if self.how.scale != 1.0:
+            logits.mul_(self.how.scale)
+        return logits.tanh_() if self.how.softcap else logits
+
+    def _loss(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The summed loss of a chunk; leaves the exponentials in `logits`, and gives their sums, [chunk, 1]."""
+        logits.sub_(logits.amax(1, keepdim=True))
+        chosen = logits.gather(1, self.target[part].unsqueeze(1))
+        smooth = None
+        if self.how.label_smoothing:
+            smooth = logits.sum(1) if self.class_weight is None else logits @ self.class_weight
+        sums = logits.exp_().sum(1, keepdim=True)
+        log_sums = sums.log()
+        row_weight, smoothing = self.row_weight[part], self.smoothing[part]
+        losses = (1 - self.how.label_smoothing) * row_weight * (log_sums - chosen).squeeze(1)
+        if smooth is not None:
+            losses += smoothing * (self.all_weights * log_sums.squeeze(1) - smooth)
+        # Not by their weight of 0 alone: the logits of a row that is ignored may be infinite.
+        ignored = (smoothing == 0) & (row_weight == 0) if smooth is not None else row_weight == 0
+        return losses.masked_fill_(ignored, 0.0).sum(), sums
+
+    def _differentiate(self, exponentials: Tensor, sums: Tensor, part: slice, tanh: Tensor | None) -> None:
+        """Turn the exponentials into the gradient of the chunk's summed loss in `x`."""
+        slope = self.how.scale * (self.how.softcap or 1.0)
+        towards = ((1 - self.how.label_smoothing) * slope * self.row_weight[part]).unsqueeze(1)
+        smoothing = (slope * self.smoothing[part]).unsqueeze(1)
+        index = self.target[part].unsqueeze(1)
+        gradient = exponentials.mul_((towards + smoothing * self.all_weights) / sums)
+        if self.how.label_smoothing:
+            gradient.sub_(smoothing if self.class_weight is None else smoothing * self.class_weight)
+        gradient.scatter_(1, index, gradient.gather(1, index) - towards)
+        if tanh is not None:
+            gradient.mul_(tanh.square_().neg_().add_(1.0))
+
+    def _spread(self, gradient: Tensor, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
+        """Carry the gradient of a chunk's `x` on to its rows of `hidden`, and add it to that of `weight`."""
+        hidden, low = self.hidden[part], self.hidden.dtype
+        lift = _FP16_LIFT if low == torch.float16 else 1.0
+        narrow = gradient if low == self.wide else (gradient * lift if lift != 1.0 else gradient).to(low)
+        if of_hidden is not None and lift == 1.0:
+            torch.mm(narrow, self.weight, out=of_hidden[part])
+        elif of_hidden is not None:
+            of_hidden[part] = torch.mm(narrow, self.weight)
+            of_hidden[part].div_(lift)
+        if of_weight is None:
+            return
+        if low == self.wide or hidden.device.type != "cuda":
+            of_weight.addmm_(gradient.t(), hidden.to(self.wide))
+        else:
+            # Its matrix units read 16 bits and sum in fp32.
+            torch.addmm(of_weight, narrow.t(), hidden, alpha=1 / lift, out_dtype=self.wide, out=of_weight)
