@@ -2,6 +2,7 @@
 
 from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
+from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
 from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
@@ -10,27 +11,34 @@ from passes.hoist_getitems import HoistGetitems
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
+from passes.narrow_saved import NarrowSaved
 from passes.node_facts import is_pure, is_random
 from passes.remove_detach import RemoveDetach
+from passes.sum_wide import SumWide
 from passes.verify import VerifyError
 
 __all__ = [
     "CANONICAL",
     "ApplySchedule",
+    "ChunkLoss",
     "EliminateDeadCode",
+    "FoundLoss",
     "GraphDiff",
     "HoistGetitems",
     "InsertCasts",
     "MergeCasts",
     "MergeCommonSubexpressions",
+    "NarrowSaved",
     "Observer",
     "Pass",
     "PassError",
     "Pipeline",
     "RemoveDetach",
+    "SumWide",
     "VerifyError",
     "copy_graph_module",
     "diff_graphs",
+    "find_losses",
     "format_graph",
     "format_node",
     "is_pure",

@@ -146,7 +146,8 @@ def _clamp_fills(node: Node, largest: float) -> None:
 
 
 def _takes_dtype(node: Node, dtype: torch.dtype) -> bool:
-    return op_name(node) in _TAKES_DTYPE and _floating(node) and dtype == torch.float32
+    named = node.kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in node.args)
+    return op_name(node) in _TAKES_DTYPE and _floating(node) and (named or dtype == torch.float32)
 
 
 def _set_dtype(node: Node, dtype: torch.dtype) -> None:

@@ -12,9 +12,11 @@ from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 # Composites that reach a listed operator, unlike those that only view or copy.
 _REACH_A_LIST = frozenset(
-    ["cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm", "lstm"]
-    + ["gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"]  # noqa: RUF005
-)
+    {
+        "cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm",
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward",
+    }
+)  # fmt: skip
 
 
 def cuda_autocast_kernel(operator: Any, low: torch.dtype) -> Callable[..., Any] | None:

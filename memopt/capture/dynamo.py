@@ -22,7 +22,7 @@ from memopt.capture.operators import (
     needs_operators,
     operator_graph,
     rewrite,
-    without_buffers,
+    to_differentiate,
 )
 from memopt.errors import CaptureError
 from memopt.torch_compat import (
@@ -36,7 +36,6 @@ from memopt.torch_compat import (
     drop_compilations,
     without_autocast,
 )
-from passes import copy_graph_module
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
@@ -170,12 +169,13 @@ def lower(
     graph: `partition` is not called then. Raises `PassError`.
     """
     operators = _operators(graph_module, inputs, rewriting)
+    decide_joint = None if autocast_is_on() else rewriting.joint
     rewritten = operators is not None and bool(operators.stages)
 
     def partition_traced(
         traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(JointGraph.of(traced, num_fwd_outputs, parameters, operators))
+        return partition(JointGraph.of(traced, num_fwd_outputs, parameters, operators, decide_joint))
 
     def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
@@ -188,7 +188,7 @@ def lower(
         keep_inference_input_mutations=True,
     )
     if operators is not None and rewritten:
-        graph_module = without_buffers(copy_graph_module(operators.stages[-1]))
+        graph_module = to_differentiate(operators)
     # An operator graph has the casts of autocast in it.
     with without_autocast() if rewritten else _autocast_in_place(inputs, rewriting):
         return compile_region(graph_module, list(inputs))

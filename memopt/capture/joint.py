@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from memopt.capture.operators import Operators
+from memopt.capture.operators import DecideJoint, Operators
 from passes import CANONICAL, format_graph
 from passes.node_facts import is_tangent
 
@@ -33,9 +33,13 @@ class JointGraph:
         forward_outputs: int,
         parameter_inputs: frozenset[int],
         operators: Operators | None = None,
+        decide: DecideJoint | None = None,
     ) -> JointGraph:
-        """The canonical form of a graph as AOTAutograd hands it to a partitioner."""
-        return cls(CANONICAL(traced), forward_outputs, parameter_inputs, operators)
+        """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`."""
+        module = CANONICAL(traced)
+        if decide is not None:
+            module = CANONICAL(decide(module, forward_outputs)(module))
+        return cls(module, forward_outputs, parameter_inputs, operators)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.torch_compat import enters_autocast
-from passes import Pass, Pipeline
+from passes import Pass, Pipeline, copy_graph_module
 from passes.node_facts import OPERATOR_OVERLOAD
 
 
@@ -46,10 +46,16 @@ class Decision:
     notes: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     """The user's rules that say nothing of this region; one that says nothing of any is refused."""
+    exact: frozenset[str] = frozenset()
+    """Nodes whose types are somebody's wish: what the backward reads of them keeps all of its bits."""
 
 
 Decide: TypeAlias = Callable[[OperatorGraph], Decision]
 """Which passes are to run on a region. Called anew for each capture of it: the same graph must get the same passes."""
+
+
+DecideJoint: TypeAlias = Callable[[fx.GraphModule, int], Pipeline]
+"""Which passes are to run on a canonical joint graph with so many outputs of its forward."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Rewriting:
 
     deciders: tuple[Decide, ...] = ()
     """Asked one after another, each on the graph that the one before has left."""
+    joint: DecideJoint | None = None
+    """Which passes run on the joint graph."""
     autocast: torch.dtype | None = None
     """Regions that have no operator graph run under autocast with this dtype."""
     planned_for: str = ""
@@ -70,6 +78,7 @@ class Rewriting:
 
 
 NOTHING = Rewriting()
+_EXACT = "memopt_exact"
 
 
 @dataclass(frozen=True)
@@ -151,13 +160,24 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide]) -> Operators:
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes))
 
 
-def without_buffers(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with its constants as plain attributes: AOTAutograd would take buffers for inputs, and number all the
-    others anew. Edits the module."""
+def to_differentiate(operators: Operators) -> fx.GraphModule:
+    """The rewritten graph as AOTAutograd is to trace it, constants as plain attributes: it would take buffers for
+    inputs, and number all the others anew. What is made of nodes that are `exact` says so (`is_exact`)."""
+    module = copy_graph_module(operators.stages[-1])
+    exact = frozenset(name for decision in operators.decisions for name in decision.exact)
+    for node in module.graph.nodes:
+        if node.name in exact:
+            # Tracers copy this entry to all that they make of a node, its backward included.
+            node.meta["custom"] = {**node.meta.get("custom", {}), _EXACT: True}
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)
     return module
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether a node of a joint graph comes from one whose types are somebody's wish."""
+    return _EXACT in node.meta.get("custom", {})
 
 
 def _check_targets(graph: fx.Graph) -> None:

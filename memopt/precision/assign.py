@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,9 +28,11 @@ class _State(Enum):
 class AssignPrecision:
     """The decider for an operator graph captured in fp32. It edits nothing: `passes.InsertCasts` applies its plan.
 
-    Listed operators get their list's dtype. Elementwise ones stay in 16 bits unless a full-size operand is fp32. A cast
-    to fp32 in the model widens a 16-bit value, and takes an fp32 one back to 16 bits: in a model that was captured in
-    fp32, `.to(input_dtype)` reads `.to(float32)`. Unknown operators get what they were given before.
+    Listed operators get their dtype by list, norms that of their input. Elementwise ones stay in 16 bits unless a
+    full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
+    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and takes an
+    fp32 one back to what it was before: in a model that was captured in fp32, `.to(input_dtype)` reads `.to(float32)`.
+    Unknown operators get what they were given before.
     """
 
     low: torch.dtype
@@ -55,10 +57,14 @@ class _Walk:
         self.decider = decider
         self.kept_out = dict(decider.kept_out)
         self.states: dict[fx.Node, _State] = {}
+        self.given: set[fx.Node] = set()
+        """Parameters and inputs, and what is computed from them."""
         self.choices: dict[str, Choice] = {}
 
     def visit(self, node: fx.Node) -> None:
         operands = [each for each in node.all_input_nodes if _has_floats(each)]
+        if any(each.op == "placeholder" or each in self.given for each in operands):
+            self.given |= {node, *operands}
         if not _has_floats(node) and not operands:
             return
         if node.target is operator.getitem or is_new(node) or op_name(node) == "detach":
@@ -69,7 +75,8 @@ class _Walk:
             self.states[node] = self._state(operands[0]) if follows_input(node) and operands else _State.MASTER
             return
         dtype, reason = chosen
-        self.choices[node.name] = Choice(dtype, reason)
+        wished = node.name in self.kept_out or reason.startswith("rule ")
+        self.choices[node.name] = Choice(dtype, reason, wished)
         self.states[node] = _State.LOW if dtype == self.decider.low else _State.FULL
 
     def _choose(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
@@ -84,12 +91,14 @@ class _Walk:
             return self._cast(node, operands[0])
         if (rule := self.decider.rules.choose(node)) is not None:
             return rule[1], f"rule {rule[0]!r}"
+        if name in op_lists.KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
+            return low, "its kernel computes in fp32 inside"
+        if name == "softmax" and self._state(operands[0]) is _State.LOW and _only_multiplied(node):
+            return low, "its kernel computes in fp32 inside, and a 16-bit product reads it"
         if node.kwargs.get("dtype") == torch.float32 or (
             name in op_lists.FP32_SET_DTYPE and torch.float32 in node.args
         ):
             return torch.float32, "the model asks for fp32"
-        if name in op_lists.KERNELS_SUM_IN_FP32:
-            return low, "its kernel computes in fp32 inside"
         if name in op_lists.LOWER_PRECISION:
             return low, "autocast's 16-bit list"
         if name in op_lists.FP32 | op_lists.FP32_SET_DTYPE and not self._small_power(node, operands):
@@ -113,14 +122,35 @@ class _Walk:
             return None
         if str(node.target) == "aten.to.dtype_layout":
             return self._as(self._state(source), "moves between devices")
-        if self._state(source) is _State.FULL:
+        if self._state(source) is _State.FULL and self._before_widening(source) is _State.LOW:
             return self.decider.low, "the model casts back"
         return torch.float32, "the model casts to fp32"
+
+    def _before_widening(self, node: fx.Node) -> _State:
+        """What a value was that the model has widened, and computed with since: 16 bits if that is not to be seen."""
+        pending, seen = [node], {node}
+        while pending:
+            node = pending.pop(0)
+            if op_name(node) == "softmax":
+                return self._state(node.all_input_nodes[0])
+            if is_cast(node):
+                state = self._state(node.all_input_nodes[0])
+                return _State.LOW if state is _State.LOW else _State.FULL
+            if not (is_pointwise(node) or follows_input(node) or op_name(node) in ("mean", "sum", "var", "rsqrt")):
+                continue
+            fresh = [each for each in node.all_input_nodes if each not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return _State.LOW
 
     def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
         size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
         full_size = [each for each in operands if size is None or _same_shape(each.meta["val"].shape, size)]
         states = {self._state(each) for each in full_size or operands}
+        if op_name(node) in ("add", "sub", "add_") and _only_softmax_reads(node):
+            states -= {_State.FULL}
+        elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
+            return torch.float32, "the residual stream is summed in fp32"
         if _State.FULL in states:
             return torch.float32, "an operand is fp32"
         if _State.LOW in states or _State.LOW in {self._state(each) for each in operands}:
@@ -129,6 +159,12 @@ class _Walk:
             return torch.float32, "an operand is fp32"
         return None
 
+    def _stream(self, operand: fx.Node) -> bool:
+        """Whether a master's own values are activations, or positions, rather than a bias for each channel."""
+        if self._state(operand) is not _State.MASTER or operand not in self.given:
+            return False
+        return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
+
     def _as(self, state: _State, reason: str) -> tuple[torch.dtype, str] | None:
         if state is _State.MASTER:
             return None
@@ -136,6 +172,26 @@ class _Walk:
 
     def _state(self, node: fx.Node) -> _State:
         return self.states.get(node, _State.MASTER)
+
+
+def _only_softmax_reads(node: fx.Node) -> bool:
+    return _all_readers(node, lambda reader: op_name(reader) == "softmax")
+
+
+def _only_multiplied(node: fx.Node) -> bool:
+    """Whether nothing but products of matrices, which round it anyway, reads a value."""
+    return _all_readers(node, lambda reader: op_name(reader) in op_lists.LOWER_PRECISION)
+
+
+def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+    """Whether all that reads a value, at first hand or by casts, views, sums with a mask or dropout, is `wanted`."""
+    for reader in node.users:
+        passes_on = (
+            is_cast(reader) or follows_input(reader) or op_name(reader) in ("dropout", "add", "masked_fill", "where")
+        )
+        if not wanted(reader) and not (passes_on and _all_readers(reader, wanted)):
+            return False
+    return bool(node.users)
 
 
 def _has_floats(node: fx.Node) -> bool:

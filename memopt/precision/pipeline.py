@@ -12,6 +12,7 @@ from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.precision.assign import AssignPrecision
 from memopt.precision.devices import Policy, low_dtype
+from memopt.precision.narrow import narrowing
 from memopt.precision.plan import PrecisionPlan
 from memopt.precision.rules import Rules
 from memopt.pricing.hardware_table import Hardware
@@ -31,7 +32,8 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
         return Rewriting(planned_for=planned_for)
     decide = DecidePrecision(low, rules, yields=policy == "auto")
-    return Rewriting((decide,), low, planned_for, replaces_autocast=policy != "auto")
+    joint = narrowing if low == torch.bfloat16 else None
+    return Rewriting((decide,), joint, low, planned_for, replaces_autocast=policy != "auto")
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,8 @@ class DecidePrecision:
         plan = self.plan(graph)
         passes = InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
-        return Decision(
-            Pipeline(passes, label=LABEL), plan.reasons, (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
-        )
+        notes, unmatched = (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
+        return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
         """The dtype of each operator, with the reason."""

@@ -15,6 +15,8 @@ class Choice:
 
     dtype: torch.dtype
     reason: str
+    wished: bool = False
+    """Whether the user, or a measurement on his data, asks for it: then nothing of it is rounded for the backward."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class PrecisionPlan:
     def reasons(self) -> dict[str, str]:
         """By node name, for printing beside the lines of a graph: `bf16: autocast's list`."""
         return {name: f"{dtype_name(choice.dtype)}: {choice.reason}" for name, choice in self.choices.items()}
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Nodes in fp32 that are wished so."""
+        return frozenset(
+            name for name, choice in self.choices.items() if choice.wished and choice.dtype == torch.float32
+        )
 
     def summary(self) -> str:
         """`220 ops in bf16, 31 in fp32`."""

@@ -1,0 +1,85 @@
+"""Which fp32 activations the backward may read rounded to bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from memopt.capture.operators import is_exact
+from passes import NarrowSaved, Pipeline, SumWide
+from passes.node_facts import backward_nodes, storages
+from passes.op_kinds import is_cast, is_view, op_name
+
+# Operands of products, or of smooth derivatives: a relative error of 2^-9 of theirs is one of their gradients, no more
+# than what the gradients' own rounding is. `_log_softmax_backward_data` is not here: it takes the exponential.
+_TOLERANT = frozenset(
+    {
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+        "native_batch_norm_backward",
+        "_fused_rms_norm_backward",
+        "_softmax_backward_data",
+        "gelu_backward",
+        "mul",
+        "pow",
+        "sigmoid_backward",
+        "silu_backward",
+        "tanh_backward",
+        "threshold_backward",
+    }
+)
+# Statistics and other values of a few bytes a row are not worth two casts.
+LEAST_BYTES = 64 * 1024
+
+
+def narrowing(module: fx.GraphModule, forward_outputs: int) -> Pipeline:
+    """The passes for the joint graph of a region in bf16: what is kept for the backward is kept in 16 bits."""
+    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs), torch.bfloat16)))
+
+
+def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
+    """The fp32 values of the forward that only tolerant operators of the backward read, by name.
+
+    Values that stay anyway, since they are inputs or outputs, or are seen by the backward through several views, are
+    left as they are; so are those that are widened 16-bit values, and all that the author or the user wants in fp32.
+    """
+    backward = backward_nodes(graph)
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    kept = [
+        *graph.find_nodes(op="placeholder"),
+        *(each for each in results[:forward_outputs] if isinstance(each, fx.Node)),
+    ]
+    stays = {storage for node in kept for storage in storages(node)}
+    seen: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
+            for storage in storages(node):
+                seen.setdefault(storage, []).append(node)
+    return tuple(
+        nodes[0].name
+        for storage, nodes in seen.items()
+        if storage not in stays and len(nodes) == 1 and _worth(nodes[0]) and _tolerated(nodes[0], backward)
+    )
+
+
+def _worth(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
+        return False
+    return value.untyped_storage().nbytes() >= LEAST_BYTES
+
+
+def _tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
+    if is_exact(value):
+        return False
+    for reader in value.users:
+        if reader not in backward:
+            continue
+        name = "" if is_exact(reader) else op_name(reader)
+        if is_view(reader):
+            if not _tolerated(reader, backward):
+                return False
+        elif name not in _TOLERANT:
+            return False
+    return True

@@ -1,0 +1,214 @@
+"""The cross entropy of a linear layer as one operator, which never holds the logits."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graph_pass import Pass
+from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from passes.logits_path import NoMatch, Step
+from passes.loss_pattern import LossMatch, logits_bytes, losses, match_loss
+from passes.op_kinds import op_name
+from passes.propagate import on_stored_values, refresh
+from passes.verify import VerifyError, check_signature
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FoundLoss:
+    """A cross entropy in a graph, and whether `ChunkLoss` can rewrite it."""
+
+    name: str
+    """Of its node."""
+    reason: str = ""
+    """Why it is left alone; empty where it is rewritten."""
+    logits_bytes: int | None = None
+    """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
+    returned: bool = False
+    """Whether the graph returns the logits as well: `drop_logits` alone rewrites it then."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or 'computed in chunks'}"
+
+
+def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
+    """The cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` would find them."""
+    return tuple(_found(loss, drop_logits) for loss in losses(graph_module.graph))
+
+
+def _found(loss: Node, drop_logits: bool) -> FoundLoss:
+    try:
+        match = match_loss(loss, drop_logits=True)
+    except NoMatch as mismatch:
+        return FoundLoss(loss.name, str(mismatch))
+    returned = bool(match.path.returned)
+    reason = "its logits are returned as well" if returned and not drop_logits else ""
+    return FoundLoss(loss.name, reason, logits_bytes(match), returned)
+
+
+@dataclass(frozen=True)
+class ChunkLoss(Pass):
+    """Computes the cross entropy of a linear layer in chunks of rows, together with its gradients.
+
+    What only moves rows (views, slices, masks) is done to the layer's input instead of the logits; casts, scaling, a
+    softcap and a bias become options of the operator. Logits that anything else reads are left alone: see
+    `find_losses`. Losses and gradients differ from the plain ones by rounding.
+
+    Before:
+        linear: f32[2, 8, 50] = aten.linear(hidden, weight)
+        view: f32[16, 50] = aten.view(linear, [-1, 50])
+        cross_entropy_loss: f32[] = aten.cross_entropy_loss(view, target)
+    After:
+        reshape: f32[16, 4] = aten.reshape(hidden, [-1, 4])
+        linear_cross_entropy: f32[] = memopt.linear_cross_entropy(reshape, weight, None, target)
+    """
+
+    keeps_signature: ClassVar[bool] = False
+    losses: frozenset[str] | None = None
+    """Names of the losses to rewrite; None: all that can be."""
+    rows: int | None = None
+    """Rows of a chunk; None: an eighth of them, and no more than half the layer's width (but 512)."""
+    drop_logits: bool = False
+    """Return an empty tensor, the classes' dimension 0, where the graph returns the logits."""
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"ChunkLoss needs at least one row in a chunk, not rows={self.rows}; None lets it choose")
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        with on_stored_values(graph):
+            for loss in list(losses(graph)):
+                if self.losses is not None and loss.name not in self.losses:
+                    continue
+                try:
+                    match = match_loss(loss, drop_logits=self.drop_logits)
+                except NoMatch as reason:
+                    if self.losses is not None:
+                        raise VerifyError(loss.name, str(reason), "name only losses that find_losses matches") from None
+                    continue
+                _Rewrite(match).apply(self.rows or 0)
+        return graph_module
+
+    def requires(self, graph_module: GraphModule) -> None:
+        super().requires(graph_module)
+        missing = (self.losses or frozenset()) - {loss.name for loss in losses(graph_module.graph)}
+        for name in sorted(missing):
+            raise VerifyError(name, "it is no cross entropy of this graph", "name losses as find_losses does")
+
+    def ensures(self, before: GraphModule, after: GraphModule) -> None:
+        super().ensures(before, after)
+        if not self.drop_logits:
+            check_signature(before, after)
+
+
+class _Rewrite:
+    """The rewriting of one loss."""
+
+    def __init__(self, match: LossMatch) -> None:
+        self.match = match
+        self.graph: Graph = match.loss.graph
+        self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
+        self.hidden: dict[Node, Node] = {}
+        """For each node on the way: the layer's input, its rows moved as the node's."""
+
+    def apply(self, rows: int) -> None:
+        source = self.match.linear.hidden
+        for step in self.match.path.nodes:
+            source = self.hidden[step.node] = self._move(step, source) if step.moves_rows else source
+            for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
+                self._measure(reader, step, source)
+        self._return_nothing()
+        with self.graph.inserting_before(self.match.loss):
+            result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), rows)
+        self.match.loss.replace_all_uses_with(result)
+        self._erase(self.match.loss)
+
+    def _call(self, target: Any, like: Node, *args: Any, **kwargs: Any) -> Node:
+        name = target.__name__.partition(".")[0]
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
+        refresh(node)
+        return node
+
+    def _move(self, step: Step, source: Node) -> Node:
+        """The call of a step, on the layer's input."""
+        node = step.node
+        arguments: list[Any] = [source, *node.args[1:]]
+        target: Any = node.target
+        if op_name(node) in ("view", "reshape", "_unsafe_view"):
+            sizes: Any = node.args[1]
+            target, arguments[1] = aten.reshape.default, [*sizes[:-1], self.width]
+        with self.graph.inserting_before(node):
+            return self._call(target, node, *arguments, **node.kwargs)
+
+    def _measure(self, reader: Node, step: Step, source: Node) -> None:
+        """Have a size be read from the layer's input."""
+        dim: Any = reader.args[1]
+        if dim % step.node.meta["val"].dim() == step.class_dim:
+            reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])
+            self.graph.erase_node(reader)
+        else:
+            reader.replace_input_with(step.node, source)
+
+    def _rows(self, source: Node, class_dim: int) -> Node:
+        """[rows, width]"""
+        dims = source.meta["val"].dim()
+        if class_dim != dims - 1:
+            source = self._call(aten.movedim.int, self.match.loss, source, class_dim, -1)
+        return source if dims == 2 else self._call(aten.reshape.default, self.match.loss, source, [-1, self.width])
+
+    def _loss(self, hidden: Node, rows: int) -> Node:
+        match, loss = self.match, self.match.loss
+        weight, target = match.linear.weight, match.target
+        if match.linear.transposed:
+            weight = self._call(aten.t.default, loss, weight)
+        if target.meta["val"].dim() != 1:
+            target = self._call(aten.reshape.default, loss, target, [-1])
+        path = match.path
+        options = {
+            "reduction": (match.reduction, "mean"),
+            "ignore_index": (match.ignore_index, -100),
+            "label_smoothing": (match.label_smoothing, 0.0),
+            "scale": (path.scale, 1.0),
+            "softcap": (path.softcap, 0.0),
+            "rows": (rows, 0),
+        }
+        given = {name: value for name, (value, default) in options.items() if value != default}
+        weights = () if match.class_weight is None else (match.class_weight,)
+        result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)
+        dtype = loss.meta["val"].dtype
+        return result if result.meta["val"].dtype == dtype else self._call(aten.to.dtype, loss, result, dtype)
+
+    def _return_nothing(self) -> None:
+        """An empty tensor for each returned one."""
+        steps = {step.node: step for step in self.match.path.nodes}
+        for node in self.match.path.returned:
+            step = steps.get(node) or steps[node.all_input_nodes[0]]
+            source = self.hidden[step.node]
+            with self.graph.inserting_before(self.match.loss):
+                sizes = [
+                    0 if dim == step.class_dim else self._size(source, dim) for dim in range(node.meta["val"].dim())
+                ]
+                dtype = node.meta["val"].dtype
+                empty = self._call(aten.new_empty.default, node, source, sizes, dtype=dtype)
+            output = self.graph.output_node()
+            output.replace_input_with(node, empty)
+            self._erase(node)
+
+    def _size(self, node: Node, dim: int) -> Any:
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self._call(aten.sym_size.int, node, node, dim)
+
+    def _erase(self, node: Node) -> None:
+        """Erase what computed only the logits: everything above a node that nobody reads, up to the layer's input."""
+        if node.users or node.op != "call_function" or node in self.hidden.values():
+            return
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for each in inputs:
+            if each.op == "call_function" and (each in self.hidden or op_name(each) in ("t", "to", "transpose")):
+                self._erase(each)
