@@ -168,13 +168,13 @@ class _Rewrite:
             weight = self._call(aten.t.default, loss, weight)
         if target.meta["val"].dim() != 1:
             target = self._call(aten.reshape.default, loss, target, [-1])
-        path = match.path
+        formula = match.path.formula
         options = {
             "reduction": (match.reduction, "mean"),
             "ignore_index": (match.ignore_index, -100),
             "label_smoothing": (match.label_smoothing, 0.0),
-            "scale": (path.scale, 1.0),
-            "softcap": (path.softcap, 0.0),
+            "scale": (formula.scale, 1.0),
+            "softcap": (formula.softcap, 0.0),
             "rows": (rows, 0),
         }
         given = {name: value for name, (value, default) in options.items() if value != default}

@@ -1,11 +1,11 @@
 """The way from a linear layer's result to a loss: which calls on it keep the rows apart, and what they compute."""
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from passes.op_kinds import is_cast, op_name
 
@@ -28,63 +28,64 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Formula:
+    """What is computed from values `x` on the way down: `softcap * tanh(scale * (x + bias))`, or `scale * (x + bias)`
+    where `softcap` is 0; with log_softmax behind it if `normalised`."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    bias: Node | None = None
+    normalised: bool = False
+
+    def above(self, node: Node) -> "Formula":
+        """With the call that stands on top of it. Raises `NoMatch` where the operator has no such formula."""
+        name = op_name(node).removesuffix("_")
+        factor = _factor(node)
+        if name == "log_softmax":
+            if replace(self, normalised=False) != Formula():
+                raise NoMatch("its log probabilities are computed with")
+            return Formula(normalised=True)
+        if factor is None and name not in ("tanh", "add"):
+            return self
+        if self.bias is not None:
+            raise NoMatch(f"a bias is added to its logits after {node.name}")
+        if factor is not None:
+            return replace(self, scale=self.scale * factor)
+        if name == "add":
+            return replace(self, bias=_bias(node))
+        if self.softcap:
+            raise NoMatch("its logits go through tanh twice")
+        return replace(self, scale=1.0, softcap=self.scale)
+
+
+@dataclass(frozen=True)
 class Path:
-    """From a linear layer down to a loss: the loss is that of `softcap * tanh(scale * (x + bias))`, or of
-    `scale * (x + bias)` where `softcap` is 0."""
+    """From a linear layer down to a loss."""
 
     nodes: tuple[Step, ...]
-    """From the linear layer, which is the first, to the loss's input (the log probabilities, if it reads those)."""
+    """From the linear layer, which is the first, to the loss's input."""
     returned: tuple[Node, ...]
     """Those of the nodes, or their detached values, that the graph returns."""
-    scale: float
-    softcap: float
-    bias: Node | None
+    formula: Formula
 
     @property
     def top(self) -> Node:
         return self.nodes[0].node
 
 
-def walk_up(value: Node, class_dim: int, readers: tuple[Node, ...]) -> Path:
-    """The way up from a loss's input to what is no longer a step of it.
-
-    `readers` are the calls behind `value`, down to the loss. Raises `NoMatch`.
-    """
-    steps = [Step(each, class_dim) for each in reversed(readers[:-1])]
-    returned = [each for pair in itertools.pairwise(readers) for each in _returned(*pair)]
-    formula, reader = _Formula(), readers[0]
+def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
+    """The way up from a loss's input to what is no longer a step of it. Raises `NoMatch`."""
+    steps: list[Step] = []
+    returned: list[Node] = []
+    formula = Formula()
     while True:
         returned += _returned(value, reader)
         source, source_dim, moves = _source(value, class_dim)
         steps.append(Step(value, class_dim, moves))
         if source is None:
-            return Path(tuple(reversed(steps)), tuple(returned), formula.scale, formula.softcap, formula.bias)
+            return Path(tuple(reversed(steps)), tuple(returned), formula)
         formula = formula.above(value)
         reader, value, class_dim = value, source, source_dim
-
-
-@dataclass(frozen=True)
-class _Formula:
-    """What is computed below a point of the way, as `Path` has it."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-    bias: Node | None = None
-
-    def above(self, node: Node) -> "_Formula":
-        """With the call that stands on top of it. Raises `NoMatch` where the operator has no such formula."""
-        name = op_name(node).removesuffix("_")
-        if (factor := _factor(node)) is not None or name in ("tanh", "add"):
-            if self.bias is not None:
-                raise NoMatch(f"a bias is added to its logits after {node.name}")
-            if factor is not None:
-                return replace(self, scale=self.scale * factor)
-            if name == "add":
-                return replace(self, bias=_bias(node))
-            if self.softcap:
-                raise NoMatch("its logits go through tanh twice")
-            return _Formula(softcap=self.scale)
-        return self
 
 
 def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
@@ -98,6 +99,11 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
     if name == "add":
         return _added_to(node), class_dim, False
     if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
+        return source, class_dim, False
+    if name == "log_softmax":
+        dim: Any = node.args[1]
+        if dim % after.dim() != class_dim:
+            raise NoMatch("its log_softmax is not over the classes")
         return source, class_dim, False
     if name in _VIEWS and _overload(node) != "dtype":
         if class_dim == after.dim() - 1 and _same(before.shape[-1], after.shape[-1]):
@@ -183,7 +189,7 @@ def _overload(node: Node) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return isinstance(one, int) and isinstance(other, int) and one == other
+    return statically_known_true(one == other)
 
 
 def _returned(node: Node, reader: Node) -> list[Node]:

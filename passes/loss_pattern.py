@@ -43,7 +43,7 @@ class LossMatch:
 
     @property
     def bias(self) -> Node | None:
-        return self.path.bias or self.linear.bias
+        return self.path.formula.bias or self.linear.bias
 
 
 def losses(graph: Graph) -> Iterator[Node]:
@@ -61,14 +61,13 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     if not isinstance(ignore_index, int):
         raise NoMatch("its ignore_index is a symbol")
     class_dim = min(1, value.meta["val"].dim() - 1)
-    tail: tuple[Node, ...] = ()
-    if op_name(loss) != "cross_entropy_loss":
-        tail, value = (value,), _below_log_softmax(value, class_dim)
-    path = walk_up(value, class_dim, (*tail, loss))
+    path = walk_up(value, class_dim, loss)
     linear = _linear(path.top)
     match = LossMatch(
         loss, linear, path, target, class_weight, _REDUCTIONS[reduction], ignore_index, float(label_smoothing)
     )
+    if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
+        raise NoMatch("its input is not from log_softmax")
     _check_shapes(match)
     if path.returned and not drop_logits:
         raise NoMatch("its logits are returned as well")
@@ -83,16 +82,6 @@ def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
     smoothing = given.get("label_smoothing", 0.0)
     weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
     return given["self"], given["target"], weight, reduction, ignored, smoothing
-
-
-def _below_log_softmax(value: Node, class_dim: int) -> Node:
-    if op_name(value) not in ("log_softmax", "_log_softmax"):
-        raise NoMatch(f"its log probabilities come from {op_name(value) or value.name}, not from log_softmax")
-    source: Any = value.args[0]
-    dim: Any = value.args[1]
-    if dim % value.meta["val"].dim() != class_dim:
-        raise NoMatch("its log_softmax is not over the classes")
-    return source
 
 
 def _linear(node: Node) -> Linear:
@@ -153,7 +142,7 @@ def _check_shapes(match: LossMatch) -> None:
     classes = weight.shape[1 if match.linear.transposed else 0]
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
         raise NoMatch("its bias is not one number a class")
-    if match.path.bias is not None and match.linear.bias is not None:
+    if match.path.formula.bias is not None and match.linear.bias is not None:
         raise NoMatch("it has two biases")
 
 

@@ -1,0 +1,324 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
+from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from tests.families import BY_NAME
+from tests.passes.capture import Sketch, aten
+from tests.passes.operators import Operators, assert_same_gradients, capture_operators, outputs_and_gradients
+
+BATCH, LENGTH, WIDTH, CLASSES = 3, 16, 8, 40
+
+
+def sketch(*, returned: bool = False) -> GraphModule:
+    sketch = Sketch()
+    hidden, weight = sketch.input("hidden", 2, 8, 4), sketch.input("weight", 50, 4)
+    target = sketch.input("target", 16, dtype=torch.int64)
+    linear = sketch.call(aten.linear.default, hidden, weight)
+    view = sketch.call(aten.view.default, linear, [-1, 50])
+    loss = sketch.call(aten.cross_entropy_loss.default, view, target)
+    return sketch.returns(loss, linear) if returned else sketch.returns(loss)
+
+
+def test_golden() -> None:
+    assert_expected_inline(
+        format_graph(ChunkLoss()(sketch())),
+        """\
+input hidden: f32[2, 8, 4]
+input weight: f32[50, 4]
+input target: i64[16]
+reshape: f32[16, 4] = aten.reshape(hidden, [-1, 4])
+linear_cross_entropy: f32[] = memopt.linear_cross_entropy(reshape, weight, None, target)
+return (linear_cross_entropy,)""",
+    )
+
+
+def test_golden_with_logits_dropped() -> None:
+    assert_expected_inline(
+        format_graph(ChunkLoss(drop_logits=True, rows=4)(sketch(returned=True))),
+        """\
+input hidden: f32[2, 8, 4]
+input weight: f32[50, 4]
+input target: i64[16]
+reshape: f32[16, 4] = aten.reshape(hidden, [-1, 4])
+new_empty: f32[2, 8, 0] = aten.new_empty(hidden, [2, 8, 0], dtype=f32)
+linear_cross_entropy: f32[] = memopt.linear_cross_entropy(reshape, weight, None, target, rows=4)
+return (linear_cross_entropy, new_empty)""",
+    )
+
+
+def test_returned_logits_are_left_alone() -> None:
+    before = sketch(returned=True)
+    assert not diff_graphs(before, ChunkLoss()(before))
+    (found,) = find_losses(before)
+    assert str(found) == "cross_entropy_loss: its logits are returned as well"
+    assert (found.returned, found.logits_bytes) == (True, 2 * 8 * 50 * 4)
+    (found,) = find_losses(before, drop_logits=True)
+    assert str(found) == "cross_entropy_loss: computed in chunks"
+
+
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    floats = {"x": torch.randn(BATCH, LENGTH, WIDTH), "w": torch.randn(CLASSES, WIDTH), "b": torch.randn(CLASSES)}
+    y = torch.randint(0, CLASSES, (BATCH, LENGTH)).masked_fill_(torch.rand(BATCH, LENGTH) < 0.2, -100)
+    return {**{name: each.requires_grad_() for name, each in floats.items()}, "y": y}
+
+
+def flat(logits: Tensor) -> Tensor:
+    return logits.view(-1, CLASSES)
+
+
+def nanogpt(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), y.clamp(min=-1).view(-1), ignore_index=-1) + b.sum()
+
+
+def shifted(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits, labels = F.linear(x, w, b)[..., :-1, :].contiguous(), y[..., 1:].contiguous()
+    return nn.CrossEntropyLoss()(logits.view(-1, CLASSES), labels.view(-1))
+
+
+def per_token(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)[:, :-1]
+    return F.cross_entropy(logits.transpose(1, 2), y[:, 1:], reduction="sum") / (y != -100).sum()
+
+
+def softcapped(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """Gemma's."""
+    logits = torch.tanh(F.linear(x, w, b) / 5.0) * 5.0
+    return ForCausalLMLoss(logits, y, vocab_size=CLASSES)
+
+
+def in_place(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    logits = F.linear(x, w, b)
+    logits.div_(0.7)
+    return F.cross_entropy(flat(logits), y.flatten())
+
+
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "flat": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1)),
+    "nanogpt": nanogpt,
+    "shifted": shifted,
+    "channels first": per_token,
+    "softcap": softcapped,
+    "in place": in_place,
+    "causal": lambda x, w, y, b: ForCausalLMLoss(F.linear(x, w, b), y, CLASSES),
+    "items": lambda x, w, y, b: ForCausalLMLoss(F.linear(x, w, b), y, CLASSES, num_items_in_batch=(y >= 0).sum()),
+    "masked": lambda x, w, y, b: ForMaskedLMLoss(F.linear(x, w) + b, y, CLASSES),
+    "smooth": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1), label_smoothing=0.1),
+    "weighted": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1), b.detach().abs() + 0.1),
+    "scaled": lambda x, w, y, b: F.cross_entropy(flat(0.0625 * F.linear(x, w, b)), y.view(-1)),
+    "bias, then scaled": lambda x, w, y, b: F.cross_entropy(flat((F.linear(x, w) + b) / 3), y.view(-1)),
+    "nll": lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), -1), y.view(-1), reduction="sum"),
+    "nll of three dims": lambda x, w, y, b: F.nll_loss(F.linear(x, w, b).log_softmax(-1).transpose(1, 2), y),
+    "matmul": lambda x, w, y, b: F.cross_entropy(flat(x @ w.T + b), y.view(-1)),
+    "matmul, stored the other way": lambda x, w, y, b: F.cross_entropy(
+        x.flatten(0, 1) @ w.view(WIDTH, -1) + b, y.view(-1)
+    ),
+    "addmm": lambda x, w, y, b: F.cross_entropy(torch.addmm(b, x.view(-1, WIDTH), w.t()), y.view(-1)),
+    "chosen rows": lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b)[y >= 0], y[y >= 0]),
+    "last token": lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b)[:, -1], y[:, -1].abs() % CLASSES),
+    "permuted": lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).permute(0, 2, 1), y),
+    "cast": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).double(), y.view(-1)),
+    "one sample": lambda x, w, y, b: F.cross_entropy(F.linear(x[0, 0], w, b), y[0, 0].abs() % CLASSES),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str) -> None:
+    captured = capture_operators(FORMS[form], **tensors())
+    after = ChunkLoss(rows=5)(captured.graph_module)
+    assert LINEAR_CROSS_ENTROPY in {node.target for node in after.graph.nodes}
+    text = format_graph(after)
+    assert f", {CLASSES}]" not in text.split("return")[0].replace(f"[{WIDTH}, {CLASSES}]", ""), "logits are left"
+    assert_same_gradients(captured.graph_module, after, captured.inputs)
+
+
+def read_too(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Any:
+    logits = flat(F.linear(x, w, b))
+    return F.cross_entropy(logits, y.view(-1)), (logits.argmax(-1) == y.view(-1)).float().mean()
+
+
+def written_to(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    hidden = x * 2
+    logits = flat(F.linear(hidden.detach(), w, b))
+    hidden.add_(1.0)
+    return F.cross_entropy(logits, y.view(-1)) + hidden.sum()
+
+
+LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
+    "read too": (read_too, "view is read by argmax as well"),
+    "written to": (written_to, "add_ writes to an input of the linear layer before the loss is computed"),
+    "each token": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1), reduction="none").mean(),
+        "it gives a loss for each target (reduction='none')",
+    ),
+    "probabilities": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), flat(F.linear(x, w)).detach().softmax(-1)),
+        "its targets are probabilities, not classes",
+    ),
+    "activations": (
+        lambda x, w, y, b: F.cross_entropy(x @ (x * 2).transpose(1, 2), y.clamp(0, 9)) + w.sum() + b.sum(),
+        "its logits are a product of two activations",
+    ),
+    "detached": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b).detach()), y.view(-1)) + x.sum(),
+        "its logits come from detach, not from a linear layer",
+    ),
+    "some classes": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b))[:, 4:], y.view(-1).clamp(max=9)),
+        "slice_1 picks among the classes",
+    ),
+    "classes apart": (
+        lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES // 2), y.view(-1).repeat(2).clamp(0, 9)),
+        "view takes the classes apart",
+    ),
+    "tanh twice": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).tanh().tanh(), y.view(-1)),
+        "its logits go through tanh twice",
+    ),
+    "bias behind tanh": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)).tanh() + b, y.view(-1)),
+        "a bias is added to its logits after tanh",
+    ),
+    "two biases": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)) + b, y.view(-1)),
+        "it has two biases",
+    ),
+    "temperature": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)) * b[0], y.view(-1)),
+        "its logits come from mul, not from a linear layer",
+    ),
+    "other log probabilities": (
+        lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)), y.view(-1)),
+        "its input is not from log_softmax",
+    ),
+    "scaled log probabilities": (
+        lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)).log_softmax(-1) * 2, y.view(-1)),
+        "its log probabilities are computed with",
+    ),
+    "softmax of the rows": (
+        lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),
+        "its log_softmax is not over the classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", LEFT_ALONE)
+def test_left_alone_and_said(form: str) -> None:
+    call, reason = LEFT_ALONE[form]
+    before = capture_operators(call, **tensors()).graph_module
+    (found,) = find_losses(before)
+    assert found.reason == reason
+    assert not diff_graphs(before, ChunkLoss()(before))
+
+
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", "bert", "t5"])
+def test_real_models(name: str) -> None:
+    """Their logits come back empty; the tolerance is what a whole model makes of a difference in the last digit."""
+    family = BY_NAME[name]
+    captured = capture_operators(family.make(), **family.batch("usual"))
+    after = ChunkLoss(drop_logits=True)(captured.graph_module)
+    assert LINEAR_CROSS_ENTROPY in {node.target for node in after.graph.nodes}
+    assert_same_gradients(captured.graph_module, after, captured.inputs, 3e-6, noise=1e-6)
+    outputs, _ = outputs_and_gradients(after, captured.inputs)
+    assert outputs[1].shape[-1] == outputs[1].untyped_storage().nbytes() == 0
+    assert not outputs[1].requires_grad
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.out(self.norm(x))
+        shifted = logits[:, :-1].contiguous()
+        loss = F.cross_entropy(shifted.view(-1, shifted.size(-1)), y[:, 1:].reshape(-1), reduction="sum")
+        return loss / (shifted.size(0) * shifted.size(1)), logits.detach()
+
+
+def test_symbolic_sizes() -> None:
+    torch.manual_seed(0)
+    captured = capture_operators(Head(), tensors()["x"], tensors()["y"], dynamic=True)
+    after = ChunkLoss(drop_logits=True)(captured.graph_module)
+    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+    assert any(isinstance(node.meta["val"], torch.SymInt) for node in placeholders)
+    assert not find_losses(after)
+    assert "sym_size.int(linear" not in format_graph(after)
+    assert_same_gradients(captured.graph_module, after, captured.inputs)
+    assert outputs_and_gradients(after, captured.inputs)[0][1].shape == (BATCH, LENGTH, 0)
+
+
+def in_16_bits(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    low = torch.bfloat16
+    return ForCausalLMLoss(F.linear(x.to(low), w.to(low), b.to(low)), y, CLASSES)
+
+
+def test_master_weights_are_read_before_their_cast() -> None:
+    captured = capture_operators(in_16_bits, **tensors())
+    after = ChunkLoss()(captured.graph_module)
+    (call,) = (node for node in after.graph.nodes if node.target is LINEAR_CROSS_ENTROPY)
+    assert [node.meta["val"].dtype for node in call.all_input_nodes[:3]] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
+    assert_same_gradients(captured.graph_module, after, captured.inputs, tolerance=0.02)
+
+
+def test_a_loss_in_16_bits_stays_so() -> None:
+    given = {
+        name: each.detach().bfloat16().requires_grad_() if name != "y" else each for name, each in tensors().items()
+    }
+    captured = capture_operators(FORMS["flat"], **given)
+    assert_same_gradients(captured.graph_module, ChunkLoss()(captured.graph_module), captured.inputs, tolerance=0.02)
+
+
+def two_losses(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    first, second = (F.cross_entropy(flat(F.linear(each, w, b)), y.view(-1)) for each in (x, x * 2))
+    return first + 0.5 * second
+
+
+def test_only_the_named_loss() -> None:
+    captured = capture_operators(two_losses, **tensors())
+    after = ChunkLoss(losses=frozenset({"cross_entropy_loss_1"}))(captured.graph_module)
+    assert [loss.name for loss in find_losses(after)] == ["cross_entropy_loss"]
+    assert_same_gradients(captured.graph_module, after, captured.inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("cross_entropy_loss", "returned as well"), ("other", "no cross entropy")]
+)
+def test_a_named_loss_that_cannot_be_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(PassError, match=problem):
+        ChunkLoss(losses=frozenset({name}))(sketch(returned=True))
+
+
+def test_rows_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="rows=0"):
+        ChunkLoss(rows=0)
+
+
+def test_gradients_accumulate_over_two_steps_under_a_loss_scale() -> None:
+    captured: Operators = capture_operators(FORMS["causal"], **tensors())
+    after = ChunkLoss()(captured.graph_module)
+    sums = []
+    for graph_module in (captured.graph_module, after):
+        leaves = [each for each in captured.inputs if each.requires_grad]
+        for leaf in leaves:
+            leaf.grad = None
+        for _ in range(2):
+            (loss,) = graph_module(*captured.inputs)
+            (loss * 1024.0).backward()
+        sums.append([leaf.grad for leaf in leaves])
+    for expected, found in zip(*sums, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
