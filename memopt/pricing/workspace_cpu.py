@@ -12,6 +12,7 @@ from memopt.pricing.workspace_rules import (
     SCALARS,
     Rule,
     all_bytes,
+    chunked_loss,
     copies,
     first,
     for_each,
@@ -126,4 +127,5 @@ CPU: dict[str, Rule] = {
     **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
     "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel,
     "histc": lambda call: 64 * KB,
+    "linear_cross_entropy_with_gradients": lambda call: chunked_loss(call) + _cpu_matmul(call),
 }

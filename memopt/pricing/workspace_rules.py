@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from memopt.pricing.op_call import OpCall, TensorSpec
+from passes.chunked_cross_entropy import chunk_rows
 
 Rule = Callable[[OpCall], int]
 
@@ -60,7 +61,23 @@ def index(call: OpCall) -> int:
     return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
 
 
+def chunked_loss(call: OpCall) -> int:
+    """A chunk of logits: in fp32, once more for a softcap, smoothing by class weights or fp16's lift, and in 16 bits;
+    the layer's weight in the dtype of its input; the sums of its gradient in fp32; some numbers a row."""
+    hidden, weight = call.inputs[:2]
+    tokens, width = hidden.size
+    rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
+    narrow, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
+    weighted = call.argument(7) and call.argument(4)
+    copies = 1 + bool(call.argument(9)) + bool(weighted) + (hidden.dtype == torch.float16)
+    logits = rows * weight.size[0] * (wide * copies + (narrow if narrow < wide else 0))
+    cast = weight.numel * narrow if weight.dtype != hidden.dtype else 0
+    sums = weight.numel * wide if call.argument(12) and call.outputs[3].dtype.itemsize < wide else 0
+    return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
+
+
 COMMON: dict[str, Rule] = {
+    "linear_cross_entropy_with_gradients": chunked_loss,
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
