@@ -36,7 +36,7 @@ from memopt.planned_call import planned_call_of
 from memopt.precision import precision_rewriting
 from memopt.pricing import hardware
 from tests.families import BY_NAME as SMALL
-from tests.families import loss_of
+from tests.families import loss_of, without_dropout
 
 RESULT = Path(__file__).parent / "results" / "precision.json"
 CARD = "h100"
@@ -135,16 +135,6 @@ def gradients(name: str, seed: int, run: Callable[[nn.Module, Any], Any], dtype:
     batch = {key: each.to(dtype) if each.is_floating_point() else each for key, each in batch.items()}
     loss_of(run(model, batch)).backward()  # type: ignore[no-untyped-call]
     return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return model
 
 
 def fresh(batch: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -48,6 +48,17 @@ def loss_of(output: Any) -> Tensor:
     return output[0] if type(output) is tuple else output.loss
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with all dropout off, also where it stands in the configuration as a number."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
 def checkpoint_library_blocks(model: nn.Module) -> None:
     library_model: Any = model
     library_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,96 @@
+"""Real architectures in 16 bits: finite, within the budget, every parameter with its gradient, the loss near fp32's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from memopt.errors import GIB
+from passes.module_path import module_path
+from tests.end_to_end.steps import restored_buffers, train_step
+from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_families(family: Family, precision: str) -> None:
+    model, batch = family.make(), family.batch("usual")
+    with restored_buffers(model):
+        plain = train_step(model, batch)
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision=precision)
+    smallest = plan.smallest_gb()
+    for share in (0.4, 0.0):
+        budget_gb = smallest + share * (plan.plain_peak_gb - smallest)
+        with restored_buffers(model):
+            memopt.optimize(model, budget_gb, optimizer=None, precision=precision)
+            step = train_step(model, batch)
+            made = memopt.plan_of(model)
+            memopt.remove(model)
+        assert step.peak_bytes <= budget_gb * GIB
+        assert step.peak_bytes <= made.predicted_peak_bytes
+        assert step.gradients.keys() == plain.gradients.keys()
+        assert all(torch.isfinite(gradient).all() for gradient in step.gradients.values())
+        assert all(gradient.dtype == torch.float32 for gradient in step.gradients.values())
+        assert torch.isclose(step.loss.float(), plain.loss, rtol=0.03)
+
+
+def gradients(model: nn.Module, batch: Batch, *, low: bool = False) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        loss = loss_of(model(**batch))
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "llama", "bert", "t5"])
+def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
+    model = without_dropout(BY_NAME[name].make())
+    batch = BY_NAME[name].batch("usual")
+    exact = gradients(model.double(), batch)
+    model.float()
+    autocast = (gradients(model, batch, low=True) - exact).norm()
+    memopt.optimize(model, 1000, optimizer=None, precision="bf16")
+    assert (gradients(model, batch) - exact).norm() <= 1.15 * autocast
+
+
+def test_the_users_autocast_gives_way_to_a_precision_and_goes_before_auto() -> None:
+    family = BY_NAME["gpt2-sdpa"]
+    model, batch = without_dropout(family.make()), family.batch("usual")
+    found = {}
+    for precision in ("fp32", "bf16", "auto"):
+        for around in (False, True):
+            memopt.optimize(model, 1000, optimizer=None, precision=precision)
+            found[precision, around] = gradients(model, batch, low=around)
+            memopt.remove(model)
+    assert torch.equal(found["bf16", True], found["bf16", False])
+    assert torch.equal(found["auto", True], found["fp32", True])
+    assert torch.equal(found["auto", True], gradients(model, batch, low=True))
+
+
+def test_the_plan_shows_the_precision_of_every_operator_and_why() -> None:
+    family = BY_NAME["gpt2-eager"]
+    model, batch = family.make(), family.batch("usual")
+    rules = {"default": "bf16", "lm_head": "fp32", "transformer.h.0.mlp": "fp32", "softmax": "fp32"}
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision=rules)
+    text = str(plan.diff("precision"))
+    for reason in ("# fp32: rule 'lm_head'", "# fp32: rule 'softmax'", "# bf16: autocast's 16-bit list"):
+        assert reason in text
+    after = plan.graphs["rewritten"][0]
+    types = {node.meta["val"].dtype for node in after.graph.nodes if "h.0.mlp" in module_path(node) and node.users}
+    assert types <= {torch.float32}
+    assert any("ops in bf16" in note for note in plan.notes)
+    with pytest.raises(ValueError, match="'lm_haed' matches no operator, module or node of GPT2LMHeadModel"):
+        memopt.plan(model, 1000, batch, optimizer=None, precision={"default": "bf16", "lm_haed": "fp32"})
+
+
+def test_what_is_wished_in_fp32_is_not_rounded_for_the_backward_either() -> None:
+    family = BY_NAME["bert"]
+    model, batch = family.make(), family.batch("usual")
+    counts = []
+    for rules in ({"default": "bf16"}, {"default": "bf16", "layer_norm": "fp32"}):
+        joint = memopt.plan(model, 1000, batch, optimizer=None, precision=rules).graphs["captured"][0]
+        readers = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.native_layer_norm_backward.default)
+        counts.append(sum(node.args[1].name.startswith("wide") for node in readers))
+    assert counts == [len(readers) - 1, 0], "all but the norm of the head, whose input has views"
