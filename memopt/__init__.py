@@ -1,6 +1,8 @@
 """memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
 
 from memopt.api import frontier, optimize, plan, plan_of, remove, training_loss
+from memopt.budget.account_check import AccountCheck, AccountRow
+from memopt.budget.check import check
 from memopt.compare_step import compare
 from memopt.comparison import Comparison
 from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
@@ -10,6 +12,8 @@ from memopt.plan import Plan
 from memopt.step import StepResult, TrainStep
 
 __all__ = [
+    "AccountCheck",
+    "AccountRow",
     "BudgetError",
     "CaptureError",
     "Comparison",
@@ -18,6 +22,7 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "UnplannedGradientError",
+    "check",
     "compare",
     "frontier",
     "measure_peak",

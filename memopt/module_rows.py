@@ -59,7 +59,10 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
     boundary = forward_evaluations(problem, schedule)
     live = live_versions(problem, schedule, boundary)
     made_inside = (
-        storage for storage, made in live if made < boundary and not is_receipt(problem.ops[problem.producer[storage]])
+        storage
+        for storage, made in live
+        if made < boundary
+        and not (problem.storages[storage].kept and is_receipt(problem.ops[problem.producer[storage]]))
     )
     return sum(problem.storages[storage].bytes for storage in made_inside)
 
