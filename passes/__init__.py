@@ -4,6 +4,7 @@ from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
 from passes.graph_text import format_graph, format_node
@@ -22,7 +23,9 @@ __all__ = [
     "ApplySchedule",
     "ChunkLoss",
     "EliminateDeadCode",
+    "FoundAttention",
     "FoundLoss",
+    "FuseAttention",
     "GraphDiff",
     "HoistGetitems",
     "InsertCasts",
@@ -38,6 +41,7 @@ __all__ = [
     "VerifyError",
     "copy_graph_module",
     "diff_graphs",
+    "find_attentions",
     "find_losses",
     "format_graph",
     "format_node",

@@ -1,0 +1,251 @@
+"""Finds attention that is written out, softmax(Q Kᵀ · scale + mask) V, and says why what looks like it is not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from passes.logits_path import NoMatch
+from passes.mask_rows import MASKS_BELOW, MaskRows
+from passes.node_facts import storages
+from passes.op_kinds import is_cast, mutated_arguments, op_name
+
+_PRODUCTS = frozenset({"matmul", "bmm"})
+_SAME = frozenset({"alias", "contiguous", "clone"})
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Scores multiplied by a number."""
+
+    by: float
+
+
+@dataclass(frozen=True)
+class Add:
+    """Scores and a tensor."""
+
+    mask: Node
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores replaced by a number where `mask`, a bool, is `where`."""
+
+    mask: Node
+    where: bool
+    number: float
+
+
+ScoreStep: TypeAlias = Scale | Add | Fill
+
+
+@dataclass(frozen=True)
+class AttentionMatch:
+    """Attention written out, and what is done to its scores from Q Kᵀ to the softmax, in order."""
+
+    softmax: Node
+    query: Node
+    key: Node
+    """[..., keys, width], or [..., width, keys] if `key_turned`."""
+    key_turned: bool
+    value: Node
+    result: Node
+    steps: tuple[ScoreStep, ...]
+    dropout: float
+    scores: Node
+    """Q Kᵀ."""
+    clears_rows: bool = False
+    """Whether rows that are masked whole have to be looked for."""
+
+
+def softmaxes(graph: Graph) -> Iterator[Node]:
+    """The softmaxes whose result weighs something in a product of matrices, in order."""
+    return (node for node in graph.nodes if op_name(node) in ("softmax", "_softmax") and _reaches_product(node))
+
+
+def match_attention(
+    softmax: Node, rows: MaskRows, *, with_dropout: bool = False, whole_rows: bool = False
+) -> AttentionMatch:
+    """Raises `NoMatch` with the reason where `scaled_dot_product_attention` would not mean the same; see the options
+    of `FuseAttention`."""
+    dim: Any = softmax.args[1]
+    dims = softmax.meta["val"].dim()
+    if dim % dims != dims - 1:
+        raise NoMatch("its softmax is not over the keys")
+    dropout, result = _downwards(softmax)
+    source: Any = softmax.args[0]
+    scores, steps = _upwards(source, softmax)
+    query: Any
+    key: Any
+    value: Any
+    (query, key), value = scores.args, result.args[1]
+    turned = _unturned(key)
+    match = AttentionMatch(
+        softmax, query, turned or key, turned is None, value, result, tuple(reversed(steps)), dropout, scores
+    )
+    _check(match)
+    if dropout and not with_dropout:
+        raise NoMatch("its dropout would draw other random numbers")
+    may_mask = _may_mask_whole_rows(match.steps, rows)
+    if may_mask and not whole_rows:
+        raise NoMatch("its mask may mask a row whole")
+    return replace(match, clears_rows=may_mask)
+
+
+def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
+    """Whether a row may be masked whole with a finite number, by other than one `Fill` alone."""
+    masks = [step for step in steps if not isinstance(step, Scale)]
+    fills = [step for step in masks if isinstance(step, Fill)]
+    terms = [rows.masking_terms(step.mask) for step in masks if isinstance(step, Add)]
+    if None in terms:
+        return True
+    finite = sum(term or 0 for term in terms) + sum(fill.number != float("-inf") for fill in fills)
+    infinite = len(fills) - sum(fill.number != float("-inf") for fill in fills)
+    return finite > 0 and finite + infinite > 1
+
+
+def _reaches_product(node: Node) -> bool:
+    return any(
+        (op_name(user) in _PRODUCTS and user.args[0] is node) or (_passes_on(user) and _reaches_product(user))
+        for user in node.users
+    )
+
+
+def _passes_on(node: Node) -> bool:
+    return op_name(node) in _SAME | {"dropout"} or is_cast(node)
+
+
+def _downwards(node: Node) -> tuple[float, Node]:
+    """Probability of dropout, and the product with V."""
+    dropout = 0.0
+    while True:
+        user = _only_reader(node)
+        if op_name(user) in _PRODUCTS and user.args[0] is node:
+            return dropout, user
+        if not _passes_on(user):
+            raise NoMatch(f"its probabilities are read by {user.name}")
+        if op_name(user) == "dropout":
+            probability: Any = user.args[1]
+            if dropout and probability and user.args[2]:
+                raise NoMatch("its probabilities go through dropout twice")
+            dropout = dropout or (float(probability) if user.args[2] else 0.0)
+        node = user
+
+
+def _only_reader(node: Node) -> Node:
+    readers = list(node.users)
+    returned = any(each.op == "output" for each in readers)
+    if len(readers) != 1 or returned:
+        others = "returned" if returned else f"read by {', '.join(each.name for each in readers)}"
+        raise NoMatch(f"{node.name} is {others} as well")
+    return readers[0]
+
+
+def _upwards(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
+    """Q Kᵀ, and what is done to it on the way, the last first."""
+    _only_reader(node)
+    name = op_name(node).removesuffix("_")
+    if name in _PRODUCTS:
+        return node, []
+    first: Any = node.args[0] if node.args else None
+    if name in _SAME or (is_cast(node) and node.meta["val"].is_floating_point()):
+        return _upwards(first, node)
+    step: ScoreStep | None = None
+    if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs:
+        if (number := _number(node.args[1])) is not None and number > 0:
+            step = Scale(number if name == "mul" else 1 / number)
+    elif name == "masked_fill" and (number := _number(node.args[2])) is not None:
+        mask: Any = node.args[1]
+        step = Fill(mask, True, number)
+    elif name == "where" and (number := _number(node.args[2])) is not None:
+        mask, first = first, node.args[1]
+        step = Fill(mask, False, number)
+    elif name == "add" and not node.kwargs:
+        return _added(node)
+    if step is None or not isinstance(first, Node):
+        raise NoMatch(f"its scores come from {name or node.name}, not from a product of queries and keys")
+    scores, steps = _upwards(first, node)
+    return scores, [step, *steps]
+
+
+def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
+    """A sum of scores and a tensor, in either order."""
+    mismatch = NoMatch(f"{node.name} adds no tensor to scores")
+    for scores, mask in (node.args[1::-1], node.args[:2]):
+        if not (isinstance(scores, Node) and isinstance(mask, Node)):
+            continue
+        try:
+            product, steps = _upwards(scores, node)
+        except NoMatch as reason:
+            mismatch = reason
+        else:
+            return product, [Add(mask), *steps]
+    raise mismatch
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that was made a tensor of no dimensions."""
+    if isinstance(value, Node) and op_name(value) in ("full", "scalar_tensor") and value.meta["val"].dim() == 0:
+        value = value.args[-1]
+    return float(value) if type(value) in (int, float) else None
+
+
+def _unturned(key: Node) -> Node | None:
+    """What the keys are the transpose of."""
+    dims = key.meta["val"].dim()
+    if op_name(key) == "transpose" and {int(str(each)) % dims for each in key.args[1:3]} == {dims - 2, dims - 1}:
+        source: Any = key.args[0]
+        return source
+    return None
+
+
+def _check(match: AttentionMatch) -> None:
+    values = [each.meta["val"] for each in (match.query, match.key, match.value)]
+    dims, dtypes = {each.dim() for each in values}, {each.dtype for each in values}
+    if dims not in ({3}, {4}):
+        raise NoMatch(
+            f"its queries, keys and values have {' and '.join(map(str, sorted(dims)))} dimensions, not 3 or 4"
+        )
+    leading = [each.shape[:-2] for each in values]
+    pairs = [pair for other in leading[1:] for pair in zip(leading[0], other, strict=True)]
+    if not all(statically_known_true(one == other) for one, other in pairs):
+        raise NoMatch("its queries, keys and values have not the same batch and heads")
+    if len(dtypes) != 1:
+        raise NoMatch("its queries, keys and values have not the same dtype")
+    fills = [step for step in match.steps if isinstance(step, Fill)]
+    adds = [step for step in match.steps if isinstance(step, Add)]
+    for fill in fills:
+        if fill.mask.meta["val"].dtype != torch.bool:
+            raise NoMatch("its mask is not of bools")
+        if fill.number > MASKS_BELOW:
+            raise NoMatch(f"masked scores are {fill.number:g}, which is not small enough to mask them")
+    if any(add.mask.meta["val"].dtype not in dtypes for add in adds):
+        raise NoMatch("its mask has not the dtype of its queries")
+    masks = [*(fill.mask for fill in fills), *(add.mask for add in adds)]
+    if any(_shape_exceeds(mask, match.scores) for mask in masks):
+        raise NoMatch("its mask has more elements than its scores")
+    _check_writes(match)
+
+
+def _shape_exceeds(mask: Node, scores: Node) -> bool:
+    """Whether broadcasting with the mask would make the scores larger."""
+    given, expected = mask.meta["val"].shape, scores.meta["val"].shape
+    if len(given) > len(expected):
+        return True
+    aligned = zip(reversed(given), reversed(expected), strict=False)
+    return not all(statically_known_true(one == 1) or statically_known_true(one == other) for one, other in aligned)
+
+
+def _check_writes(match: AttentionMatch) -> None:
+    """Attention reads all of its inputs where V is read."""
+    masks = [step.mask for step in match.steps if not isinstance(step, Scale)]
+    held = frozenset[Any]().union(*(storages(each) for each in (match.query, match.key, *masks)))
+    node = match.scores
+    while node is not match.result:
+        node = node.next
+        if any(storages(each) & held for each in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to an input of the attention before its end")

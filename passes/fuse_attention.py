@@ -1,0 +1,197 @@
+"""Attention that is written out becomes `scaled_dot_product_attention`, which never holds the probabilities."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
+from passes.graph_pass import Pass
+from passes.logits_path import NoMatch
+from passes.mask_rows import MASKS_BELOW, MaskRows
+from passes.node_facts import binds_new_symbols
+from passes.op_kinds import op_name
+from passes.propagate import on_stored_values, refresh
+from passes.verify import VerifyError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """A softmax that weighs values, and whether `FuseAttention` can rewrite it."""
+
+    name: str
+    """Of the softmax's node."""
+    reason: str = ""
+    """Why it is left alone; empty where it is rewritten."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or 'fused'}"
+
+
+def find_attentions(
+    graph_module: GraphModule, *, with_dropout: bool = False, whole_rows: bool = False
+) -> tuple[FoundAttention, ...]:
+    """What looks like attention in an operator graph, in order, as `FuseAttention` would find it with these options."""
+    rows = MaskRows(graph_module)
+    found = []
+    for softmax in softmaxes(graph_module.graph):
+        reason = ""
+        try:
+            match_attention(softmax, rows, with_dropout=with_dropout, whole_rows=whole_rows)
+        except NoMatch as mismatch:
+            reason = str(mismatch)
+        found.append(FoundAttention(softmax.name, reason))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class FuseAttention(Pass):
+    """Replaces softmax(Q Kᵀ · scale + mask) V by `scaled_dot_product_attention`, where that means the same.
+
+    Probabilities that anything else reads are left alone: see `find_attentions`. Results differ by rounding. A row that
+    is masked whole with -inf is not a number in the plain model, and zeros here.
+
+    Before:
+        matmul: f32[2, 4, 8, 8] = aten.matmul(query, transpose)
+        mul: f32[2, 4, 8, 8] = aten.mul.Tensor(matmul, 0.25)
+        masked_fill: f32[2, 4, 8, 8] = aten.masked_fill.Scalar(mul, unseen, -inf)
+        softmax: f32[2, 4, 8, 8] = aten.softmax.int(masked_fill, -1)
+        matmul_1: f32[2, 4, 8, 16] = aten.matmul(softmax, value)
+    After:
+        logical_not: b8[8, 8] = aten.logical_not(unseen)
+        scaled_dot_product_attention: f32[2, 4, 8, 16] = aten.scaled_dot_product_attention(query, key, value,
+            logical_not, scale=0.25)
+    """
+
+    attentions: frozenset[str] | None = None
+    """Names of the softmaxes to rewrite; None: all that can be."""
+    with_dropout: bool = False
+    """Rewrite attention with dropout as well: the same distribution, other random numbers."""
+    whole_rows: bool = False
+    """Rewrite as well where a mask that is added may mask a row whole with a finite number, as padding does: the row
+    weighs all values alike, as in the plain model, but its scores, which are rounded away there, get no gradient."""
+
+    def requires(self, graph_module: GraphModule) -> None:
+        super().requires(graph_module)
+        missing = (self.attentions or frozenset()) - {each.name for each in softmaxes(graph_module.graph)}
+        for name in sorted(missing):
+            raise VerifyError(name, "it is no softmax that weighs values", "name attentions as find_attentions does")
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph, rows = graph_module.graph, MaskRows(graph_module)
+        for softmax in list(softmaxes(graph)):
+            if self.attentions is not None and softmax.name not in self.attentions:
+                continue
+            try:
+                match = match_attention(softmax, rows, with_dropout=self.with_dropout, whole_rows=self.whole_rows)
+            except NoMatch as reason:
+                if self.attentions is not None:
+                    mend = "name only attentions that find_attentions matches"
+                    raise VerifyError(softmax.name, str(reason), mend) from None
+                continue
+            with on_stored_values(graph):
+                _Rewrite(match).apply()
+        return graph_module
+
+
+class _Rewrite:
+    """The rewriting of one attention."""
+
+    def __init__(self, match: AttentionMatch) -> None:
+        self.match = match
+        self.graph: Graph = match.softmax.graph
+
+    def apply(self) -> None:
+        match = self.match
+        with self.graph.inserting_before(match.result):
+            key = self._call(aten.transpose.int, match.key, -1, -2) if match.key_turned else match.key
+            query, mask, scale = self._query_mask_scale()
+            tensors = [query, key, match.value]
+            flat = match.query.meta["val"].dim() == 3
+            if flat:  # kernels take batch and heads
+                tensors = [self._call(aten.unsqueeze.default, each, 1) for each in tensors]
+                if mask is not None and mask.meta["val"].dim() == 3:
+                    mask = self._call(aten.unsqueeze.default, mask, 1)
+            options: tuple[Any, ...] = (mask, match.dropout) if match.dropout else (mask,) if mask is not None else ()
+            result = self._call(aten.scaled_dot_product_attention.default, *tensors, *options, scale=scale)
+            if flat:
+                result = self._call(aten.squeeze.dim, result, 1)
+            dtype = match.result.meta["val"].dtype
+            if result.meta["val"].dtype != dtype:
+                result = self._call(aten.to.dtype, result, dtype)
+        before = match.result.meta["val"]
+        match.result.replace_all_uses_with(result)
+        self._erase(match.result)
+        if result.meta["val"].stride() != before.stride():
+            _refresh_behind(result)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        name = target.__name__.partition(".")[0]
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        kept = {key: each for key, each in self.match.softmax.meta.items() if key in ("nn_module_stack", "stack_trace")}
+        node.meta.update(kept)
+        refresh(node)
+        return node
+
+    def _query_mask_scale(self) -> tuple[Node, Node | None, float]:
+        """What was done to the scores, done to a mask that begins as zeros; a plain bool where that is all."""
+        match, mask, scale, below = self.match, None, 1.0, MASKS_BELOW / 2
+        masks = [step for step in match.steps if not isinstance(step, Scale)]
+        for step in match.steps:
+            if isinstance(step, Scale):
+                scale *= step.by
+                if mask is not None and mask.meta["val"].dtype != torch.bool:
+                    mask, below = self._call(aten.mul.Tensor, mask, step.by), below * step.by
+            elif isinstance(step, Add):
+                mask = step.mask if mask is None else self._call(aten.add.Tensor, mask, step.mask)
+            elif step.number == float("-inf") and len(masks) == 1:
+                mask = self._call(aten.logical_not.default, step.mask) if step.where else step.mask
+            else:
+                mask = self._filled(step, mask)
+        finite = any(isinstance(step, Fill) and step.number != float("-inf") for step in masks)
+        if mask is not None and (finite or match.clears_rows):
+            return *self._cleared(mask, below), scale
+        return match.query, mask, scale
+
+    def _filled(self, step: Fill, mask: Node | None) -> Node:
+        """A mask that is added, filled."""
+        masked = step.mask if step.where else self._call(aten.logical_not.default, step.mask)
+        if mask is not None:
+            return self._call(aten.where.ScalarSelf, masked, step.number, mask)
+        zeros = self._call(aten.zeros_like.default, masked, dtype=self.match.query.meta["val"].dtype)
+        return self._call(aten.masked_fill.Scalar, zeros, masked, step.number)
+
+    def _cleared(self, mask: Node, below: float) -> tuple[Node, Node]:
+        """Query and mask of which the rows that are masked whole are zeros: all scores are alike there, and none gets
+        a gradient; see `passes.mask_rows` for what the kernels would make of them."""
+        largest = self._call(aten.amax.default, mask, [-1], True)
+        whole = self._call(aten.le.Scalar, largest, below)
+        query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)
+        return query, self._call(aten.masked_fill.Scalar, mask, whole, 0.0)
+
+    def _erase(self, node: Node) -> None:
+        """Erase what nobody reads any more, up to the scores."""
+        if node.users or node.op != "call_function" or node in (self.match.query, self.match.key, self.match.value):
+            return
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for each in inputs:
+            if node is not self.match.scores or op_name(each) == "transpose":
+                self._erase(each)
+
+
+def _refresh_behind(node: Node) -> None:
+    """Set values anew whose strides follow from the result's; a `view` that they forbid becomes a `reshape`."""
+    for user in sorted(node.users):
+        if user.op != "call_function" or binds_new_symbols(user):
+            continue
+        before = user.meta["val"]
+        if op_name(user) == "view":
+            user.target = aten.reshape.default
+        refresh(user)
+        if isinstance(before, torch.Tensor) and user.meta["val"].stride() == before.stride():
+            continue
+        _refresh_behind(user)
