@@ -2,45 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.attention_scores import PASS_ON, PRODUCTS, Add, Fill, Scale, ScoreStep, only_reader, walk_up_scores
 from passes.logits_path import NoMatch
 from passes.mask_rows import MASKS_BELOW, MaskRows
 from passes.node_facts import storages
 from passes.op_kinds import is_cast, mutated_arguments, op_name
-
-_PRODUCTS = frozenset({"matmul", "bmm"})
-_SAME = frozenset({"alias", "contiguous", "clone"})
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Scores multiplied by a number."""
-
-    by: float
-
-
-@dataclass(frozen=True)
-class Add:
-    """Scores and a tensor."""
-
-    mask: Node
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Scores replaced by a number where `mask`, a bool, is `where`."""
-
-    mask: Node
-    where: bool
-    number: float
-
-
-ScoreStep: TypeAlias = Scale | Add | Fill
 
 
 @dataclass(frozen=True)
@@ -78,7 +50,7 @@ def match_attention(
         raise NoMatch("its softmax is not over the keys")
     dropout, result = _downwards(softmax)
     source: Any = softmax.args[0]
-    scores, steps = _upwards(source, softmax)
+    scores, steps = walk_up_scores(source, softmax)
     query: Any
     key: Any
     value: Any
@@ -93,7 +65,9 @@ def match_attention(
     may_mask = _may_mask_whole_rows(match.steps, rows)
     if may_mask and not whole_rows:
         raise NoMatch("its mask may mask a row whole")
-    return replace(match, clears_rows=may_mask)
+    fills = [step for step in match.steps if isinstance(step, Fill) and step.number != float("-inf")]
+    filled = any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills)
+    return replace(match, clears_rows=may_mask or filled)
 
 
 def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
@@ -110,21 +84,21 @@ def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
 
 def _reaches_product(node: Node) -> bool:
     return any(
-        (op_name(user) in _PRODUCTS and user.args[0] is node) or (_passes_on(user) and _reaches_product(user))
+        (op_name(user) in PRODUCTS and user.args[0] is node) or (_passes_on(user) and _reaches_product(user))
         for user in node.users
     )
 
 
 def _passes_on(node: Node) -> bool:
-    return op_name(node) in _SAME | {"dropout"} or is_cast(node)
+    return op_name(node) in PASS_ON | {"dropout"} or is_cast(node)
 
 
 def _downwards(node: Node) -> tuple[float, Node]:
     """Probability of dropout, and the product with V."""
     dropout = 0.0
     while True:
-        user = _only_reader(node)
-        if op_name(user) in _PRODUCTS and user.args[0] is node:
+        user = only_reader(node)
+        if op_name(user) in PRODUCTS and user.args[0] is node:
             return dropout, user
         if not _passes_on(user):
             raise NoMatch(f"its probabilities are read by {user.name}")
@@ -134,64 +108,6 @@ def _downwards(node: Node) -> tuple[float, Node]:
                 raise NoMatch("its probabilities go through dropout twice")
             dropout = dropout or (float(probability) if user.args[2] else 0.0)
         node = user
-
-
-def _only_reader(node: Node) -> Node:
-    readers = list(node.users)
-    returned = any(each.op == "output" for each in readers)
-    if len(readers) != 1 or returned:
-        others = "returned" if returned else f"read by {', '.join(each.name for each in readers)}"
-        raise NoMatch(f"{node.name} is {others} as well")
-    return readers[0]
-
-
-def _upwards(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
-    """Q Kᵀ, and what is done to it on the way, the last first."""
-    _only_reader(node)
-    name = op_name(node).removesuffix("_")
-    if name in _PRODUCTS:
-        return node, []
-    first: Any = node.args[0] if node.args else None
-    if name in _SAME or (is_cast(node) and node.meta["val"].is_floating_point()):
-        return _upwards(first, node)
-    step: ScoreStep | None = None
-    if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs:
-        if (number := _number(node.args[1])) is not None and number > 0:
-            step = Scale(number if name == "mul" else 1 / number)
-    elif name == "masked_fill" and (number := _number(node.args[2])) is not None:
-        mask: Any = node.args[1]
-        step = Fill(mask, True, number)
-    elif name == "where" and (number := _number(node.args[2])) is not None:
-        mask, first = first, node.args[1]
-        step = Fill(mask, False, number)
-    elif name == "add" and not node.kwargs:
-        return _added(node)
-    if step is None or not isinstance(first, Node):
-        raise NoMatch(f"its scores come from {name or node.name}, not from a product of queries and keys")
-    scores, steps = _upwards(first, node)
-    return scores, [step, *steps]
-
-
-def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
-    """A sum of scores and a tensor, in either order."""
-    mismatch = NoMatch(f"{node.name} adds no tensor to scores")
-    for scores, mask in (node.args[1::-1], node.args[:2]):
-        if not (isinstance(scores, Node) and isinstance(mask, Node)):
-            continue
-        try:
-            product, steps = _upwards(scores, node)
-        except NoMatch as reason:
-            mismatch = reason
-        else:
-            return product, [Add(mask), *steps]
-    raise mismatch
-
-
-def _number(value: Any) -> float | None:
-    """A number, also one that was made a tensor of no dimensions."""
-    if isinstance(value, Node) and op_name(value) in ("full", "scalar_tensor") and value.meta["val"].dim() == 0:
-        value = value.args[-1]
-    return float(value) if type(value) in (int, float) else None
 
 
 def _unturned(key: Node) -> Node | None:

@@ -27,6 +27,9 @@ class FoundLoss:
     """Why it is left alone; empty where it is rewritten."""
     logits_bytes: int | None = None
     """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
+    weight_bytes: int | None = None
+    """Bytes of the gradient of the layer's weight, held from the forward on, and twice while the backward
+    multiplies it by the incoming gradient: worth it where the logits are larger."""
     returned: bool = False
     """Whether the graph returns the logits as well: `drop_logits` alone rewrites it then."""
 
@@ -46,7 +49,8 @@ def _found(loss: Node, drop_logits: bool) -> FoundLoss:
         return FoundLoss(loss.name, str(mismatch))
     returned = bool(match.path.returned)
     reason = "its logits are returned as well" if returned and not drop_logits else ""
-    return FoundLoss(loss.name, reason, logits_bytes(match), returned)
+    weight = match.linear.weight.meta["val"]
+    return FoundLoss(loss.name, reason, logits_bytes(match), weight.numel() * weight.element_size(), returned)
 
 
 @dataclass(frozen=True)

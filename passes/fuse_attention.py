@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
+from passes.attention_pattern import AttentionMatch, match_attention, softmaxes
+from passes.attention_scores import Add, Fill, Scale
 from passes.graph_pass import Pass
 from passes.logits_path import NoMatch
 from passes.mask_rows import MASKS_BELOW, MaskRows
@@ -151,8 +152,7 @@ class _Rewrite:
                 mask = self._call(aten.logical_not.default, step.mask) if step.where else step.mask
             else:
                 mask = self._filled(step, mask)
-        finite = any(isinstance(step, Fill) and step.number != float("-inf") for step in masks)
-        if mask is not None and (finite or match.clears_rows):
+        if mask is not None and match.clears_rows:
             return *self._cleared(mask, below), scale
         return match.query, mask, scale
 

@@ -7,10 +7,10 @@ number has swallowed the sum: the gradients of that row are wrong by as much as 
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -21,6 +21,18 @@ MASKS_BELOW = -1e4
 """A score as low has no weight beside one that is not masked."""
 _LEARNED = frozenset({"embedding", "linear", "matmul", "bmm"})
 _SAME_ROWS = frozenset({"alias", "clone", "contiguous", "expand"})
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is known of a mask's elements: bools, or whether numbers are below `MASKS_BELOW`."""
+
+    some: bool
+    """Any is."""
+    whole: bool
+    """All of a row are."""
+    empty: bool
+    """None of a row is."""
 
 
 class MaskRows:
@@ -41,9 +53,9 @@ class MaskRows:
         return self.masking[mask]
 
     def _terms(self, mask: Node) -> int | None:
-        value = self._constant(mask)
-        if value is not None:
-            return None if _any_row(value <= MASKS_BELOW) else int(bool((value <= MASKS_BELOW).any()))
+        known = self._constant(mask)
+        if known is not None:
+            return None if known.whole else int(known.some)
         first: Any = mask.args[0] if mask.args else None
         name = op_name(mask).removesuffix("_")
         if name == "add" and not mask.kwargs and all(isinstance(each, Node) for each in mask.args[:2]):
@@ -61,29 +73,27 @@ class MaskRows:
         """`where(seen, values, number)`, `masked_fill(values, masked, number)`."""
         seen = op_name(mask) == "where"
         condition, values = mask.args[:2] if seen else mask.args[1::-1]
-        number = mask.args[2]
-        if not (isinstance(condition, Node) and isinstance(values, Node) and type(number) in (int, float)):
+        number: Any = mask.args[2]
+        if not isinstance(condition, Node) or type(number) not in (int, float):
             return None
-        below = self.masking_terms(values)
-        if below is None or number == float("-inf") or float(number) > MASKS_BELOW:  # type: ignore[arg-type]
+        below = self.masking_terms(values) if isinstance(values, Node) else 0 if values == 0.0 else None
+        if below is None or number == float("-inf") or number > MASKS_BELOW:
             return below
-        chosen = self._constant(condition)
-        if chosen is None or _any_row(~chosen if seen else chosen):
-            return None
-        return below + 1
+        return below + 1 if self.masks_no_row_whole(condition, not seen) else None
 
-    def _constant(self, node: Node) -> Tensor | None:
-        """The value of a node that depends on no input, computed on the CPU."""
+    def masks_no_row_whole(self, mask: Node, where: bool) -> bool:
+        """Whether it is known that in no row of bools all elements are `where`."""
+        known = self._constant(mask)
+        return known is not None and not (known.whole if where else known.empty)
+
+    def _constant(self, node: Node) -> _Rows | None:
+        """What a node is that depends on no input, computed on the CPU."""
         order = _ancestors(node)
         if order is None:
             return None
         # Dispatch modes, such as that of tracing, belong to a thread: ours has none.
         with ThreadPoolExecutor(1, "passes-mask") as worker:
             return worker.submit(_evaluate, self.module, order).result()
-
-
-def _any_row(masked: Tensor) -> bool:
-    return bool(masked.all(-1).any())
 
 
 def _ancestors(node: Node) -> list[Node] | None:
@@ -99,16 +109,18 @@ def _ancestors(node: Node) -> list[Node] | None:
     return sorted(found)
 
 
-def _evaluate(module: GraphModule, order: list[Node]) -> Tensor | None:
+def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
     values: dict[Node, Any] = {}
     try:
         with torch.no_grad():
             for node in order:
                 values[node] = _run(module, node, values)
+            value = values[order[-1]]
+            masked = value if value.dtype == torch.bool else value <= MASKS_BELOW
+            whole, empty = (bool(each.all(-1).any()) for each in (masked, ~masked))
+            return _Rows(bool(masked.any()), whole, empty)
     except (RuntimeError, TypeError, AttributeError):  # what cannot be computed here is not known
         return None
-    result = values[order[-1]]
-    return result if type(result) is Tensor else None
 
 
 def _run(module: GraphModule, node: Node, values: Mapping[Node, Any]) -> Any:

@@ -335,6 +335,17 @@ def test_real_models(name: str) -> None:
     assert_same_gradients(captured.graph_module, after, captured.inputs, tolerance=1e-5, noise=1e-5)
 
 
+def test_a_mask_that_is_known_is_not_looked_through() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, **_: Tensor) -> Tensor:
+        unseen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return weigh(scores(q, k).masked_fill(unseen, -1e9), v)
+
+    captured = capture_operators(call, **tensors())
+    after = FuseAttention()(captured.graph_module)
+    assert "amax" not in format_graph(after)
+    assert_same_gradients(captured.graph_module, after, captured.inputs, tolerance=1e-5)
+
+
 def test_rows_of_padding() -> None:
     """Masked whole by a mask that is added: the result and the values' gradients are the plain ones."""
 
