@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.node_facts import backward_nodes
+from passes.op_kinds import op_name, promotes
 from passes.propagate import on_stored_values, refresh
 from passes.verify import VerifyError
 
@@ -16,18 +17,17 @@ _CAST = torch.ops.aten._to_copy.default
 @dataclass(frozen=True)
 class NarrowSaved(Pass):
     """Has the backward of a joint graph read the named values by way of `dtype`: rounded once the forward has made
-    them, widened where the backward reads them first. A rounded copy that the forward has already is taken.
+    them, widened where the backward reads them first. A rounded copy that the forward has already is taken, and kernels
+    that promote their operands to the wider type widen it themselves.
 
     Before:
-        add: f32[8, 4] = aten.add.Tensor(primals_1, mm)
-        rsqrt: f32[8, 4] = aten.rsqrt(add)
-        mul: f32[8, 4] = aten.mul.Tensor(tangents_1, add)
-    After NarrowSaved(("add",), bf16):
-        add: f32[8, 4] = aten.add.Tensor(primals_1, mm)
-        narrow: bf16[8, 4] = aten._to_copy(add, dtype=bf16)
-        rsqrt: f32[8, 4] = aten.rsqrt(add)
+        softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
+        _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, softmax, -1, f32)
+    After NarrowSaved(("softmax",), bf16):
+        softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
+        narrow: bf16[8, 4] = aten._to_copy(softmax, dtype=bf16)
         wide: f32[8, 4] = aten._to_copy(narrow, dtype=f32)
-        mul: f32[8, 4] = aten.mul.Tensor(tangents_1, wide)
+        _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, wide, -1, f32)
     """
 
     values: tuple[str, ...]
@@ -56,6 +56,12 @@ class NarrowSaved(Pass):
             with value.graph.inserting_after(value):
                 narrow = value.graph.create_node("call_function", _CAST, (value,), {"dtype": self.dtype}, name="narrow")
             self._describe(narrow, value)
+        for reader in [each for each in readers if _widens(each, value)]:
+            readers.remove(reader)
+            reader.replace_input_with(value, narrow)
+            _refresh_all(reader)
+        if not readers:
+            return
         with value.graph.inserting_before(readers[0]):
             wide = value.graph.create_node(
                 "call_function", _CAST, (narrow,), {"dtype": value.meta["val"].dtype}, name="wide"
@@ -72,3 +78,30 @@ class NarrowSaved(Pass):
         """A cast belongs to the module and to the half of the graph where it stands."""
         cast.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
         refresh(cast)
+
+
+def _widens(reader: Node, value: Node) -> bool:
+    """Whether a call gives the same from the narrow value as from the wide one: it promotes it to the type of another
+    operand, or is exact in any type and all that read it do so."""
+    if reader.op != "call_function" or reader.all_input_nodes.count(value) != 1:
+        return False
+    others = [each for each in reader.all_input_nodes if each is not value]
+    if others:
+        return promotes(reader) and any(_is_like(each, value) for each in others)
+    number = reader.args[1] if len(reader.args) == 2 else None
+    exact = (op_name(reader), number) in (("pow", 1), ("mul", 2), ("mul", 1))
+    return exact and bool(reader.users) and all(_widens(user, reader) for user in reader.users)
+
+
+def _is_like(other: Node, value: Node) -> bool:
+    """Whether another operand decides the result's type."""
+    tensor = other.meta.get("val")
+    return isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.dtype == value.meta["val"].dtype
+
+
+def _refresh_all(reader: Node) -> None:
+    """The new types of a call and of what is exact behind it."""
+    refresh(reader)
+    if len(reader.all_input_nodes) == 1:
+        for user in reader.users:
+            _refresh_all(user)

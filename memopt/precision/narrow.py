@@ -28,7 +28,7 @@ _TOLERANT = frozenset(
         "threshold_backward",
     }
 )
-# Statistics and other values of a few bytes a row are not worth two casts.
+# Smaller values are not worth two casts.
 LEAST_BYTES = 64 * 1024
 
 
@@ -66,6 +66,8 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
 def _worth(node: fx.Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
+        return False
+    if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element rests on it
         return False
     return value.untyped_storage().nbytes() >= LEAST_BYTES
 
