@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from torch import nn
 
 from memopt.budget.account import distinct_bytes
 from memopt.budget.breakdown import breakdown, live_versions
+from memopt.capture.author_modes import autocast_is_on
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
 from memopt.module_rows import held_after_forward
@@ -40,6 +42,7 @@ class PendingForward:
         """Raise `BudgetError` where the backward of a region with these leaves would not fit as things are now."""
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
+            self._check_autocast()
         self._extra_bytes += distinct_bytes(each for each in leaves if self._handed_on(each))
         waiting = sum(forward.held_bytes for forward in self.beside.waiting() if forward is not self)
         peak = self.plan.ceiling_bytes
@@ -72,6 +75,16 @@ class PendingForward:
         if model is None or self.plan.account.gradients_held:
             return 0
         return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+    def _check_autocast(self) -> None:
+        """Warn where plain torch would compute something else: it casts in backwards, too, that run within autocast."""
+        captured = self.plan.captured
+        if autocast_is_on() and captured and any(each.author_typed for each in captured.operators):
+            warnings.warn(
+                "backward was called within torch.autocast on a model with autocast blocks of its own: plain torch "
+                "would compute their gradients in 16 bits, memopt keeps their types; call backward outside of it",
+                stacklevel=2,
+            )
 
     def _handed_on(self, leaf: torch.Tensor) -> bool:
         """Whether the leaf's gradient comes beside its `.grad`, where the plan has it added."""

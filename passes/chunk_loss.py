@@ -75,6 +75,9 @@ class ChunkLoss(Pass):
     """Names of the losses to rewrite; None: all that can be."""
     rows: int | None = None
     """Rows of a chunk; None: an eighth of them, and no more than half the layer's width (but 512)."""
+    weight_in_backward: bool = False
+    """Compute the weight's gradient in the backward, from logits computed again: one matmul more, of then four, and
+    the gradient is held once from then on, not twice for a moment."""
     drop_logits: bool = False
     """Return an empty tensor, the classes' dimension 0, where the graph returns the logits."""
 
@@ -94,7 +97,7 @@ class ChunkLoss(Pass):
                     if self.losses is not None:
                         raise VerifyError(loss.name, str(reason), "name only losses that find_losses matches") from None
                     continue
-                _Rewrite(match).apply(self.rows or 0)
+                _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:
@@ -119,7 +122,7 @@ class _Rewrite:
         self.hidden: dict[Node, Node] = {}
         """For each node on the way: the layer's input, its rows moved as the node's."""
 
-    def apply(self, rows: int) -> None:
+    def apply(self, **options: Any) -> None:
         source = self.match.linear.hidden
         for step in self.match.path.nodes:
             source = self.hidden[step.node] = self._move(step, source) if step.moves_rows else source
@@ -127,7 +130,7 @@ class _Rewrite:
                 self._measure(reader, step, source)
         self._return_nothing()
         with self.graph.inserting_before(self.match.loss):
-            result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), rows)
+            result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
         self.match.loss.replace_all_uses_with(result)
         self._erase(self.match.loss)
 
@@ -165,7 +168,7 @@ class _Rewrite:
             source = self._call(aten.movedim.int, self.match.loss, source, class_dim, -1)
         return source if dims == 2 else self._call(aten.reshape.default, self.match.loss, source, [-1, self.width])
 
-    def _loss(self, hidden: Node, rows: int) -> Node:
+    def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
         match, loss = self.match, self.match.loss
         weight, target = match.linear.weight, match.target
         if match.linear.transposed:
@@ -174,14 +177,15 @@ class _Rewrite:
             target = self._call(aten.reshape.default, loss, target, [-1])
         formula = match.path.formula
         options = {
-            "reduction": (match.reduction, "mean"),
-            "ignore_index": (match.ignore_index, -100),
-            "label_smoothing": (match.label_smoothing, 0.0),
-            "scale": (formula.scale, 1.0),
-            "softcap": (formula.softcap, 0.0),
-            "rows": (rows, 0),
+            "reduction": match.reduction,
+            "ignore_index": match.ignore_index,
+            "label_smoothing": match.label_smoothing,
+            "scale": formula.scale,
+            "softcap": formula.softcap,
+            **further,
         }
-        given = {name: value for name, (value, default) in options.items() if value != default}
+        usual = {each.name: each.default_value for each in LINEAR_CROSS_ENTROPY._schema.arguments if each.kwarg_only}
+        given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
         result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)
         dtype = loss.meta["val"].dtype

@@ -89,6 +89,8 @@ class Operators:
     """As captured, and after each pass; empty where the region stayed at Dynamo's level."""
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
+    author_typed: frozenset[str] = frozenset()
+    """See `OperatorGraph`."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -157,7 +159,7 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide]) -> Operators:
         decisions.append(decide(replace(graph, module=stages[-1])))
         Pipeline((decisions[-1].pipeline,), observer=keep)(stages[-1])
     notes = (note for decision in decisions for note in decision.notes)
-    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes))
+    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:

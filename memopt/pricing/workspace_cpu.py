@@ -127,5 +127,8 @@ CPU: dict[str, Rule] = {
     **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
     "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel,
     "histc": lambda call: 64 * KB,
-    "linear_cross_entropy_with_gradients": lambda call: chunked_loss(call) + _cpu_matmul(call),
+    **for_each(
+        "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
+        lambda call: chunked_loss(call) + _cpu_matmul(call),
+    ),
 }

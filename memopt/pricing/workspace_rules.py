@@ -72,12 +72,13 @@ def chunked_loss(call: OpCall) -> int:
     copies = 1 + bool(call.argument(9)) + bool(weighted) + (hidden.dtype == torch.float16)
     logits = rows * weight.size[0] * (wide * copies + (narrow if narrow < wide else 0))
     cast = weight.numel * narrow if weight.dtype != hidden.dtype else 0
-    sums = weight.numel * wide if call.argument(12) and call.outputs[3].dtype.itemsize < wide else 0
+    of_weight = call.outputs[-2].numel  # of both operators; not as large where it is not computed
+    sums = weight.numel * wide if of_weight == weight.numel and call.outputs[-2].dtype.itemsize < wide else 0
     return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
 
 
 COMMON: dict[str, Rule] = {
-    "linear_cross_entropy_with_gradients": chunked_loss,
+    **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", chunked_loss),
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -275,3 +276,13 @@ def test_diff_shows_what_passes_changed() -> None:
     assert list(plan.graphs) == ["operators", "rewritten", "captured", "scheduled"]
     with pytest.raises(ValueError, match=r"no stage 'none' to show; .*, 'operators', 'clean', 'EliminateDeadCode'"):
         plan.diff("none")
+
+
+def test_a_backward_within_autocast_is_warned_of_where_it_matters() -> None:
+    for kind, warned in ((Island, True), (Layered, False)):
+        model = make(kind)
+        memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
+        with warnings.catch_warnings(record=True) as found, BF16():
+            warnings.simplefilter("always")
+            loss(model, batch()).backward()
+        assert any("backward was called within torch.autocast" in str(each.message) for each in found) is warned

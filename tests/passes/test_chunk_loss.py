@@ -132,6 +132,13 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def test_the_weight_gradient_in_the_backward() -> None:
+    captured = capture_operators(FORMS["causal"], **tensors())
+    after = ChunkLoss(weight_in_backward=True)(captured.graph_module)
+    assert "weight_in_backward=True" in format_graph(after)
+    assert_same_gradients(captured.graph_module, after, captured.inputs)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     captured = capture_operators(FORMS[form], **tensors())

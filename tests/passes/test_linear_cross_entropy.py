@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from memopt import measure_peak
 from passes.chunked_cross_entropy import LARGEST_SHARE, chunk_rows
-from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY, with_gradients
+from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY, weight_gradient, with_gradients
 
 ROWS, WIDTH, CLASSES = 23, 8, 37
 
@@ -66,13 +66,15 @@ def typical_error(found: Tensor, expected: Tensor) -> float:
     softcap=st.sampled_from([0.0, 2.0]),
     rows=st.sampled_from([0, 1, 5, 23, 100]),
     ignored=st.sampled_from([-100, 3]),
+    weight_in_backward=st.booleans(),
 )
-def test_equal_to_the_plain_loss(weighted: bool, ignored: int, **options: Any) -> None:
+def test_equal_to_the_plain_loss(weighted: bool, ignored: int, weight_in_backward: bool, **options: Any) -> None:
     smoothing = options.pop("smoothing")
     *leaves, target = tensors(ignored=ignored)
     options.update(label_smoothing=smoothing, ignore_index=ignored)
     class_weight = torch.rand(CLASSES) if weighted else None
-    found = gradients(LINEAR_CROSS_ENTROPY, leaves, target, class_weight, **options)
+    later = {"weight_in_backward": weight_in_backward}
+    found = gradients(LINEAR_CROSS_ENTROPY, leaves, target, class_weight, **options, **later)
     expected = gradients(plain, leaves, target, class_weight, **options)
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) < 1e-6
@@ -167,7 +169,7 @@ def test_only_wanted_gradients_are_computed(frozen: tuple[int, ...]) -> None:
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.memopt.linear_cross_entropy_with_gradients.default:
-                wanted.append(list(args[-3:]))
+                wanted.append(list(args[-4:-1]))
             return func(*args, **(kwargs or {}))
 
     with Record():
@@ -185,10 +187,14 @@ def test_no_gradients_of_gradients() -> None:
 
 def test_torch_finds_the_operator_well_formed() -> None:
     hidden, weight, bias, target = tensors()
-    arguments = (hidden, weight, bias, target, None, "mean", -100, 0.1, 1.0, 0.0, 4, True, True, True)
+    arguments = (hidden, weight, bias, target, None, "mean", -100, 0.1, 1.0, 0.0, 4, True, True, True, False)
     torch.library.opcheck(with_gradients, arguments, test_utils=("test_schema", "test_faketensor"))
-    none = (hidden, weight, None, target, torch.rand(CLASSES), "sum", -100, 0.0, 1.0, 0.0, 0, False, True, False)
+    none = (hidden, weight, None, target, torch.rand(CLASSES), "sum", -100, 0.0, 1.0, 0.0, 0, False, True, False, False)
     torch.library.opcheck(with_gradients, none, test_utils=("test_schema", "test_faketensor"))
+    later = (*arguments[:-1], True)
+    torch.library.opcheck(with_gradients, later, test_utils=("test_schema", "test_faketensor"))
+    of_weight = (*arguments[:5], torch.tensor(0.5), *arguments[6:11], True, False)
+    torch.library.opcheck(weight_gradient, of_weight, test_utils=("test_schema", "test_faketensor"))
 
 
 @given(rows=st.integers(1, 100_000), width=st.integers(1, 16_384))
@@ -198,11 +204,31 @@ def test_chunks_are_an_eighth_at_most(rows: int, width: int) -> None:
     assert size <= max(512, width)
 
 
-def test_peak_is_one_chunk_and_the_gradients() -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_peak_is_one_chunk_and_the_gradients(later: bool) -> None:
     rows, width, classes = 256, 16, 5000
     hidden, weight = torch.randn(rows, width, requires_grad=True), torch.randn(classes, width, requires_grad=True)
     target = torch.randint(0, classes, (rows,))
     with measure_peak() as peak:
-        LINEAR_CROSS_ENTROPY(hidden, weight, None, target, rows=32).backward()
-    chunk, of_weight, of_hidden = 32 * classes * 4, classes * width * 4, rows * width * 4
-    assert peak.allocated_bytes <= max(1.1 * chunk + of_weight, 2.1 * of_weight) + 2 * of_hidden + 64 * rows
+        LINEAR_CROSS_ENTROPY(hidden, weight, None, target, rows=8, weight_in_backward=later).backward()
+    chunk, of_weight, of_hidden = 8 * classes * 4, classes * width * 4, rows * width * 4
+    rest = 2 * of_hidden + 64 * rows
+    assert peak.allocated_bytes <= rest + (1.1 * chunk + of_weight if later else 2 * of_weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradient_of_16_bits_in_the_backward(dtype: torch.dtype) -> None:
+    *leaves, target = tensors(dtype)
+    found, expected = (
+        gradients(LINEAR_CROSS_ENTROPY, leaves, target, weight_in_backward=each) for each in (True, False)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) <= torch.finfo(dtype).eps
+
+
+def test_a_frozen_weight_leaves_nothing_for_the_backward() -> None:
+    hidden, weight, _, target = tensors()
+    loss = LINEAR_CROSS_ENTROPY(hidden, weight.detach(), None, target, weight_in_backward=True)
+    (found,) = torch.autograd.grad(loss, [hidden])
+    (expected,) = torch.autograd.grad(plain(hidden, weight.detach(), None, target), [hidden])
+    assert error(found, expected) < 1e-6

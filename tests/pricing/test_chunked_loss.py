@@ -10,7 +10,7 @@ from memopt.pricing.op_call import describe
 from memopt.pricing.time_model import node_flops
 from memopt.pricing.workspace import _measure
 from memopt.pricing.workspace_table import estimate_workspace
-from passes.linear_cross_entropy import with_gradients
+from passes.linear_cross_entropy import weight_gradient, with_gradients
 
 OPERATOR = torch.ops.memopt.linear_cross_entropy_with_gradients.default
 TOKENS, WIDTH, CLASSES = 256, 32, 4000
@@ -24,7 +24,7 @@ def arguments(
     bias, target = torch.randn(CLASSES, dtype=dtypes[1]), torch.zeros(TOKENS, dtype=torch.int64)
     usual = {"class_weight": None, "smoothing": 0.0, "scale": 1.0, "softcap": 0.0, "rows": 0}
     class_weight, smoothing, *rest = (given.get(name, value) for name, value in usual.items())
-    return hidden, weight, bias, target, class_weight, "mean", -100, smoothing, *rest, *needs
+    return hidden, weight, bias, target, class_weight, "mean", -100, smoothing, *rest, *needs, given.get("later", False)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "bf16": arguments((BF16, BF16)),
     "bf16 with fp32 weights": arguments((BF16, FP32)),
     "fp16": arguments((FP16, FP16)),
+    "weight in the backward": arguments(later=True),
 }
 
 
@@ -57,3 +58,17 @@ def test_flops_of_the_matmuls(needs: tuple[bool, bool]) -> None:
     node = fx.Graph().create_node("call_function", OPERATOR, given)
     node.meta["val"] = with_gradients(*given)
     assert node_flops(node) == 2 * TOKENS * WIDTH * CLASSES * (1 + sum(needs))
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)])
+def test_weight_gradient_in_the_backward(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    hidden, weight, bias, target, class_weight, _, *rest = arguments(dtypes)
+    given = (hidden, weight, bias, target, class_weight, torch.tensor(0.5), *rest[:5], True, True)
+    results = weight_gradient(*given)
+    operator = torch.ops.memopt.linear_cross_entropy_weight_gradient.default
+    measured = _measure(call := describe(operator, given, {}, results))
+    assert measured is not None
+    assert measured.workspace_bytes <= estimate_workspace(call, "cpu") <= 2.5 * measured.workspace_bytes + 2**16
+    node = fx.Graph().create_node("call_function", operator, given)
+    node.meta["val"] = results
+    assert node_flops(node) == 2 * 2 * TOKENS * WIDTH * CLASSES
