@@ -130,7 +130,8 @@ with_gradients.register_autograd(_backward, setup_context=_keep)
 torch.library.define(
     "memopt::linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, str reduction='mean', "
-    "int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., int rows=0, bool weight_in_backward=False) -> Tensor",
+    "int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., int rows=0, "
+    "bool weight_in_backward=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
