@@ -10,6 +10,7 @@ from passes.graph_pass import Pass
 from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from passes.logits_path import NoMatch, Step
 from passes.loss_pattern import LossMatch, logits_bytes, losses, match_loss
+from passes.node_facts import is_pure
 from passes.op_kinds import op_name
 from passes.propagate import on_stored_values, refresh
 from passes.verify import VerifyError, check_signature
@@ -57,8 +58,9 @@ def _found(loss: Node, drop_logits: bool) -> FoundLoss:
 class ChunkLoss(Pass):
     """Computes the cross entropy of a linear layer in chunks of rows, together with its gradients.
 
-    What only moves rows (views, slices, masks) is done to the layer's input instead of the logits; casts, scaling, a
-    softcap and a bias become options of the operator. Logits that anything else reads are left alone: see
+    The loss is `cross_entropy_loss`, `nll_loss` of a log_softmax, or the mean or sum of log probabilities picked at the
+    targets. What only moves rows (views, slices, masks) is done to the layer's input instead of the logits; casts,
+    scaling, a softcap and a bias become options of the operator. Logits that anything else reads are left alone: see
     `find_losses`. Losses and gradients differ from the plain ones by rounding.
 
     Before:
@@ -188,6 +190,8 @@ class _Rewrite:
         given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
         result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)
+        if match.negated:
+            result = self._call(aten.neg.default, loss, result)
         dtype = loss.meta["val"].dtype
         return result if result.meta["val"].dtype == dtype else self._call(aten.to.dtype, loss, result, dtype)
 
@@ -218,5 +222,5 @@ class _Rewrite:
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
         for each in inputs:
-            if each.op == "call_function" and (each in self.hidden or op_name(each) in ("t", "to", "transpose")):
+            if each in self.hidden or is_pure(each):
                 self._erase(each)

@@ -10,9 +10,12 @@ from torch.fx import Graph, Node
 from passes.logits_path import NoMatch, Path, walk_up
 from passes.node_facts import storages
 from passes.op_kinds import is_cast, mutated_arguments, op_name
+from passes.picked_loss import Picked, check_readers, find_picked
 
 _LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
+_NONE = torch.iinfo(torch.int64).min
+"""The `ignore_index` of a loss that ignores nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class LossMatch:
     reduction: str
     ignore_index: int
     label_smoothing: float
+    negated: bool = False
+    """Whether the loss's node gives the negative of the cross entropy."""
 
     @property
     def bias(self) -> Node | None:
@@ -48,11 +53,14 @@ class LossMatch:
 
 def losses(graph: Graph) -> Iterator[Node]:
     """The calls that may be the cross entropy of a linear layer, in order."""
-    return (node for node in graph.nodes if op_name(node) in _LOSSES)
+    return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
 
 
 def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     """What the loss is computed from. Raises `NoMatch` with the reason where it cannot be computed in chunks."""
+    picked = find_picked(loss)
+    if picked is not None:
+        return _match_picked(loss, picked, drop_logits)
     value, target, class_weight, reduction, ignore_index, label_smoothing = _arguments(loss)
     if target.meta["val"].is_floating_point():
         raise NoMatch("its targets are probabilities, not classes")
@@ -68,8 +76,22 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     )
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
         raise NoMatch("its input is not from log_softmax")
+    return _checked(match, drop_logits)
+
+
+def _match_picked(loss: Node, picked: Picked, drop_logits: bool) -> LossMatch:
+    """A cross entropy that is written out: it ignores no target, and refuses one that is no class."""
+    check_readers(picked, loss)
+    value = picked.log_probabilities
+    path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
+    linear = _linear(path.top)
+    match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
+    return _checked(match, drop_logits)
+
+
+def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
     _check_shapes(match)
-    if path.returned and not drop_logits:
+    if match.path.returned and not drop_logits:
         raise NoMatch("its logits are returned as well")
     _check_writes(match)
     return match

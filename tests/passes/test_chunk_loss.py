@@ -103,6 +103,10 @@ def in_place(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(flat(logits), y.flatten())
 
 
+def gathered(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return -F.linear(x, w, b).log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean()
+
+
 FORMS: dict[str, Callable[..., Tensor]] = {
     "flat": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)), y.view(-1)),
     "nanogpt": nanogpt,
@@ -128,6 +132,13 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "last token": lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b)[:, -1], y[:, -1].abs() % CLASSES),
     "permuted": lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).permute(0, 2, 1), y),
     "cast": lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).double(), y.view(-1)),
+    "gathered": lambda x, w, y, b: gathered(x, w, y.clamp(min=0), b),
+    "gathered, summed, then negated": lambda x, w, y, b: (
+        -(torch.gather(F.log_softmax(flat(F.linear(x, w, b)), 1), 1, y.clamp(min=0).view(-1, 1)).sum())
+    ),
+    "picked by index": lambda x, w, y, b: (
+        -F.log_softmax(flat(F.linear(x, w, b)), 1)[torch.arange(y.numel()), y.clamp(min=0).flatten()].mean()
+    ),
     "one sample": lambda x, w, y, b: F.cross_entropy(F.linear(x[0, 0], w, b), y[0, 0].abs() % CLASSES),
 }
 
@@ -147,6 +158,14 @@ def test_forms(form: str) -> None:
     text = format_graph(after)
     assert f", {CLASSES}]" not in text.split("return")[0].replace(f"[{WIDTH}, {CLASSES}]", ""), "logits are left"
     assert_same_gradients(captured.graph_module, after, captured.inputs)
+
+
+def test_a_picked_target_that_is_no_class_is_refused() -> None:
+    captured = capture_operators(gathered, **{**tensors(), "y": tensors()["y"].clamp(min=0)})
+    inputs = [each.sub(100) if each.dtype == torch.int64 else each for each in captured.inputs]
+    for graph_module in (captured.graph_module, ChunkLoss()(captured.graph_module)):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            graph_module(*inputs)
 
 
 def read_too(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Any:
@@ -195,6 +214,12 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "bias behind tanh": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w)).tanh() + b, y.view(-1)),
         "a bias is added to its logits after tanh",
+    ),
+    "picked, and read too": (
+        lambda x, w, y, b: (
+            -(one := flat(F.linear(x, w, b)).log_softmax(1).gather(1, y.clamp(min=0).view(-1, 1))).mean() + one.amax()
+        ),
+        "gather is read by mean, amax",
     ),
     "two biases": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)) + b, y.view(-1)),
