@@ -13,8 +13,19 @@ from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+USUAL = ("gpt2-sdpa", "resnet", "t5")
+"""Families that every run tries in fp16; `make test-all` tries all."""
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.slow] if name == "fp16" and family.name not in USUAL else [])
+        for family in FAMILIES
+        for name in ("bf16", "fp16")
+    ],
+    ids=str,
+)
 def test_families(family: Family, precision: str) -> None:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
