@@ -3,8 +3,8 @@
     python -m benchmarks.precision [--only GPT-2]
 
 Saved bytes and casts: the joint graph of one step at real dimensions, traced on fakes for an H100, fp32 parameters, cut
-by torch's own `default_partition` (what the forward hands to the backward, without parameters and inputs); autocast with
-CUDA's lists. "weights again": less the 16-bit copies of weights, which the backward can cast again. Casts are all
+by torch's own `default_partition` (what the forward hands to the backward, without parameters and inputs); autocast
+with CUDA's lists. "weights again": less the 16-bit copies of weights, which the backward can cast again. Casts are all
 floating-point casts of forward and backward. Gradient error: all gradients of small models of the same kinds, run for
 real on the CPU, as the norm of the difference to float64 over the norm, the median over seeds of the data.
 """

@@ -12,7 +12,6 @@ from passes.module_path import module_path
 from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
-
 USUAL = ("gpt2-sdpa", "resnet", "t5")
 """Families that every run tries in fp16; `make test-all` tries all."""
 
