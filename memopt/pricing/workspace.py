@@ -65,7 +65,7 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
         # Profilers, autocast and dispatch modes belong to a thread: in one of our own, whatever is active in the
         # caller's (a meter around the first step, the fake mode of a compiler) neither disturbs us nor is disturbed.
         with ThreadPoolExecutor(1, "memopt-workspace") as worker:
-            worker.submit(_measure_all, fresh).result()
+            worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
     return {node: _NOTHING if call is None else _known[_key(call)] for node, call in calls.items()}
 
 
@@ -77,7 +77,9 @@ def _key(call: OpCall) -> tuple[OpCall, int]:
     return call, torch.get_num_threads()  # kernels hold buffers per thread
 
 
-def _measure_all(fresh: Iterable[OpCall]) -> None:
+def _measure_all(fresh: Iterable[OpCall], threads: int) -> None:
+    # OpenMP's number, which oneDNN sizes its buffers by, belongs to a thread too, and is not what torch reports.
+    torch.set_num_threads(threads)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for call in fresh:
             measured = _measure(call) if _is_cheap(call) else None

@@ -179,3 +179,19 @@ def test_a_matmul_on_cuda_holds_nothing_of_its_own() -> None:
     node = node_of(torch.mm, torch.randn(8, 8), torch.randn(8, 8), op=aten.mm.default)
     assert workspace_bytes(node, "cuda") == 0
     assert workspace_bytes(node, "cpu") == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_kernel_is_measured_with_the_threads_that_it_will_run_with(threads: int) -> None:
+    """oneDNN takes its threads' buffers by a setting that belongs to the thread which calls it."""
+    column, row = torch.randn(256, 1).bfloat16(), torch.randn(1, 512).bfloat16()
+    (node,) = [node for node in nodes_of(torch.mm, column, row) if node.target is aten.mm.default]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        column @ row  # what is made once
+        with measure_peak("cpu") as peak:
+            product = column @ row
+        assert workspace_bytes(node, "cpu") == peak.allocated_bytes - product.nbytes
+    finally:
+        torch.set_num_threads(before)
