@@ -35,7 +35,7 @@ from benchmarks.real_models import BY_NAME, MODELS, RealModel
 from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
 from memopt.planner import Joined
 from memopt.pricing import Hardware
-from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, floor_bytes, simulate, warm_up
+from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, Solution, floor_bytes, simulate, warm_up
 from memopt.solver.arrays import arrays_of
 from memopt.solver.hull import lower_hull
 from memopt.solver.just_in_time import just_in_time
@@ -161,7 +161,8 @@ def measure(name: str, points: int) -> Frontier:
     cut = min(candidate.peak_bytes for candidate in peers.by_name["cut"])
     budgets = {int(smallest + (save_all - smallest) * (step / (points - 1)) ** 1.5) for step in range(points)}
     own = {plan.peak_bytes for plans in peers.by_name.values() for plan in plans if plan.peak_bytes < save_all}
-    rows = [point(problem, portfolio, peers, budget_bytes) for budget_bytes in sorted(budgets | own)]
+    solved = {budget_bytes: solve(portfolio, budget_bytes) for budget_bytes in sorted(budgets | own)}
+    rows = [point(problem, solved, peers, budget_bytes) for budget_bytes in solved]
     pairs = list(itertools.pairwise(rows))
     return Frontier(
         model=name,
@@ -174,22 +175,29 @@ def measure(name: str, points: int) -> Frontier:
         cut_gb=cut / GB,
         smallest_seconds=smallest_seconds,
         torch_seconds=torch_seconds,
-        monotone=all(a.memopt >= b.memopt and a.budget_gb <= b.budget_gb for a, b in pairs),
+        monotone=all(a.memopt >= b.memopt and a.peak_gb <= b.peak_gb for a, b in pairs),
         points=tuple(rows),
     )
 
 
-def point(problem: RematProblem, portfolio: Portfolio, peers: Peers, budget_bytes: int) -> Point:
+def solve(portfolio: Portfolio, budget_bytes: int) -> tuple[Solution, float]:
+    """The schedule for a budget, and the processor time that it took."""
     start = time.process_time()
     try:
-        solution = portfolio.solve(budget_bytes)
+        return portfolio.solve(budget_bytes), time.process_time() - start
     except Infeasible:
         raise AssertionError(f"a peer fits {budget_bytes / GB:.3f} GB and memopt does not") from None
-    seconds = time.process_time() - start
+
+
+def point(problem: RematProblem, solved: dict[int, tuple[Solution, float]], peers: Peers, budget_bytes: int) -> Point:
+    """As in `memopt.frontier`: the fastest schedule that was found for any of the budgets and fits this one."""
+    bound, seconds = solved[budget_bytes][0].lower_bound_seconds, solved[budget_bytes][1]
+    fitting = [solution for solution, _ in solved.values() if solution.peak_bytes <= budget_bytes]
+    solution = min(fitting, key=lambda each: (each.added_seconds, each.peak_bytes))
     percent = 100 / problem.seconds
     return Point(
         budget_gb=budget_bytes / GB,
-        bound=solution.lower_bound_seconds * percent,
+        bound=bound * percent,
         memopt=solution.added_seconds * percent,
         peak_gb=solution.peak_bytes / GB,
         method=solution.method,

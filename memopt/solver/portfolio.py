@@ -152,7 +152,9 @@ class Portfolio:
         cap_bytes = search.cap_bytes
         fitting = sorted((p for p in known if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
         above = sorted((p for p in known if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
-        for plan in fitting[:3]:
+        # The fastest are often solutions for other budgets, which polish to themselves.
+        cuts = [plan for plan in fitting if plan in self._hull_plans]
+        for plan in dict.fromkeys([*fitting[:3], *cuts[:3]]):
             search.polish(plan)
         for seed, powers in zip(above, (NEAREST_POWERS, NEXT_POWERS, NEXT_POWERS), strict=False):
             search.repair(seed, powers)
