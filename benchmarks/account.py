@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
+from benchmarks.stamp import stamp
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.check import check
 
@@ -160,8 +159,7 @@ def main() -> None:
             runs.append(as_json(name, called, way, found))
             failed += not holds(found)
     Console(width=120).print(table)
-    machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    result = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__, "runs": runs}
+    result = {**stamp(), "runs": runs}
     if not options.only:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     if options.check and failed:

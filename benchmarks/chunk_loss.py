@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import memopt
+from benchmarks.stamp import stamp
 from memopt.capture.operators import operator_graph
 from memopt.torch_compat import capture_settings, compile_with
 from passes import ChunkLoss
@@ -73,9 +71,7 @@ def main() -> None:
     for name in [only] if only else SIZES:
         rows[name] = compare(SIZES[name])
         print(name, rows[name], flush=True)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    record = {"machine": machine, "torch": torch.__version__, "date": date.today().isoformat(), "sizes": rows}
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    RESULT.write_text(json.dumps({**stamp(), "sizes": rows}, indent=1) + "\n")
     Console(width=140).print(table(rows))
 
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -28,6 +25,7 @@ from rich.table import Table
 import memopt
 from benchmarks.frontier import PRICES
 from benchmarks.real_models import RealModel, UNet, chunked, gpt2, images, library, llama, segmentation, tokens
+from benchmarks.stamp import stamp
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, floor_bytes, simulate
 from memopt.solver.exact import solve_exactly
 from tests.solver.problems import random_problem, unet
@@ -173,8 +171,7 @@ def main() -> None:
             for row in found.result():
                 rows.append(row)
                 console.print(row)
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document = {"date": date.today().isoformat(), "machine": machine, "seconds": chosen.seconds}
+    document = {**stamp(), "seconds": chosen.seconds}
     if not chosen.only:
         RESULT.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     console.print(tally(rows))

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import memopt
+from benchmarks.stamp import stamp
 from memopt.errors import GIB
 from tests.end_to_end.steps import Step, restored_buffers, train_step
 from tests.families import BY_NAME, Family
@@ -142,13 +140,8 @@ def main() -> None:
     families = [BY_NAME[only]] if only else list(BY_NAME.values())
     runs = [run for family in families for run in run_budgets(family)]
     rows = [compare_with_checkpointing(family) for family in families if family.repeated_blocks]
-    machine: dict[str, Any] = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-    result = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
     if not only:
-        result |= {"runs": [asdict(run) for run in runs], "checkpointing": [asdict(row) for row in rows]}
+        result = stamp() | {"runs": [asdict(run) for run in runs], "checkpointing": [asdict(row) for row in rows]}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     console = Console(width=130)
     console.print(runs_table(runs))

@@ -15,23 +15,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 import memopt
 from benchmarks.real_models import BY_NAME, MODELS, RealModel
+from benchmarks.stamp import stamp
 from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
 from memopt.planner import Joined
 from memopt.pricing import Hardware
@@ -275,10 +271,8 @@ def share_of(pairs: list[tuple[float, float | None]]) -> str:
 
 def write(result: Frontier) -> None:
     """Put one model's result in the file, in place of what was there of it."""
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    stamp: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
     written = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    written[result.model] = stamp | asdict(result)
+    written[result.model] = stamp() | asdict(result)
     order = [model.name for model in MODELS if model.name in written]
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({name: written[name] for name in order}, indent=1) + "\n")

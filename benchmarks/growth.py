@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import time
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 import memopt
 from benchmarks.frontier import PRICES
 from benchmarks.real_models import gpt2, tokens
+from benchmarks.stamp import stamp
 from memopt.solver import Portfolio, Schedule, simulate, warm_up
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
@@ -82,10 +79,8 @@ def main() -> None:
     for row in rows:
         cells = (f"{seconds:.2f} ({above:.2f})" for seconds, above in zip(row.seconds, row.above_bound, strict=True))
         table.add_row(str(row.layers), str(row.nodes), str(row.ops), *cells, f"{row.smallest_seconds:.2f}")
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    document = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__}
     if tuple(layers) == LAYERS:
-        RESULT.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        RESULT.write_text(json.dumps({**stamp(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     console = Console(width=130)
     console.print(table)
     if len(rows) > 1:

@@ -1,6 +1,8 @@
 """Learning in 16 bits beside fp32: held-out loss and accuracy over the steps, three seeds each; JSON, table, picture.
 
-    python -m benchmarks.learning
+    python -m benchmarks.learning [--anew]
+
+Runs that are in the file already are not repeated, unless all are to be made anew.
 
 A ViT on scikit-learn's handwritten digits (1,797 real images, a quarter held out) and a GPT over the characters of the
 demo's text (a tenth held out), trained by `memopt.TrainStep` from the same start and on the same batches: in fp32,
@@ -10,14 +12,14 @@ whether the final figures of each, on average over the seeds, are within those o
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
-import os
-import platform
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import memopt
+from benchmarks.stamp import stamp
 from examples.train_gpt2_within_budget import read_text
 
 RESULT = Path(__file__).parent / "results" / "learning.json"
@@ -190,12 +193,22 @@ def draw(curves: list[Curve]) -> None:
     figure.savefig(PICTURE)
 
 
+def write(curves: list[Curve]) -> None:
+    RESULT.write_text(json.dumps({**stamp(), "curves": [asdict(curve) for curve in curves]}, indent=1) + "\n")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--anew", action="store_true")
+    known = [] if parser.parse_args().anew or not RESULT.exists() else json.loads(RESULT.read_text())["curves"]
+    curves = [Curve(**curve) for curve in known]
+    done = {(curve.task, curve.mode, curve.seed) for curve in curves}
     torch.set_num_threads(1)  # of a small model, two are no faster
-    curves = [train(task, mode, seed) for task in (digits(), characters()) for mode in MODES for seed in SEEDS]
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    result = {"machine": machine, "torch": torch.__version__, "date": str(date.today())}
-    RESULT.write_text(json.dumps({**result, "curves": [asdict(curve) for curve in curves]}, indent=1))
+    for task, mode, seed in itertools.product((digits(), characters()), MODES, SEEDS):
+        if (task.name, mode, seed) not in done:
+            curves.append(train(task, mode, seed))
+            write(curves)
+            print(f"{len(curves)} of {2 * len(MODES) * len(SEEDS)} runs", file=sys.stderr)
     draw(curves)
     Console(width=140).print(table(curves))
 

@@ -1,6 +1,6 @@
 """How long it takes to plan large models on the meta device, and what the plans say: one JSON file and a table.
 
-    python benchmarks/plan_large.py [--model llama-8b]
+    python -m benchmarks.plan_large [--model llama-8b]
 
 Each model is planned in a process of its own for an H100: AdamW, everything counted. Time and memory are of planning.
 """
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memopt
+from benchmarks.stamp import stamp
 
 RESULT = Path(__file__).parent / "results" / "plan_large.json"
 
@@ -129,12 +128,11 @@ def main() -> None:
         return
     rows = []
     for name in MODELS:
-        run = subprocess.run([sys.executable, __file__, "--model", name], check=True, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "benchmarks.plan_large", "--model", name]
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(run.stdout.splitlines()[-1]))
-    machine = {"processor": platform.processor() or platform.machine(), "cores": torch.get_num_threads()}
-    result = {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__, "rows": rows}
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.write_text(json.dumps({**stamp(), "rows": rows}, indent=1) + "\n")
     Console(width=120).print(table(rows))
 
 

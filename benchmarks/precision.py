@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +28,7 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.real_models import BY_NAME as REAL
+from benchmarks.stamp import stamp
 from memopt.capture.joint import JointGraph
 from memopt.planned_call import planned_call_of
 from memopt.precision import precision_rewriting
@@ -69,8 +67,9 @@ class Row:
     autocast_error: float
     memopt_error: float
     memopt_cpu_error: float
-    """With the activations that are kept in fp32 on the CPU, whose own autocast is `autocast_cpu_error`."""
+    """As planned for the CPU, whose autocast has other lists than a card's."""
     autocast_cpu_error: float
+    """Under the CPU's own autocast."""
 
 
 def saved(joint: JointGraph) -> Saved:
@@ -207,11 +206,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     chosen = parser.parse_args().only
     rows = [measure(name) for name in chosen]
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
     known |= {row.model: asdict(row) for row in rows}
-    result = {"machine": machine, "torch": torch.__version__, "date": str(date.today()), "models": known}
-    RESULT.write_text(json.dumps(result, indent=1))
+    RESULT.write_text(json.dumps({**stamp(), "models": known}, indent=1) + "\n")
     Console(width=140).print(table(rows))
 
 
