@@ -10,9 +10,10 @@ from enum import Enum
 import torch
 from torch import fx
 
-from memopt.precision import op_lists
+from memopt.precision.op_lists import FP32_OURS, KERNELS_SUM_IN_FP32
 from memopt.precision.plan import Choice, PrecisionPlan
 from memopt.precision.rules import Rules
+from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
 from passes.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
 
 
@@ -74,37 +75,33 @@ class _Walk:
         if chosen is None:
             self.states[node] = self._state(operands[0]) if follows_input(node) and operands else _State.MASTER
             return
-        dtype, reason = chosen
-        wished = node.name in self.kept_out or reason.startswith("rule ")
-        self.choices[node.name] = Choice(dtype, reason, wished)
-        self.states[node] = _State.LOW if dtype == self.decider.low else _State.FULL
+        self.choices[node.name] = chosen
+        self.states[node] = _State.LOW if chosen.dtype == self.decider.low else _State.FULL
 
-    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
+    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
         low, name = self.decider.low, op_name(node)
         if node.name in self.decider.author_typed or not name or not operands:
             return None
         if written := [each for each in mutated_arguments(node) if _has_floats(each)]:
             return self._as(self._state(written[0]), "it writes in place")
         if node.name in self.kept_out:
-            return torch.float32, self.kept_out[node.name]
+            return Choice(torch.float32, self.kept_out[node.name], wished=True)
         if is_cast(node):
             return self._cast(node, operands[0])
         if (rule := self.decider.rules.choose(node)) is not None:
-            return rule[1], f"rule {rule[0]!r}"
-        if name in op_lists.KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
-            return low, "its kernel computes in fp32 inside"
+            return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
+        if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
+            return Choice(low, "its kernel computes in fp32 inside")
         if name == "softmax" and self._state(operands[0]) is _State.LOW and _only_multiplied(node):
-            return low, "its kernel computes in fp32 inside, and a 16-bit product reads it"
-        if node.kwargs.get("dtype") == torch.float32 or (
-            name in op_lists.FP32_SET_DTYPE and torch.float32 in node.args
-        ):
-            return torch.float32, "the model asks for fp32"
-        if name in op_lists.LOWER_PRECISION:
-            return low, "autocast's 16-bit list"
-        if name in op_lists.FP32 | op_lists.FP32_SET_DTYPE and not self._small_power(node, operands):
-            return torch.float32, "autocast's fp32 list"
-        if name in op_lists.FP32_OURS:
-            return torch.float32, "sums, or reaches autocast's fp32 list"
+            return Choice(low, "its kernel computes in fp32 inside, and a 16-bit product reads it")
+        if node.kwargs.get("dtype") == torch.float32 or (name in FP32_SET_DTYPE and torch.float32 in node.args):
+            return Choice(torch.float32, "the model asks for fp32")
+        if name in LOWER_PRECISION:
+            return Choice(low, "autocast's 16-bit list")
+        if name in FP32 | FP32_SET_DTYPE and not self._small_power(node, operands):
+            return Choice(torch.float32, "autocast's fp32 list")
+        if name in FP32_OURS:
+            return Choice(torch.float32, "sums, or reaches autocast's fp32 list")
         if follows_input(node):
             return None
         return self._pointwise(node, operands) if is_pointwise(node) else None
@@ -115,7 +112,7 @@ class _Walk:
             return False
         return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
 
-    def _cast(self, node: fx.Node, source: fx.Node) -> tuple[torch.dtype, str] | None:
+    def _cast(self, node: fx.Node, source: fx.Node) -> Choice | None:
         if not _has_floats(node) or node.meta["val"].dtype != torch.float32:
             return None
         if source.meta["val"].dtype != torch.float32:
@@ -123,8 +120,8 @@ class _Walk:
         if str(node.target) == "aten.to.dtype_layout":
             return self._as(self._state(source), "moves between devices")
         if self._state(source) is _State.FULL and self._before_widening(source) is _State.LOW:
-            return self.decider.low, "the model casts back"
-        return torch.float32, "the model casts to fp32"
+            return Choice(self.decider.low, "the model casts back")
+        return Choice(torch.float32, "the model casts to fp32")
 
     def _before_widening(self, node: fx.Node) -> _State:
         """What a value was that the model has widened, and computed with since: 16 bits if that is not to be seen."""
@@ -143,20 +140,20 @@ class _Walk:
             pending += fresh
         return _State.LOW
 
-    def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> tuple[torch.dtype, str] | None:
+    def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
         size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
         full_size = [each for each in operands if size is None or _same_shape(each.meta["val"].shape, size)]
         states = {self._state(each) for each in full_size or operands}
-        if op_name(node) in ("add", "sub", "add_") and _only_softmax_reads(node):
+        if op_name(node) in ("add", "sub") and _only_softmax_reads(node):
             states -= {_State.FULL}
         elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
-            return torch.float32, "the residual stream is summed in fp32"
+            return Choice(torch.float32, "the residual stream is summed in fp32")
         if _State.FULL in states:
-            return torch.float32, "an operand is fp32"
+            return Choice(torch.float32, "an operand is fp32")
         if _State.LOW in states or _State.LOW in {self._state(each) for each in operands}:
-            return self.decider.low, "elementwise, operands in 16 bits"
+            return Choice(self.decider.low, "elementwise, operands in 16 bits")
         if _State.FULL in {self._state(each) for each in operands}:
-            return torch.float32, "an operand is fp32"
+            return Choice(torch.float32, "an operand is fp32")
         return None
 
     def _stream(self, operand: fx.Node) -> bool:
@@ -165,10 +162,10 @@ class _Walk:
             return False
         return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
 
-    def _as(self, state: _State, reason: str) -> tuple[torch.dtype, str] | None:
+    def _as(self, state: _State, reason: str) -> Choice | None:
         if state is _State.MASTER:
             return None
-        return (self.decider.low if state is _State.LOW else torch.float32), reason
+        return Choice(self.decider.low if state is _State.LOW else torch.float32, reason)
 
     def _state(self, node: fx.Node) -> _State:
         return self.states.get(node, _State.MASTER)
@@ -180,7 +177,7 @@ def _only_softmax_reads(node: fx.Node) -> bool:
 
 def _only_multiplied(node: fx.Node) -> bool:
     """Whether nothing but products of matrices, which round it anyway, reads a value."""
-    return _all_readers(node, lambda reader: op_name(reader) in op_lists.LOWER_PRECISION)
+    return _all_readers(node, lambda reader: op_name(reader) in LOWER_PRECISION)
 
 
 def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:

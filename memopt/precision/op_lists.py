@@ -1,10 +1,4 @@
-"""Which operators compute in 16 bits and which in fp32: autocast's lists on CUDA, and what we add to them."""
-
-from __future__ import annotations
-
-from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
-
-__all__ = ["FP32", "FP32_OURS", "FP32_SET_DTYPE", "KERNELS_SUM_IN_FP32", "LOWER_PRECISION"]
+"""Which operators compute in fp32, or in 16 bits, beside those that autocast lists for CUDA."""
 
 FP32_OURS = frozenset(
     [

@@ -1,6 +1,4 @@
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from memopt.precision import (
     check_policy,
     check_rules,
     low_dtype,
-    op_lists,
     precision_rewriting,
 )
 from memopt.pricing.hardware_table import hardware
@@ -124,18 +121,6 @@ def test_rules_that_match_nothing() -> None:
         check_rules(torch.nn.Linear(1, 1), [here])
     elsewhere = Operators(decisions=(decided(BF16, Rules.of({"gelu": "fp32"})),))
     check_rules(torch.nn.Linear(1, 1), [here, elsewhere])
-
-
-def test_lists_are_those_of_torch() -> None:
-    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
-
-    def listed(name: str) -> set[str]:
-        body = re.split(r"\n\n", header.partition(f"#define {name}(_)")[2])[0]
-        return set(re.findall(r"_\((\w+)", body))
-
-    assert listed("AT_FORALL_LOWER_PRECISION_FP") == op_lists.LOWER_PRECISION
-    assert listed("AT_FORALL_FP32") == op_lists.FP32
-    assert listed("AT_FORALL_FP32_SET_OPT_DTYPE") == op_lists.FP32_SET_DTYPE
 
 
 def test_fp16_on_a_device_without_it() -> None:
