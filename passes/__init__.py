@@ -4,6 +4,7 @@ from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
@@ -23,8 +24,10 @@ __all__ = [
     "ApplySchedule",
     "ChunkLoss",
     "EliminateDeadCode",
+    "FoundActivation",
     "FoundAttention",
     "FoundLoss",
+    "FuseActivations",
     "FuseAttention",
     "GraphDiff",
     "HoistGetitems",
@@ -41,6 +44,7 @@ __all__ = [
     "VerifyError",
     "copy_graph_module",
     "diff_graphs",
+    "find_activations",
     "find_attentions",
     "find_losses",
     "format_graph",

@@ -1,0 +1,73 @@
+"""What passes share that put one operator in the place of a formula that is written out."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from passes.logits_path import NoMatch
+from passes.node_facts import storages
+from passes.op_kinds import is_cast, mutated_arguments, op_name
+from passes.propagate import refresh
+
+
+def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
+
+
+def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
+    """Raises `NoMatch` where anything but `readers` reads one of the inner values; a size that is one of `like`'s does
+    not count."""
+    for node in inner:
+        sized = same_sizes(node.meta["val"].shape, like.meta["val"].shape)
+        for user in node.users:
+            if user not in readers and not (sized and op_name(user) == "sym_size"):
+                read = "returned" if user.op == "output" else f"read by {user.name}"
+                raise NoMatch(f"{node.name} is {read} as well")
+
+
+def check_unwritten(values: Collection[Node], first: Node, last: Node) -> None:
+    """Raises `NoMatch` where one of the values, read from `first` on, would be another one at `last`."""
+    held = frozenset[Any]().union(*(storages(each) for each in values))
+    node = first
+    while node is not last:
+        node = node.next
+        if any(storages(each) & held for each in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to what it is computed from before its end")
+
+
+def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new call, with its value, that says it is from where `like` is; see `on_stored_values`."""
+    graph, name = place.graph, target.__name__.partition(".")[0]
+    with graph.inserting_before(place):
+        node = graph.create_node("call_function", target, args, kwargs, name=name)
+    node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
+    refresh(node)
+    return node
+
+
+def erase_inner(inner: Collection[Node], like: Node) -> None:
+    """Erase those of the inner calls that nobody reads any more, with the constants and casts that were made for them;
+    what reads their sizes reads those of `like`."""
+    for node in sorted(inner, reverse=True):
+        for user in [each for each in node.users if op_name(each) == "sym_size"]:
+            user.replace_input_with(node, like)
+        _erase(node, like)
+
+
+def _erase(node: Node, keep: Node) -> None:
+    if node.users or node is keep or node.op not in ("call_function", "get_attr"):
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for each in sources:
+        if is_cast(each) or each.op == "get_attr" or _is_scalar(each):
+            _erase(each, keep)
+
+
+def _is_scalar(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
