@@ -6,6 +6,7 @@ from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
+from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
 from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
 from passes.graph_text import format_graph, format_node
@@ -27,8 +28,10 @@ __all__ = [
     "FoundActivation",
     "FoundAttention",
     "FoundLoss",
+    "FoundNorm",
     "FuseActivations",
     "FuseAttention",
+    "FuseNorms",
     "GraphDiff",
     "HoistGetitems",
     "InsertCasts",
@@ -47,6 +50,7 @@ __all__ = [
     "find_activations",
     "find_attentions",
     "find_losses",
+    "find_norms",
     "format_graph",
     "format_node",
     "is_pure",

@@ -22,7 +22,8 @@ def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like:
     """Raises `NoMatch` where anything but `readers` reads one of the inner values; a size that is one of `like`'s does
     not count."""
     for node in inner:
-        sized = same_sizes(node.meta["val"].shape, like.meta["val"].shape)
+        value = node.meta["val"]
+        sized = isinstance(value, torch.Tensor) and same_sizes(value.shape, like.meta["val"].shape)
         for user in node.users:
             if user not in readers and not (sized and op_name(user) == "sym_size"):
                 read = "returned" if user.op == "output" else f"read by {user.name}"
@@ -52,20 +53,18 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 def erase_inner(inner: Collection[Node], like: Node) -> None:
     """Erase those of the inner calls that nobody reads any more, with the constants and casts that were made for them;
     what reads their sizes reads those of `like`."""
-    for node in sorted(inner, reverse=True):
-        for user in [each for each in node.users if op_name(each) == "sym_size"]:
+    pending = sorted(inner)
+    erased: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        for user in [each for each in node.users if op_name(each) == "sym_size" and node in inner]:
             user.replace_input_with(node, like)
-        _erase(node, like)
-
-
-def _erase(node: Node, keep: Node) -> None:
-    if node.users or node is keep or node.op not in ("call_function", "get_attr"):
-        return
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in sources:
-        if is_cast(each) or each.op == "get_attr" or _is_scalar(each):
-            _erase(each, keep)
+        if node.users or node is like or node in erased or node.op not in ("call_function", "get_attr"):
+            continue
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+        pending += [each for each in sources if is_cast(each) or each.op == "get_attr" or _is_scalar(each)]
 
 
 def _is_scalar(node: Node) -> bool:

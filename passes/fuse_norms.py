@@ -1,0 +1,95 @@
+"""LayerNorm that is written out becomes `layer_norm`, which saves its input and two numbers a row for the backward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.graph_pass import Pass
+from passes.logits_path import NoMatch
+from passes.norm_pattern import match_norm, roots
+from passes.propagate import on_stored_values
+from passes.verify import VerifyError
+from passes.written_out import call_before, erase_inner
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FoundNorm:
+    """A square root that a norm divides by, and whether `FuseNorms` can rewrite the norm."""
+
+    name: str
+    """Of the root's node: `sqrt`, `rsqrt`, `pow` or `std`."""
+    reason: str = ""
+    """Why it is left alone; empty where it is rewritten."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or 'fused'}"
+
+
+def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
+    """What looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` would find it."""
+    found = []
+    for root in roots(graph_module.graph):
+        try:
+            match = match_norm(graph_module, root)
+        except NoMatch as mismatch:
+            found.append(FoundNorm(root.name, str(mismatch)))
+            continue
+        if match is not None:
+            found.append(FoundNorm(root.name))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class FuseNorms(Pass):
+    """Replaces (x - mean) / sqrt(variance + eps) · weight + bias, over the last dimensions, by `layer_norm`.
+
+    Weight and bias that are cast or shaped otherwise stay calls of their own behind it. Norms of which anything else
+    reads a part are left alone, and so is RMSNorm, for which `rms_norm` saves nothing: it is traced into the same calls
+    (torch 2.13). See `find_norms`. Results differ by rounding.
+
+    Before:
+        mean: f32[2, 1] = aten.mean.dim(hidden, [-1], True)
+        sub: f32[2, 8] = aten.sub.Tensor(hidden, mean)
+        var: f32[2, 1] = aten.var.dim(hidden, [-1], False, True)
+        add: f32[2, 1] = aten.add.Tensor(var, 1e-05)
+        rsqrt: f32[2, 1] = aten.rsqrt(add)
+        mul: f32[2, 8] = aten.mul.Tensor(sub, rsqrt)
+    After:
+        layer_norm: f32[2, 8] = aten.layer_norm(hidden, [8], None, None, 1e-05)
+    """
+
+    norms: frozenset[str] | None = None
+    """Names of the roots of the norms to rewrite; None: all that can be."""
+
+    def requires(self, graph_module: GraphModule) -> None:
+        super().requires(graph_module)
+        if not self.norms:
+            return
+        reasons = {each.name: each.reason for each in find_norms(graph_module)}
+        for name in sorted(self.norms):
+            if reason := reasons.get(name, "it is no root that a norm divides by"):
+                raise VerifyError(name, reason, "name only norms that find_norms fuses")
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        with on_stored_values(graph_module.graph):
+            for root in list(roots(graph_module.graph)):
+                if self.norms is None or root.name in self.norms:
+                    _fuse(graph_module, root)
+        return graph_module
+
+
+def _fuse(graph_module: GraphModule, root: Node) -> None:
+    try:
+        match = match_norm(graph_module, root)
+    except NoMatch:
+        return
+    if match is None:
+        return
+    arguments: tuple[Any, ...] = (match.value, list(match.sizes), match.weight, match.bias, match.eps)
+    fused = call_before(match.result, root, aten.layer_norm.default, *arguments)
+    match.result.replace_all_uses_with(fused)
+    erase_inner({*match.inner, match.result}, match.value)
