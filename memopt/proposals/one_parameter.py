@@ -1,0 +1,121 @@
+"""An optimiser's own code on one tensor at a time, and the pieces in which a large tensor is taken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+
+# Elements of a piece: kernels on so many still take longer than their launch, and a float32 copy of them is 8 MB.
+PIECE_ELEMENTS = 2**21
+
+# Those of torch that treat each element by itself, so that a tensor may be stepped in pieces.
+_ELEMENTWISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+
+
+def step_one(
+    optimizer: optim.Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Let `optimizer` step `tensor`, which has its gradient, by a group's options and from `state`; the state after.
+
+    The optimiser's own groups and state are as before. Tensors of `state` may be written to.
+
+    Raises `ValueError` for an optimiser that changes its group's options as it steps, which are all parameters'.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    alone = {**own, "params": [tensor]}
+    optimizer.param_groups = [alone]
+    optimizer.state = defaultdict(dict, {tensor: state})
+    try:
+        optimizer.step()
+        found: dict[str, Any] = optimizer.state[tensor]
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+    changed = [key for key, value in alone.items() if key != "params" and _differs(value, own.get(key))]
+    if changed:
+        raise ValueError(
+            f"{type(optimizer).__name__} changes {changed[0]!r} of its group as it steps, so its parameters cannot be "
+            "stepped one by one; use an optimizer that keeps all it counts in each parameter's state"
+        )
+    return found
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if value is before or isinstance(value, torch.Tensor):
+        return value is not before
+    return bool(value != before)
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether the optimiser treats each element by itself; subclasses may do anything, so they count as no."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter and of all tensors of its shape: elements `start` to `stop` in memory order, or, for an
+    optimiser that looks at the shape, the whole as it is."""
+
+    start: int
+    stop: int
+    flat: bool
+    first: bool
+    last: bool
+
+    @property
+    def whole(self) -> bool:
+        return self.first and self.last
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of this piece of `tensor`."""
+        return flat(tensor)[self.start : self.stop] if self.flat else tensor.detach()
+
+
+def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Piece]:
+    """What to step one after the other."""
+    elements = parameter.numel()
+    if not (elementwise and parameter.dim() and is_dense(parameter)):
+        yield Piece(0, elements, flat=False, first=True, last=True)
+        return
+    for start in range(0, max(elements, 1), PIECE_ELEMENTS):
+        stop = min(start + PIECE_ELEMENTS, elements)
+        yield Piece(start, stop, flat=True, first=start == 0, last=stop == elements)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of all elements of a dense tensor, in memory order."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in whatever order, each place once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`tensor`, in the order of memory that `parameter` has: itself where it is so already."""
+    if tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

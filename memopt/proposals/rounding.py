@@ -1,0 +1,46 @@
+"""float32 as bfloat16 without losing small changes: by chance, or with the other 16 bits beside it.
+
+A bfloat16 is the upper half of a float32. All functions work on the bits, in memory of one int32 an element.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_HALF = 0x8000
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """A bfloat16 tensor in a new float32 one, exactly."""
+    return value.detach().to(torch.float32, copy=True)
+
+
+def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
+    """Round float32 to one of the two nearest bfloat16, each as likely as it is near: right in expectation.
+
+    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, section 3.2, on the bits.)
+    """
+    bits = _bits(value)
+    bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits)
+
+
+def split(value: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> None:
+    """Write float32 as the nearest bfloat16 to `upper` and what that leaves out, an int16, to `lower`: `joined` gives
+    it back bit for bit. `value` is overwritten. NaN stays NaN."""
+    bits = _bits(value)
+    nearest = (bits + _HALF).bitwise_right_shift_(16)
+    upper.view(torch.int16).copy_(nearest)
+    lower.copy_(bits.sub_(nearest.bitwise_left_shift_(16)))
+
+
+def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The float32 of which `split` made the two, in a new tensor."""
+    bits = upper.detach().view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(lower).view(torch.float32)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """With one NaN for all: adding to the bits of others would run over into a number."""
+    nan, infinity = float("nan"), float("inf")
+    return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
