@@ -16,6 +16,7 @@ from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.narrow_saved import NarrowSaved
 from passes.node_facts import is_pure, is_random
+from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.sum_wide import SumWide
 from passes.verify import VerifyError
@@ -29,6 +30,7 @@ __all__ = [
     "FoundAttention",
     "FoundLoss",
     "FoundNorm",
+    "FoundReuse",
     "FuseActivations",
     "FuseAttention",
     "FuseNorms",
@@ -42,6 +44,7 @@ __all__ = [
     "Pass",
     "PassError",
     "Pipeline",
+    "Reinplace",
     "RemoveDetach",
     "SumWide",
     "VerifyError",
@@ -51,6 +54,7 @@ __all__ = [
     "find_attentions",
     "find_losses",
     "find_norms",
+    "find_reuses",
     "format_graph",
     "format_node",
     "is_pure",

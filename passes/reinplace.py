@@ -1,0 +1,127 @@
+"""Elementwise calls write their result over an operand that nothing reads any more."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.graph_pass import Pass
+from passes.inplace_ops import InplaceVariant, inplace_variants
+from passes.memory_groups import MemoryGroups
+from passes.written_out import same_sizes
+
+
+@dataclass(frozen=True)
+class FoundReuse:
+    """A call whose result can be written over an operand."""
+
+    name: str
+    operand: str
+    """The name of the node whose memory it takes."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: over {self.operand}"
+
+
+def find_reuses(graph_module: GraphModule) -> tuple[FoundReuse, ...]:
+    """The calls that `Reinplace` would have write over an operand, in order."""
+    return tuple(FoundReuse(each.node.name, each.operand.name) for each in _reuses(graph_module))
+
+
+@dataclass(frozen=True)
+class Reinplace(Pass):
+    """Has elementwise calls write their result over an operand that dies there, by their in-place or `out=` variant.
+
+    For graphs that run as they stand, after all other passes: a forward or a backward, nothing in it to be
+    differentiated. The operand's memory is made in the graph by a call that is known to make its own, is as large as
+    the result and laid out like it, and no call behind looks at it, under whatever name; inputs and what is returned
+    are never written over. The bits are the same, and at no moment more memory is held than before.
+
+    Before:
+        mm: f32[4, 2] = aten.mm(x, weight)
+        relu: f32[4, 2] = aten.relu(mm)
+        add: f32[4, 2] = aten.add.Tensor(x, relu)
+    After:
+        mm: f32[4, 2] = aten.mm(x, weight)
+        relu: f32[4, 2] = aten.relu_(mm)
+        add: f32[4, 2] = aten.add.out(x, relu, out=relu)
+    """
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        for reuse in _reuses(graph_module):
+            variant, node = reuse.variant, reuse.node
+            node.target = variant.target
+            if variant.out:
+                node.kwargs = {**node.kwargs, variant.out: reuse.operand}
+        return graph_module
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    node: Node
+    operand: Node
+    variant: InplaceVariant
+
+
+def _reuses(graph_module: GraphModule) -> list[_Reuse]:
+    groups = MemoryGroups(graph_module.graph)
+    found = []
+    for node in graph_module.graph.nodes:
+        reuse = _reuse(node, groups) if node.op == "call_function" else None
+        if reuse is not None:
+            block = groups.block(reuse.operand)
+            assert block is not None
+            groups.merge(node, block)
+            found.append(reuse)
+    return found
+
+
+def _reuse(node: Node, groups: MemoryGroups) -> _Reuse | None:
+    """The first operand that a call can write over."""
+    for variant in inplace_variants(node.target):
+        operands = node.args if variant.out else node.args[:1]
+        for operand in operands:
+            if isinstance(operand, Node) and _dies(node, operand, groups) and _fits(node, operand, groups):
+                return _Reuse(node, operand, variant)
+    return None
+
+
+def _dies(node: Node, operand: Node, groups: MemoryGroups) -> bool:
+    """Whether the call is the last to look at the operand's memory, and looks at it under this name alone."""
+    block = groups.block(operand)
+    if block is None or groups.last_read(block) > groups.place[node]:
+        return False
+    return not any(block in groups.makers[each] for each in node.all_input_nodes if each is not operand)
+
+
+def _fits(node: Node, operand: Node, groups: MemoryGroups) -> bool:
+    """Whether the operand is all of its memory, each element once, and the result is laid out like it."""
+    result, value, block = node.meta["val"], operand.meta["val"], groups.block(operand)
+    assert block is not None
+    whole = block.meta["val"]
+    return (
+        result.is_floating_point()
+        and (result.dtype, result.device) == (value.dtype, value.device)
+        and same_sizes(result.shape, value.shape)
+        and same_sizes(result.stride(), value.stride())
+        and value.dtype == whole.dtype
+        and same_sizes([value.numel()], [whole.numel()])
+        and _is_dense(value)
+        and _is_dense(whole)
+    )
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    if value.layout != torch.strided or isinstance(value.storage_offset(), torch.SymInt) or value.storage_offset():
+        return False
+    expected: Any = 1
+    left = [(size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    while left:
+        inner = next((each for each in left if same_sizes([each[1]], [expected])), None)
+        if inner is None:
+            return False
+        left.remove(inner)
+        expected = expected * inner[0]
+    return True

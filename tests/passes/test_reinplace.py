@@ -1,0 +1,184 @@
+import operator
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import GraphModule, Node
+
+from passes import Reinplace, diff_graphs, find_reuses, format_graph
+from tests.passes.capture import Captured, Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
+
+
+def reused(graph_module: GraphModule) -> list[str]:
+    return [str(each) for each in find_reuses(graph_module)]
+
+
+def test_golden() -> None:
+    sketch = Sketch()
+    x, weight = sketch.input("x", 4, 4), sketch.input("weight", 4, 4)
+    relu = sketch.call(aten.relu.default, sketch.call(aten.mm.default, x, weight))
+    add = sketch.call(aten.add.Tensor, x, relu)
+    view = sketch.call(aten.view.default, sketch.call(aten.mul.Tensor, add, weight), [2, 8])
+    before = sketch.returns(sketch.call(aten.mul.Tensor, view, 3.0))
+    after = Reinplace()(before)
+    assert_expected_inline(
+        format_graph(after),
+        """\
+input x: f32[4, 4]
+input weight: f32[4, 4]
+mm: f32[4, 4] = aten.mm(x, weight)
+relu: f32[4, 4] = aten.relu_(mm)
+add: f32[4, 4] = aten.add.out(x, relu, out=relu)
+mul: f32[4, 4] = aten.mul_.Tensor(add, weight)
+view: f32[2, 8] = aten.view(mul, [2, 8])
+mul_1: f32[2, 8] = aten.mul_.Tensor(view, 3.0)
+return (mul_1,)""",
+    )
+    assert_bitwise_equal(with_inputs(before), before, after)
+    assert reused(before) == ["relu: over mm", "add: over relu", "mul: over add", "mul_1: over view"]
+    assert not diff_graphs(after, Reinplace()(after))
+
+
+def build(kind: str) -> GraphModule:
+    """A graph in which nothing may be written over, for one reason each."""
+    sketch = Sketch()
+    x, y = sketch.input("x", 4, 4), sketch.input("y", 4, 4)
+    if kind == "an input":
+        return sketch.returns(sketch.call(aten.relu.default, x))
+    mm = sketch.call(aten.mm.default, x, y)
+    if kind == "read later":
+        relu = sketch.call(aten.relu.default, mm)
+        return sketch.returns(sketch.call(aten.mm.default, relu, mm))
+    if kind == "returned":
+        return sketch.returns(sketch.call(aten.relu.default, mm), mm)
+    if kind == "a view of it is returned":
+        return sketch.returns(sketch.call(aten.t.default, mm), sketch.call(aten.relu.default, mm))
+    if kind == "a view of it is read later":
+        row = sketch.call(aten.select.int, mm, 0, 0)
+        return sketch.returns(sketch.call(aten.relu.default, mm), sketch.call(aten.sum.default, row))
+    if kind == "its own transpose":
+        return sketch.returns(sketch.call(aten.add.Tensor, mm, sketch.call(aten.t.default, mm)))
+    if kind == "a part":
+        return sketch.returns(sketch.call(aten.relu.default, sketch.call(aten.slice.Tensor, mm, 0, 0, 2)))
+    if kind == "expanded":
+        row = sketch.call(aten.sum.dim_IntList, mm, [0], True)
+        return sketch.returns(sketch.call(aten.neg.default, sketch.call(aten.expand.default, row, [4, 4])))
+    if kind == "broadcast":
+        return sketch.returns(sketch.call(aten.add.Tensor, sketch.call(aten.sum.dim_IntList, mm, [0]), x))
+    if kind == "another dtype":
+        return sketch.returns(
+            sketch.call(aten.add.Tensor, x, sketch.call(aten._to_copy.default, y, dtype=torch.float16))
+        )
+    if kind == "another layout":
+        turned = sketch.call(aten.t.default, mm)
+        return sketch.returns(sketch.call(aten.add.Tensor, x, turned))
+    assert kind == "not known to be new"
+    return sketch.returns(sketch.call(aten.relu.default, sketch.call(aten.cumsum.default, x, 0)))
+
+
+KINDS = (
+    "an input", "read later", "returned", "a view of it is returned", "a view of it is read later", "its own transpose",
+    "a part", "expanded", "broadcast", "another dtype", "another layout", "not known to be new",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_left_alone(kind: str) -> None:
+    before = build(kind)
+    assert not reused(before)
+    assert not diff_graphs(before, Reinplace()(before))
+
+
+def test_an_operand_that_is_given_twice() -> None:
+    sketch = Sketch()
+    mm = sketch.call(aten.mm.default, sketch.input("x", 4, 4), sketch.input("y", 4, 4))
+    before = sketch.returns(sketch.call(aten.mul.Tensor, mm, mm))
+    assert reused(before) == ["mul: over mm"]
+    assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
+
+
+def test_two_evaluations_that_share_a_stored_value() -> None:
+    """As in graphs of a schedule: one is dead, the other is not."""
+    sketch = Sketch()
+    x, y = sketch.input("x", 4, 4), sketch.input("y", 4, 4)
+    first, again = (sketch.call(aten.mm.default, x, y) for _ in range(2))
+    again.meta["val"] = first.meta["val"]
+    before = sketch.returns(sketch.call(aten.relu.default, first), again)
+    assert reused(before) == ["relu: over mm"]
+    assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
+
+
+UNARY = (aten.relu.default, aten.neg.default, aten.tanh.default, aten.sin.default, aten.gelu.default)
+BINARY = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.maximum.default, aten.gelu_backward.default,
+          aten.threshold_backward.default, aten.mm.default)  # fmt: skip
+VIEWS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (aten.t.default, ()),
+    (aten.view.default, ([4, 4],)),
+    (aten.view.default, ([2, 8],)),
+    (aten.view.default, ([16],)),
+    (aten.select.int, (0, 1)),
+    (aten.slice.Tensor, (0, 1, 3)),
+    (aten.expand.default, ([4, 4],)),
+    (aten.alias.default, ()),
+    (aten._unsafe_view.default, ([4, 4],)),
+)
+
+
+@st.composite
+def graphs(draw: Any) -> GraphModule:
+    """Elementwise calls, products, views, pairs of results and writes to an input, of which some are returned."""
+    sketch = Sketch()
+    nodes = [sketch.input("x", 4, 4), sketch.input("y", 4, 4), sketch.input("row", 4)]
+
+    def pick() -> Node:
+        # Late ones more often: chains are what the pass is for.
+        return (
+            nodes[max(0, len(nodes) - 1 - draw(st.integers(0, 4)))]
+            if draw(st.booleans())
+            else draw(st.sampled_from(nodes))
+        )
+
+    for _ in range(draw(st.integers(3, 14))):
+        kind = draw(st.sampled_from(("unary", "binary", "binary", "view", "view", "where", "norm", "write")))
+        try:
+            if kind == "unary":
+                nodes.append(sketch.call(draw(st.sampled_from(UNARY)), pick()))
+            elif kind == "binary":
+                target = draw(st.sampled_from(BINARY))
+                further = (0.0,) if target is aten.threshold_backward.default else ()
+                nodes.append(sketch.call(target, pick(), pick(), *further))
+            elif kind == "view":
+                target, options = draw(st.sampled_from(VIEWS))
+                nodes.append(sketch.call(target, pick(), *options))
+            elif kind == "where":
+                mask = sketch.call(aten.gt.Scalar, pick(), 0.0)
+                nodes.append(sketch.call(aten.where.self, mask, pick(), pick()))
+            elif kind == "norm":
+                pair = sketch.call(aten.native_layer_norm.default, pick(), [4], None, None, 1e-5)
+                nodes.extend(sketch.call(operator.getitem, pair, place) for place in range(2))
+            else:
+                sketch.call(aten.copy_.default, nodes[0], pick())
+        except (RuntimeError, IndexError):  # shapes that do not go together
+            for node in reversed(sketch.graph.nodes):
+                if "val" not in node.meta:
+                    sketch.graph.erase_node(node)
+    returned = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=3, unique=True))
+    return sketch.returns(nodes[-1], *returned)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs())
+def test_equal_bits_on_any_graph(before: GraphModule) -> None:
+    """What is returned, and the inputs behind, are the same to the bit."""
+    assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
+
+
+@pytest.mark.parametrize("model", [gpt2, resnet, dynamic_mlp])
+def test_captured_models(model: Any) -> None:
+    captured: Captured = model()
+    after = Reinplace()(captured.graph_module)
+    assert reused(captured.graph_module)
+    assert_bitwise_equal(captured, captured.graph_module, after)
