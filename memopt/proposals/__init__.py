@@ -2,14 +2,25 @@
 
 from memopt.proposals.bf16_parameters import BF16ParametersOptimizer, Rounding, kept_wide, use_bf16_parameters
 from memopt.proposals.bf16_price import propose_bf16_parameters
+from memopt.proposals.in_backward_price import (
+    gradients_together,
+    propose_optimizer_in_backward,
+    shared_parameters,
+)
+from memopt.proposals.optimizer_in_backward import OptimizerInBackward, refuse_what_needs_all_gradients
 from memopt.proposals.proposal import Proposal, StepBytes
 
 __all__ = [
     "BF16ParametersOptimizer",
+    "OptimizerInBackward",
     "Proposal",
     "Rounding",
     "StepBytes",
+    "gradients_together",
     "kept_wide",
     "propose_bf16_parameters",
+    "propose_optimizer_in_backward",
+    "refuse_what_needs_all_gradients",
+    "shared_parameters",
     "use_bf16_parameters",
 ]

@@ -10,7 +10,7 @@ from memopt.budget.optimizer_trial import OptimizerLike
 from memopt.pricing.hardware_table import Hardware
 from memopt.proposals.bf16_parameters import BF16ParametersOptimizer, Rounding
 from memopt.proposals.proposal import Proposal, StepBytes
-from memopt.proposals.step_price import nbytes, parameterwise_price, step_price, trained
+from memopt.proposals.step_price import difference, nbytes, parameterwise_price, step_price, trained
 
 _EXACTNESS = {
     "stochastic": "the forward sees weights of 8 bits, rounded by chance as they are stepped; right in expectation",
@@ -48,8 +48,6 @@ def propose_bf16_parameters(
         (torch.bfloat16, [each for each in learning if id(each) in narrowed]),
         (None, [each for each in learning if id(each) not in narrowed]),
     ):
-        if optimizer is None:
-            break
         found = parameterwise_price(
             optimizer,
             some,
@@ -69,6 +67,6 @@ def propose_bf16_parameters(
         StepBytes(nbytes(given), nbytes(learning), plain.state_bytes, plain.temporary_bytes),
         after,
         host_bytes=0,
-        added_seconds=seconds - plain.seconds,
+        added_seconds=difference(seconds, plain.seconds),
         exactness=_EXACTNESS[rounding],
     )

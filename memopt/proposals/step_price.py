@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -38,6 +37,8 @@ def step_price(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], har
     Raises `ValueError` as `optimizer_account` does.
     """
     account = optimizer_account(optimizer, parameters, device_type(hardware))
+    if optimizer is None:
+        return StepPrice(0, 0, 0.0)
     seconds = _seconds(_maker(optimizer, parameters), parameters, hardware)
     return StepPrice(account.state_bytes, account.step_temporary_bytes, seconds)
 
@@ -49,18 +50,32 @@ def parameterwise_price(
     wrap: Wrap = lambda inner: inner,
     dtype: torch.dtype | None = None,
 ) -> StepPrice:
-    """The price of stepping `parameters` one by one, with `wrap` around the optimiser and the parameters in `dtype`.
+    """The price of stepping `parameters` one by one, with `wrap` around the optimiser and the parameters in `dtype`:
+    state and seconds add up, temporaries are the largest."""
+    found = prices_of_each(optimizer, parameters, hardware, wrap, dtype)
+    return StepPrice(
+        sum(each.state_bytes for each in found),
+        max((each.temporary_bytes for each in found), default=0),
+        sum(each.seconds for each in found),
+    )
 
-    Each is on its own, so one of a kind is tried for all: state and seconds add up, temporaries are the largest.
-    """
-    kinds = Counter((_group_number(optimizer, each), each.shape, each.stride(), each.dtype) for each in parameters)
-    examples = {(_group_number(optimizer, each), each.shape, each.stride(), each.dtype): each for each in parameters}
-    state, temporaries, seconds = 0, 0, 0.0
-    for kind, number in kinds.items():
-        found = _price_of_one(optimizer, examples[kind], hardware, wrap, dtype or examples[kind].dtype)
-        state, seconds = state + number * found.state_bytes, seconds + number * found.seconds
-        temporaries = max(temporaries, found.temporary_bytes)
-    return StepPrice(state, temporaries, seconds)
+
+def prices_of_each(
+    optimizer: OptimizerLike,
+    parameters: Sequence[torch.Tensor],
+    hardware: Hardware,
+    wrap: Wrap = lambda inner: inner,
+    dtype: torch.dtype | None = None,
+) -> list[StepPrice]:
+    """As `parameterwise_price`, for each parameter. Each is on its own, so one of a kind is tried for all."""
+    if optimizer is None:
+        return [StepPrice(0, 0, 0.0) for _ in parameters]
+    tried: dict[Any, StepPrice] = {}
+    kinds = [(_group_number(optimizer, each), each.shape, each.stride(), each.dtype) for each in parameters]
+    for kind, parameter in zip(kinds, parameters, strict=True):
+        if kind not in tried:
+            tried[kind] = _price_of_one(optimizer, parameter, hardware, wrap, dtype or parameter.dtype)
+    return [tried[kind] for kind in kinds]
 
 
 def _price_of_one(
@@ -93,6 +108,11 @@ def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
 def device_type(hardware: Hardware) -> str:
     """The kind of torch device that an entry of the hardware table is."""
     return "cpu" if hardware.name == "cpu" else "cuda"
+
+
+def difference(seconds: float, before: float) -> float:
+    """In whole nanoseconds: sums of floats differ by their order."""
+    return round(seconds - before, 9)
 
 
 def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
