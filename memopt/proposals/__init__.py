@@ -7,18 +7,23 @@ from memopt.proposals.in_backward_price import (
     propose_optimizer_in_backward,
     shared_parameters,
 )
+from memopt.proposals.offload_optimizer import OffloadedOptimizer, Where
+from memopt.proposals.offload_price import propose_offload_optimizer
 from memopt.proposals.optimizer_in_backward import OptimizerInBackward, refuse_what_needs_all_gradients
 from memopt.proposals.proposal import Proposal, StepBytes
 
 __all__ = [
     "BF16ParametersOptimizer",
+    "OffloadedOptimizer",
     "OptimizerInBackward",
     "Proposal",
     "Rounding",
     "StepBytes",
+    "Where",
     "gradients_together",
     "kept_wide",
     "propose_bf16_parameters",
+    "propose_offload_optimizer",
     "propose_optimizer_in_backward",
     "refuse_what_needs_all_gradients",
     "shared_parameters",

@@ -30,6 +30,7 @@ class OptimizerInBackward(Parameterwise):
     """
 
     title: ClassVar[str] = "optimizer_in_backward"
+    keeps_form: ClassVar[bool] = True
 
     def __init__(
         self, inner: optim.Optimizer, *, max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
@@ -77,15 +78,6 @@ class OptimizerInBackward(Parameterwise):
     def _forget_hooks(self) -> None:
         self._handles: list[Any] = []
         self._stepped: set[int] = set()
-
-    def extra_state(self) -> dict[str, Any]:
-        return self.inner.extra_state() if isinstance(self.inner, Parameterwise) else {}
-
-    def load_extra_state(self, saved: dict[str, Any] | None) -> None:
-        if isinstance(self.inner, Parameterwise):
-            self.inner.load_extra_state(saved)
-        elif saved:
-            super().load_extra_state(saved)  # says which it is of
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy has no hooks: it steps in `step()`."""

@@ -29,6 +29,8 @@ class Parameterwise(optim.Optimizer):
     """Keys of a parameter's state that `inner` does not see."""
     fields: ClassVar[tuple[str, ...]] = ("inner",)
     """Attributes that copies and pickles have beside an optimiser's own."""
+    keeps_form: ClassVar[bool] = False
+    """Whether values are kept in the form that `inner` has them in, so that state dicts of either serve both."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -84,8 +86,8 @@ class Parameterwise(optim.Optimizer):
                 continue
             if is_per_element(value, parameter):
                 given[key] = self._open_state(key, value, piece)
-            else:  # each piece counts the same step
-                given[key] = value.clone() if isinstance(value, torch.Tensor) and not piece.last else value
+            else:
+                given[key] = self._open_other(parameter, value, piece)
         return given
 
     def _give(self, parameter: torch.Tensor, state: State, piece: Piece, given: State, after: State) -> None:
@@ -95,7 +97,7 @@ class Parameterwise(optim.Optimizer):
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
                 self._close_state(parameter, state, key, piece, value, value is given.get(key))
             elif piece.last:
-                state[key] = value
+                state[key] = self._close_other(parameter, state.get(key), value)
 
     def _open_state(self, key: str, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
         return piece.of(kept)
@@ -110,24 +112,39 @@ class Parameterwise(optim.Optimizer):
             state[key] = value.as_strided(parameter.shape, parameter.stride()) if piece.flat else value
             return
         if not is_per_element(state.get(key), parameter):
-            state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).detach()
+            state[key] = self.room_for(parameter, parameter, value.dtype)
         piece.of(state[key]).copy_(value)
+
+    def _open_other(self, parameter: torch.Tensor, kept: Any, piece: Piece) -> Any:
+        """What has no element for each of the parameter's: the number of the step, say, which each piece counts."""
+        return kept.clone() if isinstance(kept, torch.Tensor) and not piece.last else kept
+
+    def _close_other(self, parameter: torch.Tensor, kept: Any, value: Any) -> Any:
+        """What to keep of such a value; `kept` is what was kept before."""
+        return value
+
+    def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor in the shape of `tensor`, where state of `parameter` is kept."""
+        return torch.empty_like(tensor, dtype=dtype, device=self.home(parameter), requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
         """What goes into `state_dict` beside groups and state, as plain values and tensors."""
-        inner = self.inner.extra_state() if isinstance(self.inner, Parameterwise) else None
-        return {"title": self.title, "inner": inner}
+        inner = self.inner.extra_state() if isinstance(self.inner, Parameterwise) else {}
+        return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
         """Set what `extra_state` gave. Raises `ValueError` for that of another kind, before anything is changed."""
-        if saved is None or saved.get("title") != self.title:
-            had = "a plain optimizer" if saved is None else f"the proposal {saved.get('title')!r}"
+        title = saved.get("title") if saved else None
+        wanted = None if self.keeps_form else self.title
+        inner = self.inner if isinstance(self.inner, Parameterwise) else None
+        if title != wanted and not (self.keeps_form and inner is not None):
+            had = f"the proposal {title!r}" if title else "a plain optimizer"
             raise ValueError(
                 f"the state is of {had}, this optimizer is of {self.title!r}; build it as it was, or load the state of "
                 "a plain optimizer before it is wrapped"
             )
-        if isinstance(self.inner, Parameterwise):
-            self.inner.load_extra_state(saved["inner"])
+        if inner is not None:
+            inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and state as of any optimiser, and "proposal"; tensors are the live ones."""
@@ -157,14 +174,18 @@ class Parameterwise(optim.Optimizer):
         if not isinstance(value, torch.Tensor):
             return value
         if is_per_element(value, parameter):
-            return torch.empty_like(parameter, dtype=value.dtype, device=self.home(parameter)).detach().copy_(value)
+            return self.room_for(parameter, parameter, value.dtype).copy_(value)
         if value.dim():
-            return value.detach().to(self.home(parameter), copy=True)
+            return self.room_for(parameter, value, value.dtype).copy_(value)
         on_device = group.get("capturable") or group.get("fused")
-        return value.detach().to(self.home(parameter) if on_device else value.device, copy=True)
+        return value.detach().to(self.stepped_on(parameter) if on_device else value.device, copy=True)
 
     def home(self, parameter: torch.Tensor) -> torch.device:
         """Where the state of a parameter is kept."""
+        return parameter.device
+
+    def stepped_on(self, parameter: torch.Tensor) -> torch.device:
+        """Where `inner` steps the parameter."""
         return parameter.device
 
     def __getstate__(self) -> dict[str, Any]:

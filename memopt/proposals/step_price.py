@@ -66,26 +66,35 @@ def prices_of_each(
     hardware: Hardware,
     wrap: Wrap = lambda inner: inner,
     dtype: torch.dtype | None = None,
+    home: str | None = None,
 ) -> list[StepPrice]:
-    """As `parameterwise_price`, for each parameter. Each is on its own, so one of a kind is tried for all."""
+    """As `parameterwise_price`, for each parameter. Each is on its own, so one of a kind is tried for all.
+
+    With `home="cpu"` what lies with the host is counted as well, by the kernels of the CPU.
+    """
     if optimizer is None:
         return [StepPrice(0, 0, 0.0) for _ in parameters]
     tried: dict[Any, StepPrice] = {}
     kinds = [(_group_number(optimizer, each), each.shape, each.stride(), each.dtype) for each in parameters]
     for kind, parameter in zip(kinds, parameters, strict=True):
         if kind not in tried:
-            tried[kind] = _price_of_one(optimizer, parameter, hardware, wrap, dtype or parameter.dtype)
+            tried[kind] = _price_of_one(optimizer, parameter, hardware, wrap, dtype or parameter.dtype, home)
     return [tried[kind] for kind in kinds]
 
 
 def _price_of_one(
-    optimizer: OptimizerLike, parameter: torch.Tensor, hardware: Hardware, wrap: Wrap, dtype: torch.dtype
+    optimizer: OptimizerLike,
+    parameter: torch.Tensor,
+    hardware: Hardware,
+    wrap: Wrap,
+    dtype: torch.dtype,
+    home: str | None,
 ) -> StepPrice:
     """One of more than three pieces is tried with two and with three: each further one adds what the third did."""
     make = _maker(optimizer, [parameter], wrap)
 
     def tried(stand_in: torch.Tensor) -> StepPrice:
-        account = optimizer_account(make, [stand_in], device_type(hardware))
+        account = optimizer_account(make, [stand_in], home or device_type(hardware))
         return StepPrice(account.state_bytes, account.step_temporary_bytes, _seconds(make, [stand_in], hardware))
 
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
