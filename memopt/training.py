@@ -25,7 +25,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
 from memopt.plan import Plan, make_plan
-from memopt.precision import check_rules, precision_rewriting
+from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
 from memopt.situation import Situation, State, TooTight
@@ -73,7 +73,9 @@ class TrainingCalls:
         others = sum(forward.held_bytes for forward in waiting)
         try:
             with self._types():
-                return self._run((args, kwargs), self._state(), others)
+                state = self._state()
+                self._screen((args, kwargs), replace(state, other_forwards=others))
+                return self._run((args, kwargs), state, others)
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
@@ -151,6 +153,7 @@ class TrainingCalls:
         """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
         state = state or replace(self._state(), gradients_held=False)
         with stage("capturing"), self._types():
+            self._screen(call, state)
             captured = capture(
                 self.model,
                 call,
@@ -161,6 +164,21 @@ class TrainingCalls:
                 rewriting=self.rewriting,
             )
         return self.plan(self.remember(captured.regions, call, captured.notes), call, state, captured.between_bytes)
+
+    def _screen(self, call: Call, state: State) -> None:
+        """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
+        for decide in self.rewriting.deciders:
+            if isinstance(decide, DecidePrecision) and decide.screenings is not None:
+                here = self.options.hardware is None  # the budget is another device's if one was named
+                room = self.options.budget_bytes - self.account(call, state).resident_bytes if here else None
+                decide.screenings.look(
+                    self.model,
+                    call,
+                    self.loss_fn,
+                    [self.rewriting],
+                    room_bytes=room,
+                    differentiate_all=self.differentiate_all,
+                )
 
     def remember(self, regions: tuple[JointGraph, ...], call: Call, notes: tuple[str, ...] = ()) -> Captured:
         """The regions as something to plan; the same object as before if they were captured before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from memopt.precision.devices import Policy, low_dtype
 from memopt.precision.narrow import narrowing
 from memopt.precision.plan import PrecisionPlan
 from memopt.precision.rules import Rules
+from memopt.precision.screen import KeptOut
+from memopt.precision.screenings import Screenings
 from memopt.pricing.hardware_table import Hardware
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
@@ -31,7 +33,8 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
         return Rewriting(planned_for=planned_for)
-    decide = DecidePrecision(low, rules, yields=policy == "auto")
+    screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
+    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings)
     joint = narrowing if low == torch.bfloat16 else None
     return Rewriting((decide,), joint, low, planned_for, replaces_autocast=policy != "auto")
 
@@ -48,6 +51,8 @@ class DecidePrecision:
     kept_out: tuple[tuple[str, str], ...] = ()
     yields: bool = False
     """Leaves a region alone that is captured under the caller's own autocast."""
+    screenings: Screenings | None = field(default=None, compare=False, repr=False)
+    """What sample batches have shown of fp16; None where nothing is to be in fp16."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.yields and autocast_is_on():
@@ -60,7 +65,15 @@ class DecidePrecision:
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
         """The dtype of each operator, with the reason."""
-        return AssignPrecision(self.low, self.rules, graph.author_typed, self.kept_out)(graph.module)
+        decider = AssignPrecision(self.low, self.rules, graph.author_typed, self.kept_out)
+        if self.screenings is None:
+            return decider(graph.module)
+
+        def decide(kept_out: KeptOut) -> PrecisionPlan:
+            return replace(decider, kept_out=(*self.kept_out, *kept_out))(graph.module)
+
+        plan, note = self.screenings.decide(graph, decide)
+        return replace(plan, notes=(*plan.notes, note))
 
 
 def _notes(plan: PrecisionPlan) -> tuple[str, ...]:

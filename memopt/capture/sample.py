@@ -1,0 +1,134 @@
+"""Runs the forward of a training call on its real values, region by region on operator graphs, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.author_modes import Untraceable
+from memopt.capture.dynamo import GraphBreak, compile_call, parameter_numbers, training_call
+from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.operators import OperatorGraph, Rewriting, operator_graph
+from memopt.capture.outputs import detach_all_but_scalars
+from memopt.training_state import TrainingState, on_host
+
+RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
+"""Runs a region's operator graph on real inputs, and returns its results."""
+
+
+class _Done(Exception):
+    """The one region of the call has run: its results are of no use."""
+
+
+def run_sample(
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    run_region: RunRegion,
+    rewriting: Rewriting,
+    *,
+    differentiate_all: bool,
+) -> None:
+    """Have `run_region` run each region of a training call's forward, in order, once for every run of it.
+
+    The regions and their operator graphs are those that planning the same call captures. Where the forward breaks into
+    regions, its Python runs once between them. Buffers, generators, inputs and what modules hold are afterwards as they
+    were. Raises what the model and `run_region` raise, and `CaptureError`.
+    """
+    sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
+    args, kwargs = call
+    with _undone(model, call):
+        try:
+            compile_call(training_call(model, loss_fn), sample.whole, whole=True)(*args, **kwargs)
+        except _Done:
+            return
+        except GraphBreak:
+            pass
+        with _attributes_kept(model):
+            compile_call(training_call(model, loss_fn), sample.region, whole=False)(*args, **kwargs)
+
+
+class _Sample:
+    """Backends that run what they are given to compile by `run_region`."""
+
+    def __init__(self, run_region: RunRegion, rewriting: Rewriting, *, differentiate_all: bool) -> None:
+        self.run_region, self.rewriting, self.differentiate_all = run_region, rewriting, differentiate_all
+
+    def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend for a call that is one region: runs it here, so that nothing of the model's Python is done."""
+        if not self.differentiate_all:
+            detach_all_but_scalars(graph_module)
+        run = self._runner(graph_module, inputs)
+        if run is not None:
+            run(*inputs)
+        raise _Done
+
+    def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend for one of several regions: its results require gradients where the model's do, but hold none."""
+        run = self._runner(graph_module, inputs) or graph_module.forward
+        (results,) = graph_module.graph.output_node().args
+        known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
+        differentiable = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in known)
+
+        def region(*args: Any) -> Any:
+            stand_in: Any = _StandIn.apply
+            return stand_in(run, differentiable, *args)
+
+        return region
+
+    def _runner(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """What runs a region's operator graph; None where it has none."""
+        if not torch.is_grad_enabled():
+            return None
+        try:
+            graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()), self.rewriting.planned_for)
+        except Untraceable:
+            return None
+        return lambda *args: self.run_region(graph, args)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], differentiable: tuple[bool, ...], *arguments: Any) -> Any:
+        # Detached: autograd would take an output that is an input for one that was written over.
+        results = [each.detach() if isinstance(each, torch.Tensor) else each for each in run(*arguments)]
+        tensors = [each for each, flows in zip(results, differentiable, strict=True) if not flows]
+        ctx.mark_non_differentiable(*(each for each in tensors if isinstance(each, torch.Tensor)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("a sample run has no backward")
+
+
+@contextmanager
+def _undone(model: nn.Module, call: Call) -> Iterator[None]:
+    """Buffers, generators and the tensors of the call are at the end as they were."""
+    state = TrainingState.of(model)
+    inputs = [(tensor, tensor._version, on_host(tensor)) for tensor in tensors_in(call)]
+    try:
+        yield
+    finally:
+        state.undo_forward()
+        with torch.no_grad():
+            for tensor, version, value in inputs:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """The attributes of all modules are at the end those that they were."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        before += [(table, dict(table)) for table in (vars(module), module._parameters, module._buffers)]
+    try:
+        yield
+    finally:
+        for table, values in before:
+            table.clear()
+            table.update(values)
