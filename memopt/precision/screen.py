@@ -24,7 +24,7 @@ UNIT = 2.0**-11
 """fp16's rounding: what is smaller than this part of its neighbours is lost beside them in any sum."""
 LOST_SHARE = 0.01
 """An operator stays out where more of its nonzero values would be lost."""
-_BLOCK = {"cpu": 2**16}
+_BLOCK = {"cpu": 2**15}
 _BLOCK_ELSEWHERE = 2**22
 # Where the mask is among the arguments of scaled_dot_product_attention.
 _MASK = 3
