@@ -18,7 +18,7 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
     """Round float32 to one of the two nearest bfloat16, each as likely as it is near: right in expectation.
 
-    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, section 3.2, on the bits.)
+    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)
     """
     bits = _bits(value)
     bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)

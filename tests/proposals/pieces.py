@@ -116,5 +116,5 @@ def losses(model: nn.Module, optimizer: optim.Optimizer, batch: Any, steps: int)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
