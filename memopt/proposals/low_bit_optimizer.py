@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import optim
 
+from memopt.proposals.bf16_parameters import BF16ParametersOptimizer
 from memopt.proposals.block_quantization import BLOCK, blocks_of, dequantize, quantize
 from memopt.proposals.one_parameter import Piece, flat, is_dense
 from memopt.proposals.parameterwise import Parameterwise, State
@@ -24,16 +25,18 @@ class LowBitOptimizer(Parameterwise):
     In a parameter's state "exp_avg" is then "exp_avg_codes" and "exp_avg_scales", and so on.
 
     Raises:
-        TypeError, ValueError: for another optimiser.
+        TypeError, ValueError: for another optimiser; `BF16ParametersOptimizer` around one of these two serves.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
+    sliceable: ClassVar[bool] = False
 
     def __init__(self, inner: optim.Optimizer) -> None:
-        if isinstance(inner, optim.Optimizer) and type(inner) not in (optim.Adam, optim.AdamW):
+        adam = inner.inner if isinstance(inner, BF16ParametersOptimizer) else inner
+        if isinstance(adam, optim.Optimizer) and type(adam) not in (optim.Adam, optim.AdamW):
             raise ValueError(
                 f"low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
-                f"{type(inner).__name__}; use one of these, or leave this lever out"
+                f"{type(adam).__name__}; use one of these, or leave this lever out"
             )
         super().__init__(inner)
         for parameter, state in self.state.items():
@@ -48,7 +51,8 @@ class LowBitOptimizer(Parameterwise):
         given = super()._take(parameter, {key: value for key, value in state.items() if key not in hidden}, piece)
         for key in low:
             codes, scales = _slices(state, key, piece)
-            given[key] = dequantize(codes, scales, signed=_SIGNED[key]).to(parameter.dtype)
+            moment = dequantize(codes, scales, signed=_SIGNED[key])
+            given[key] = moment if isinstance(self.inner, BF16ParametersOptimizer) else moment.to(parameter.dtype)
         return given
 
     def _close_state(

@@ -31,6 +31,8 @@ class Parameterwise(optim.Optimizer):
     """Attributes that copies and pickles have beside an optimiser's own."""
     keeps_form: ClassVar[bool] = False
     """Whether values are kept in the form that `inner` has them in, so that state dicts of either serve both."""
+    sliceable: ClassVar[bool] = True
+    """Whether the kept state of a part of a parameter is that part of the state."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -52,17 +54,22 @@ class Parameterwise(optim.Optimizer):
         if parameter.grad is None or parameter.grad.layout != torch.strided:
             raise ValueError(f"a gradient of layout {parameter.grad and parameter.grad.layout} cannot be stepped here")
         state, gradient = self.state[parameter], like(parameter.grad, parameter)
-        new = not state.keys() - self.own_keys
-        for piece in pieces_of(parameter, elementwise=is_elementwise(self.inner)):
-            self._step_piece(group, parameter, gradient, piece, new)
+        known = frozenset(state)  # what the first piece makes is not yet the others'
+        for piece in pieces_of(parameter, elementwise=goes_in_pieces(self.inner)):
+            self._step_piece(group, parameter, gradient, piece, known)
 
     def _step_piece(
-        self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, piece: Piece, new: bool
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        piece: Piece,
+        known: frozenset[str],
     ) -> None:
         state = self.state[parameter]
         tensor = self._open(parameter, piece)
         tensor.grad = self._open_gradient(gradient, piece)
-        given = {} if new else self._take(parameter, state, piece)
+        given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
         after = step_one(self.inner, group, tensor, dict(given))
         tensor.grad = None
         self._give(parameter, state, piece, given, after)
@@ -190,6 +197,13 @@ class Parameterwise(optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.fields}}
+
+
+def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
+    """Whether a tensor may be stepped in pieces."""
+    if isinstance(optimizer, Parameterwise):
+        return optimizer.sliceable and goes_in_pieces(optimizer.inner)
+    return is_elementwise(optimizer)
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:

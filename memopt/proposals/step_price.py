@@ -15,8 +15,8 @@ from memopt.budget.optimizer_trial import OptimizerLike, fakes_of, trial
 from memopt.pricing.hardware_table import Hardware
 from memopt.pricing.op_call import tensors_in
 from memopt.pricing.time_model import op_seconds
-from memopt.proposals.one_parameter import PIECE_ELEMENTS, is_dense, is_elementwise
-from memopt.proposals.parameterwise import Parameterwise
+from memopt.proposals.one_parameter import PIECE_ELEMENTS, is_dense
+from memopt.proposals.parameterwise import Parameterwise, goes_in_pieces
 from memopt.torch_compat import FakeTensorMode, eager_optimizers, plain_tensors
 
 Wrap: TypeAlias = Callable[[optim.Optimizer], optim.Optimizer]
@@ -111,7 +111,7 @@ def _price_of_one(
 
 def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
     made = make([torch.nn.Parameter(torch.zeros(1))])
-    return isinstance(made, Parameterwise) and is_elementwise(made.inner)
+    return isinstance(made, Parameterwise) and goes_in_pieces(made.inner)
 
 
 def device_type(hardware: Hardware) -> str:

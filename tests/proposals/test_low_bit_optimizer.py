@@ -147,6 +147,9 @@ def test_with_other_proposals() -> None:
     assert run(lambda low: OffloadedOptimizer(low, "host")) == alone
     assert run(OptimizerInBackward) == alone
     narrow = run(lambda low: BF16ParametersOptimizer(low, "compensated"), torch.bfloat16)
+    model = gpt2().bfloat16()
+    inside = BF16ParametersOptimizer(optim.AdamW(model.parameters(), lr=3e-3), "compensated")
+    assert losses(model, LowBitOptimizer(inside), text(), 8) == narrow
     assert narrow[-1] == pytest.approx(alone[-1], abs=0.05 * (alone[0] - alone[-1]))
     assert run(lambda low: low, torch.bfloat16)[-1] < alone[0]
 
@@ -192,8 +195,10 @@ def test_other_optimizers_are_refused() -> None:
     made = parameters()
     with pytest.raises(ValueError, match="Adam and AdamW in 8 bits, not the state of SGD"):
         LowBitOptimizer(optim.SGD(made))
-    with pytest.raises(ValueError, match="not the state of BF16ParametersOptimizer"):
-        LowBitOptimizer(BF16ParametersOptimizer(optim.Adam(made)))
+    with pytest.raises(ValueError, match="not the state of SGD"):
+        LowBitOptimizer(BF16ParametersOptimizer(optim.SGD(made)))
+    with pytest.raises(ValueError, match="not the state of LowBitOptimizer"):
+        LowBitOptimizer(LowBitOptimizer(optim.Adam(made)))
     with pytest.raises(TypeError, match="wraps a"):
         LowBitOptimizer("adamw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="low_bit_optimizer steps without a closure"):
