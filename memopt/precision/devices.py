@@ -12,7 +12,7 @@ from memopt.precision.rules import DEFAULT
 from memopt.pricing.hardware_table import Hardware
 
 Policy: TypeAlias = "str | Mapping[str, str]"
-POLICIES = ("fp32", "bf16", "fp16", "auto")
+POLICIES = ("fp32", "bf16", "fp16", "search", "auto")
 
 
 def check_policy(policy: Policy) -> None:
@@ -28,7 +28,7 @@ def check_policy(policy: Policy) -> None:
             f"{{'default': 'bf16', 'lm_head': 'fp32'}}, not {policy!r}"
         )
     for pattern, name in policy.items():
-        if not (pattern == DEFAULT and name == "auto"):
+        if not (pattern == DEFAULT and name in ("auto", "search")):
             dtype_of(name)
 
 
@@ -44,11 +44,18 @@ def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch
     return known[0] if known else torch.float32
 
 
+def searches(policy: Policy) -> bool:
+    """Whether a policy, or the default of a user's rules, is "search"."""
+    return (policy if isinstance(policy, str) else policy.get(DEFAULT)) == "search"
+
+
 def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """The dtype that a policy, or the default of a user's rules, asks for. Raises ValueError if there is none such."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)
+    if name == "search":  # asks for 16 bits, also of a CPU that is no faster in them
+        return best_dtype(hardware, cpu_has_bf16=True)
     dtype = dtype_of(name)
     if dtype == torch.float16 and not _has(hardware, dtype):
         raise ValueError(f"precision={name!r}: {hardware.name} does not compute in {dtype_name(dtype)}; use 'auto'")

@@ -59,11 +59,11 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
     return tuple(
         nodes[0].name
         for storage, nodes in seen.items()
-        if storage not in stays and len(nodes) == 1 and _worth(nodes[0]) and _tolerated(nodes[0], backward)
+        if storage not in stays and len(nodes) == 1 and worth_narrowing(nodes[0]) and tolerated(nodes[0], backward)
     )
 
 
-def _worth(node: fx.Node) -> bool:
+def worth_narrowing(node: fx.Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
         return False
@@ -72,7 +72,8 @@ def _worth(node: fx.Node) -> bool:
     return value.untyped_storage().nbytes() >= LEAST_BYTES
 
 
-def _tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
+def tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
+    """Whether all of the backward that reads a value, perhaps by way of views, may read it in bf16."""
     if is_exact(value):
         return False
     for reader in value.users:
@@ -80,7 +81,7 @@ def _tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
             continue
         name = "" if is_exact(reader) else op_name(reader)
         if is_view(reader):
-            if not _tolerated(reader, backward):
+            if not tolerated(reader, backward):
                 return False
         elif name not in _TOLERANT:
             return False

@@ -11,12 +11,14 @@ from torch import nn
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.precision.assign import AssignPrecision
-from memopt.precision.devices import Policy, low_dtype
+from memopt.precision.devices import Policy, low_dtype, searches
 from memopt.precision.narrow import narrowing
+from memopt.precision.op_prices import OpPrices
 from memopt.precision.plan import PrecisionPlan
 from memopt.precision.rules import Rules
 from memopt.precision.screen import KeptOut
 from memopt.precision.screenings import Screenings
+from memopt.precision.search import SearchPrecision
 from memopt.pricing.hardware_table import Hardware
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
@@ -34,7 +36,8 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
         return Rewriting(planned_for=planned_for)
     screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
-    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings)
+    prices = OpPrices(hardware, narrows=low == torch.bfloat16) if searches(policy) else None
+    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings, prices=prices)
     joint = narrowing if low == torch.bfloat16 else None
     return Rewriting((decide,), joint, low, planned_for, replaces_autocast=policy != "auto")
 
@@ -53,6 +56,8 @@ class DecidePrecision:
     """Leaves a region alone that is captured under the caller's own autocast."""
     screenings: Screenings | None = field(default=None, compare=False, repr=False)
     """What sample batches have shown of fp16; None where nothing is to be in fp16."""
+    prices: OpPrices | None = field(default=None, compare=False, repr=False)
+    """What dtypes are searched by; None for the default choices."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.yields and autocast_is_on():
@@ -65,12 +70,13 @@ class DecidePrecision:
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
         """The dtype of each operator, with the reason."""
-        decider = AssignPrecision(self.low, self.rules, graph.author_typed, self.kept_out)
-        if self.screenings is None:
-            return decider(graph.module)
 
         def decide(kept_out: KeptOut) -> PrecisionPlan:
-            return replace(decider, kept_out=(*self.kept_out, *kept_out))(graph.module)
+            default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))
+            return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
+
+        if self.screenings is None:
+            return decide(())
 
         plan, note = self.screenings.decide(graph, decide)
         return replace(plan, notes=(*plan.notes, note))
