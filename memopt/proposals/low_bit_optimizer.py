@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import optim
@@ -32,12 +32,7 @@ class LowBitOptimizer(Parameterwise):
     sliceable: ClassVar[bool] = False
 
     def __init__(self, inner: optim.Optimizer) -> None:
-        adam = inner.inner if isinstance(inner, BF16ParametersOptimizer) else inner
-        if isinstance(adam, optim.Optimizer) and type(adam) not in (optim.Adam, optim.AdamW):
-            raise ValueError(
-                f"low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
-                f"{type(adam).__name__}; use one of these, or leave this lever out"
-            )
+        check_adam(inner.inner if isinstance(inner, BF16ParametersOptimizer) else inner)
         super().__init__(inner)
         for parameter, state in self.state.items():
             for key in _SIGNED.keys() & state.keys() if _is_kept_low(parameter) else ():
@@ -77,3 +72,12 @@ def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.T
     assert piece.start % BLOCK == 0
     codes, scales = state[f"{key}_codes"], state[f"{key}_scales"]
     return codes[piece.start : piece.stop], scales[piece.start // BLOCK : blocks_of(piece.stop)]
+
+
+def check_adam(optimizer: Any) -> None:
+    """Raise `ValueError` for an optimiser whose state cannot be kept in 8 bits."""
+    if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
+        raise ValueError(
+            "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
+            f"{type(optimizer).__name__}; use one of these, or leave this lever out"
+        )

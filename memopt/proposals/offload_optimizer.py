@@ -37,14 +37,8 @@ class OffloadedOptimizer(Parameterwise):
     fields: ClassVar[tuple[str, ...]] = ("inner", "update")
 
     def __init__(self, inner: optim.Optimizer, update: Where = "device") -> None:
-        if update not in get_args(Where):
-            raise ValueError(f"update must be one of {', '.join(get_args(Where))}, not {update!r}")
+        check_update(inner, update)
         super().__init__(inner)
-        if update == "host" and any(group.get("capturable") for group in self.param_groups):
-            raise ValueError(
-                f"{type(inner).__name__} has capturable=True, which runs on a GPU only; make it without, or give "
-                'update="device"'
-            )
         self.update = update
         for parameter, state in self.state.items():
             for key, value in state.items():
@@ -99,3 +93,15 @@ def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, whole or on its way there in the order of its stream; on the host, whole."""
     # From pinned memory, which nobody writes to before the copy back, and that is queued behind this one.
     return tensor.to(device, copy=True, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())
+
+
+def check_update(optimizer: Any, update: Any) -> None:
+    """Raise `ValueError` for another place than the two, or an optimiser that cannot be stepped there."""
+    if update not in get_args(Where):
+        raise ValueError(f"update must be one of {', '.join(get_args(Where))}, not {update!r}")
+    groups = optimizer.param_groups if isinstance(optimizer, optim.Optimizer) else []
+    if update == "host" and any(group.get("capturable") for group in groups):
+        raise ValueError(
+            f"{type(optimizer).__name__} has capturable=True, which runs on a GPU only; make it without, or give "
+            'update="device"'
+        )

@@ -86,7 +86,9 @@ class OptimizerInBackward(Parameterwise):
             self._forget_hooks()
 
 
-def refuse_what_needs_all_gradients(max_grad_norm: float | None, scaler: Any, accumulate: int) -> None:
+def refuse_what_needs_all_gradients(
+    max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
+) -> None:
     """Raise `ValueError` for what an optimiser in the backward cannot do."""
     if max_grad_norm is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import optim
 
 from memopt.budget.live_bytes import LiveBytes
 from memopt.budget.optimizer_account import optimizer_account
+from memopt.budget.optimizer_state import state_tensors
 from memopt.budget.optimizer_trial import OptimizerLike, fakes_of, trial
 from memopt.pricing.hardware_table import Hardware
 from memopt.pricing.op_call import tensors_in
@@ -24,11 +25,16 @@ Wrap: TypeAlias = Callable[[optim.Optimizer], optim.Optimizer]
 
 @dataclass(frozen=True)
 class StepPrice:
-    """Of one `optimizer.step()` on the device."""
+    """Of one `optimizer.step()`."""
 
     state_bytes: int
     temporary_bytes: int
     seconds: float
+    arrays: tuple[int, ...] = ()
+    """Bytes of each tensor of the state that is more than a single number."""
+
+
+NOTHING = StepPrice(0, 0, 0.0)
 
 
 def step_price(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware) -> StepPrice:
@@ -36,76 +42,59 @@ def step_price(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], har
 
     Raises `ValueError` as `optimizer_account` does.
     """
-    account = optimizer_account(optimizer, parameters, device_type(hardware))
-    if optimizer is None:
-        return StepPrice(0, 0, 0.0)
-    seconds = _seconds(_maker(optimizer, parameters), parameters, hardware)
-    return StepPrice(account.state_bytes, account.step_temporary_bytes, seconds)
-
-
-def parameterwise_price(
-    optimizer: OptimizerLike,
-    parameters: Sequence[torch.Tensor],
-    hardware: Hardware,
-    wrap: Wrap = lambda inner: inner,
-    dtype: torch.dtype | None = None,
-) -> StepPrice:
-    """The price of stepping `parameters` one by one, with `wrap` around the optimiser and the parameters in `dtype`:
-    state and seconds add up, temporaries are the largest."""
-    found = prices_of_each(optimizer, parameters, hardware, wrap, dtype)
-    return StepPrice(
-        sum(each.state_bytes for each in found),
-        max((each.temporary_bytes for each in found), default=0),
-        sum(each.seconds for each in found),
-    )
+    if optimizer is None or not parameters:
+        return NOTHING
+    return _tried(_maker(optimizer, parameters), parameters, hardware, device_type(hardware))
 
 
 def prices_of_each(
     optimizer: OptimizerLike,
     parameters: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
     hardware: Hardware,
     wrap: Wrap = lambda inner: inner,
-    dtype: torch.dtype | None = None,
-    home: str | None = None,
+    device: str | None = None,
 ) -> list[StepPrice]:
-    """As `parameterwise_price`, for each parameter. Each is on its own, so one of a kind is tried for all.
+    """The prices of stepping each parameter alone, in a dtype of its own, with `wrap` around the optimiser.
 
-    With `home="cpu"` what lies with the host is counted as well, by the kernels of the CPU.
+    Parameter by parameter state and seconds add up, and temporaries are the largest. One of a kind is tried for all.
+    `device` is whose kernels run, by default that of the hardware; with "cpu", what lies with the host counts too.
     """
     if optimizer is None:
-        return [StepPrice(0, 0, 0.0) for _ in parameters]
+        return [NOTHING for _ in parameters]
+    device = device or device_type(hardware)
     tried: dict[Any, StepPrice] = {}
-    kinds = [(_group_number(optimizer, each), each.shape, each.stride(), each.dtype) for each in parameters]
-    for kind, parameter in zip(kinds, parameters, strict=True):
+    found = []
+    for parameter, dtype in zip(parameters, dtypes, strict=True):
+        kind = (_group_number(optimizer, parameter), parameter.shape, parameter.stride(), parameter.dtype, dtype)
         if kind not in tried:
-            tried[kind] = _price_of_one(optimizer, parameter, hardware, wrap, dtype or parameter.dtype, home)
-    return [tried[kind] for kind in kinds]
+            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, wrap, device)
+        found.append(tried[kind])
+    return found
 
 
 def _price_of_one(
     optimizer: OptimizerLike,
     parameter: torch.Tensor,
+    dtype: torch.dtype,
     hardware: Hardware,
     wrap: Wrap,
-    dtype: torch.dtype,
-    home: str | None,
+    device: str,
 ) -> StepPrice:
     """One of more than three pieces is tried with two and with three: each further one adds what the third did."""
     make = _maker(optimizer, [parameter], wrap)
-
-    def tried(stand_in: torch.Tensor) -> StepPrice:
-        account = optimizer_account(make, [stand_in], home or device_type(hardware))
-        return StepPrice(account.state_bytes, account.step_temporary_bytes, _seconds(make, [stand_in], hardware))
-
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
     known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))
     if pieces <= 3 or known or not is_dense(parameter) or not _goes_in_pieces(make):
-        return tried(_meta(parameter.shape, parameter.stride(), dtype))
-    two, three = (tried(_meta((many * PIECE_ELEMENTS + rest,), (1,), dtype)) for many in (2, 3))
+        return _tried(make, [_meta(parameter.shape, parameter.stride(), dtype)], hardware, device)
+    two, three = (
+        _tried(make, [_meta((many * PIECE_ELEMENTS + rest,), (1,), dtype)], hardware, device) for many in (2, 3)
+    )
     return StepPrice(
         two.state_bytes + (pieces - 2) * (three.state_bytes - two.state_bytes),
         three.temporary_bytes,
         two.seconds + (pieces - 2) * (three.seconds - two.seconds),
+        tuple(a + (pieces - 2) * (b - a) for a, b in zip(two.arrays, three.arrays, strict=True)),
     )
 
 
@@ -117,15 +106,6 @@ def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
 def device_type(hardware: Hardware) -> str:
     """The kind of torch device that an entry of the hardware table is."""
     return "cpu" if hardware.name == "cpu" else "cuda"
-
-
-def difference(seconds: float, before: float) -> float:
-    """In whole nanoseconds: sums of floats differ by their order."""
-    return round(seconds - before, 9)
-
-
-def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -160,10 +140,11 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
     )
 
 
-def _seconds(make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], hardware: Hardware) -> float:
-    """The second step's kernels by their traffic: the first makes the state."""
-    if not parameters:
-        return 0.0
+def _tried(
+    make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], hardware: Hardware, device: str
+) -> StepPrice:
+    """Bytes by the account; the second step's kernels by their traffic: the first makes the state."""
+    account = optimizer_account(make, parameters, device)
     traffic = _Traffic(hardware)
     foreach = device_type(hardware) != "cpu"
     with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=foreach):
@@ -172,7 +153,8 @@ def _seconds(make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Te
             on_fakes.step()
             traffic.seconds = 0.0
             on_fakes.step()
-    return traffic.seconds
+        arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
+    return StepPrice(account.state_bytes, account.step_temporary_bytes, traffic.seconds, arrays)
 
 
 class _Traffic(LiveBytes):  # type: ignore[no-untyped-call]

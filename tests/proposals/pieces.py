@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn, optim
 
 from memopt.meter import measure_peak, resident_cpu_blocks
+from memopt.pricing.hardware_table import hardware
+from memopt.proposals import Levers, Proposal, TrainingFacts, propose
+from memopt.proposals.training_facts import PCIE
+from memopt.solver.link import Link
 from tests.families import integers, library
 from tests.step.pieces import GPT2
 
@@ -87,6 +91,11 @@ def saved_and_loaded(state: dict[str, Any], path: Any) -> dict[str, Any]:
     """Through a file, as a checkpoint goes."""
     torch.save(state, path)
     return torch.load(path, weights_only=True)
+
+
+def proposal(parameters: Iterable[Tensor], optimizer: Any, device: str, levers: Levers, link: Link = PCIE) -> Proposal:
+    """The last of `levers`, on a device of the table."""
+    return propose(TrainingFacts(tuple(parameters), optimizer, hardware(device), link), levers)[-1]
 
 
 def measured_step(build: Callable[[], tuple[optim.Optimizer, Sequence[nn.Parameter]]], steps: int = 2) -> int:

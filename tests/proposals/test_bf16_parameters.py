@@ -17,10 +17,11 @@ import memopt
 from memopt.pricing.hardware_table import hardware
 from memopt.proposals import (
     BF16ParametersOptimizer,
+    Levers,
     Rounding,
-    kept_wide,
+    TrainingFacts,
     one_parameter,
-    propose_bf16_parameters,
+    propose,
     use_bf16_parameters,
 )
 from memopt.proposals.rounding import joined
@@ -29,6 +30,7 @@ from tests.proposals.pieces import (
     large_gpt2,
     losses,
     measured_step,
+    proposal,
     same,
     saved_and_loaded,
     small_gpt2,
@@ -223,7 +225,8 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding
         return made, list(model.parameters())
 
     parameters = list(large_gpt2().parameters())
-    found = propose_bf16_parameters(parameters, make, hardware("cpu"), rounding=rounding, state_dtype=state_dtype)
+    levers = Levers(bf16_parameters=rounding, state_dtype=state_dtype)
+    found = proposal(parameters, make, "cpu", levers)
     assert found.before.parameters >= 20 * 1024**2
     assert 2 * found.after.parameters == found.before.parameters
     assert 2 * found.after.gradients == found.before.gradients
@@ -233,8 +236,8 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding
 def test_the_state_of_each_choice() -> None:
     parameters = [nn.Parameter(torch.empty(2**23, device="meta"))]  # more than three pieces
     per_element = {
-        (rounding, dtype): propose_bf16_parameters(
-            parameters, "adamw", hardware("h100"), rounding=rounding, state_dtype=dtype
+        (rounding, dtype): proposal(
+            parameters, "adamw", "h100", Levers(bf16_parameters=rounding, state_dtype=dtype)
         ).after.optimizer_state
         // 2**23
         for rounding in ROUNDINGS
@@ -246,7 +249,7 @@ def test_the_state_of_each_choice() -> None:
 def test_frozen_parameters_and_kept_ones_are_priced_as_they_will_be() -> None:
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.BatchNorm1d(100), nn.Linear(100, 50, bias=False))
     model[2].weight.requires_grad_(False)
-    found = propose_bf16_parameters(model.parameters(), "sgd", hardware("h100"), kept=kept_wide(model))
+    (found,) = propose(TrainingFacts.of(model, "sgd", hardware("h100")), Levers.named({"bf16_parameters"}))
     assert found.after.parameters == 2 * 10_000 + 4 * 200 + 2 * 5_000
     assert found.after.gradients == 2 * 10_000 + 4 * 200
     assert found.added_seconds > 0

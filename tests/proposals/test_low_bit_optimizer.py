@@ -15,14 +15,13 @@ import torch
 from torch import nn, optim
 
 import memopt
-from memopt.pricing.hardware_table import hardware
 from memopt.proposals import (
     BF16ParametersOptimizer,
+    Levers,
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
     one_parameter,
-    propose_low_bit_optimizer,
     use_low_bit_optimizer,
 )
 from tests.families import library
@@ -30,6 +29,7 @@ from tests.proposals.pieces import (
     large_gpt2,
     losses,
     measured_step,
+    proposal,
     same,
     saved_and_loaded,
     tells,
@@ -176,7 +176,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
         return LowBitOptimizer(make(made)), made
 
     given = list(large_gpt2().parameters())
-    found = propose_low_bit_optimizer(given, make, hardware("cpu"))
+    found = proposal(given, make, "cpu", Levers(low_bit_optimizer=True))
     assert found.before.parameters >= 20 * 1024**2
     assert found.saved.optimizer_state > 0.7 * found.before.optimizer_state
     assert tells(found.after.total, measured_step(build))
@@ -184,7 +184,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
 
 def test_two_bytes_and_two_scales_an_element() -> None:
     given = [nn.Parameter(torch.empty(2**13, 2**11, device="meta")), nn.Parameter(torch.empty(100, device="meta"))]
-    found = propose_low_bit_optimizer(given, "adamw", hardware("h100"))
+    found = proposal(given, "adamw", "h100", Levers(low_bit_optimizer=True))
     elements = 2**24
     assert found.after.optimizer_state - 2 * 4 * 100 - 2 * (elements + elements // 256 * 4) in range(17)
     assert found.before.optimizer_state == 8 * (elements + 100)
@@ -204,7 +204,7 @@ def test_other_optimizers_are_refused() -> None:
     with pytest.raises(ValueError, match="low_bit_optimizer steps without a closure"):
         LowBitOptimizer(optim.Adam(made)).step(lambda: 0.0)
     with pytest.raises(ValueError, match="Adam and AdamW"):
-        propose_low_bit_optimizer(made, "sgd", hardware("cpu"))
+        proposal(made, "sgd", "cpu", Levers(low_bit_optimizer=True))
 
 
 class TorchaosAdam(optim.AdamW):

@@ -13,14 +13,13 @@ import torch
 from torch import nn, optim
 
 import memopt
-from memopt.pricing.hardware_table import hardware
 from memopt.proposals import (
     BF16ParametersOptimizer,
+    Levers,
     OffloadedOptimizer,
     OptimizerInBackward,
     Where,
     one_parameter,
-    propose_offload_optimizer,
 )
 from memopt.solver.link import Link
 from tests.proposals.pieces import (
@@ -28,6 +27,7 @@ from tests.proposals.pieces import (
     large_gpt2,
     losses,
     measured_step,
+    proposal,
     same,
     saved_and_loaded,
     small_gpt2,
@@ -39,7 +39,7 @@ from tests.proposals.pieces import (
 )
 
 WHERES: tuple[Where, ...] = ("device", "host")
-PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
+DEVICE = Levers(offload_optimizer="device")
 
 
 @pytest.mark.parametrize("update", WHERES)
@@ -172,7 +172,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> 
         return OffloadedOptimizer(make(parameters), update), parameters
 
     parameters = list(large_gpt2().parameters())
-    found = propose_offload_optimizer(parameters, make, hardware("cpu"), PCIE, update=update)
+    found = proposal(parameters, make, "cpu", Levers(offload_optimizer=update))
     assert found.before.parameters >= 20 * 1024**2
     assert found.after.optimizer_state == 0
     assert tells(found.after.total + found.host_bytes, measured_step(build))
@@ -180,30 +180,28 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> 
 
 def test_the_link_sets_the_time() -> None:
     parameters = [nn.Parameter(torch.empty(2**24, device="meta"))]
-    h100, no_latency = hardware("h100"), Link(25e9)
-    found = {
-        update: propose_offload_optimizer(parameters, "adamw", h100, no_latency, update=update) for update in WHERES
-    }
+    fast, slow = Link(25e9), Link(12.5e9, 1e-3)
+    found = {update: proposal(parameters, "adamw", "h100", Levers(offload_optimizer=update), fast) for update in WHERES}
     # Two moments of float32 each way: 16 bytes an element.
     assert found["device"].added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
     # Gradient, parameter, and the parameter back: 12, and the arithmetic of a CPU.
     assert found["host"].added_seconds > 12 * 2**24 / 25e9
-    slow = propose_offload_optimizer(parameters, "adamw", h100, Link(12.5e9, 1e-3), update="device")
+    slower = proposal(parameters, "adamw", "h100", Levers(offload_optimizer="device"), slow)
     pieces, ways, moments = 8, 2, 2
     waiting = pieces * ways * moments * 1e-3
-    difference = slow.added_seconds - found["device"].added_seconds
+    difference = slower.added_seconds - found["device"].added_seconds
     assert difference == pytest.approx(16 * 2**24 / 25e9 + waiting, rel=0.01)
 
 
 def test_on_a_gpu_pinned_memory_comes_in_powers_of_two() -> None:
     parameters = [nn.Parameter(torch.empty(3, 2**20, device="meta"))]
-    found = propose_offload_optimizer(parameters, "adamw", hardware("h100"), PCIE)
+    found = proposal(parameters, "adamw", "h100", DEVICE)
     assert found.before.optimizer_state == 2 * 4 * 3 * 2**20
     assert 2 * 4 * 2**22 <= found.host_bytes <= 1.01 * 2 * 4 * 2**22 + 2**24
     assert found.saved.optimizer_state == found.before.optimizer_state
-    fused = propose_offload_optimizer(parameters, partial(optim.AdamW, fused=True), hardware("h100"), PCIE)
+    fused = proposal(parameters, partial(optim.AdamW, fused=True), "h100", DEVICE)
     assert fused.after.optimizer_state == 4
-    stateless = propose_offload_optimizer(parameters, "sgd", hardware("h100"), PCIE)
+    stateless = proposal(parameters, "sgd", "h100", DEVICE)
     assert stateless.host_bytes == 0
     assert stateless.saved.optimizer_state == 0
 

@@ -17,10 +17,10 @@ from memopt.budget.optimizer_account import optimizer_account
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.pricing.hardware_table import hardware
 from memopt.proposals import (
+    Levers,
     OptimizerInBackward,
-    gradients_together,
-    propose_optimizer_in_backward,
-    shared_parameters,
+    TrainingFacts,
+    propose,
     use_bf16_parameters,
 )
 from tests.proposals.pieces import OPTIMIZERS, large_gpt2, losses, same, saved_and_loaded, small_gpt2, text, values
@@ -185,9 +185,7 @@ def peak_of_step(make: Callable[..., optim.Optimizer], build: Callable[[], nn.Mo
 @pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1), optim.Adafactor])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     model = deep()
-    found = propose_optimizer_in_backward(
-        list(model.parameters()), make, hardware("cpu"), together=gradients_together(model)
-    )
+    (found,) = propose(TrainingFacts.of(model, make, hardware("cpu")), Levers(optimizer_in_backward=True))
     assert found.after.gradients == 4 * (512 * 512 + 512)
     measured, activations = peak_of_step(
         lambda p: OptimizerInBackward(make(p)), deep, lambda m: m(torch.ones(1, 512)).sum()
@@ -201,13 +199,10 @@ def test_a_tied_gradient_waits_for_its_last_use() -> None:
     def loss(model: nn.Module) -> Any:
         return model(**text(8192, samples=1, length=4)).loss
 
-    model = large_gpt2()
-    tied = shared_parameters(model)
-    assert [tuple(each.shape) for each in tied] == [(8192, 256)]
     make = partial(optim.SGD, lr=0.1)
-    found = propose_optimizer_in_backward(
-        list(model.parameters()), make, hardware("cpu"), together=gradients_together(model), shared=tied
-    )
+    facts = TrainingFacts.of(large_gpt2(), make, hardware("cpu"))
+    assert [tuple(each.shape) for each in facts.shared] == [(8192, 256)]
+    (found,) = propose(facts, Levers(optimizer_in_backward=True))
     plain, _ = peak_of_step(make, large_gpt2, loss)
     measured, _ = peak_of_step(lambda p: OptimizerInBackward(make(p)), large_gpt2, loss)
     # The tied gradient's second part is a temporary of the backward, with or without; nothing else waits then.
