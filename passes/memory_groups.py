@@ -22,7 +22,9 @@ class MemoryGroups:
         self.members: dict[Node, set[Node]] = {}
         """For each block the nodes that may look at it."""
         for node in graph.nodes:
-            self._enter(node, self._makers(node))
+            self.makers[node] = self._makers(node)
+            for maker in self.makers[node]:
+                self.members.setdefault(maker, set()).add(node)
 
     def _makers(self, node: Node) -> frozenset[Node]:
         if node.op in ("placeholder", "get_attr") or is_new(node):
@@ -30,11 +32,6 @@ class MemoryGroups:
         if node.op == "call_function" and "val" in node.meta and not any(True for _ in tensors(node.meta["val"])):
             return frozenset()  # a size or another number
         return frozenset[Node]().union(*(self.makers[each] for each in node.all_input_nodes))
-
-    def _enter(self, node: Node, makers: frozenset[Node]) -> None:
-        self.makers[node] = makers
-        for maker in makers:
-            self.members.setdefault(maker, set()).add(node)
 
     def block(self, node: Node) -> Node | None:
         """The one block that a node looks at; None where it may be several, or one that is not made here."""
@@ -44,11 +41,6 @@ class MemoryGroups:
     def last_read(self, block: Node) -> int:
         """The place of the last call that may look at a block."""
         return max((self.place[user] for each in self.members[block] for user in each.users), default=-1)
-
-    def merge(self, result: Node, block: Node) -> None:
-        """What a call gives is written over a block: whatever looks at the one looks at the other."""
-        for node in self.members.pop(result):
-            self._enter(node, self.makers[node] - {result} | {block})
 
 
 def is_new(node: Node) -> bool:

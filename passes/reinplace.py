@@ -65,16 +65,11 @@ class _Reuse:
 
 
 def _reuses(graph_module: GraphModule) -> list[_Reuse]:
+    """Each judged by the graph as it stands: where one takes a block over, no call behind looks at that block under an
+    old name, and the result counts as memory of its own."""
     groups = MemoryGroups(graph_module.graph)
-    found = []
-    for node in graph_module.graph.nodes:
-        reuse = _reuse(node, groups) if node.op == "call_function" else None
-        if reuse is not None:
-            block = groups.block(reuse.operand)
-            assert block is not None
-            groups.merge(node, block)
-            found.append(reuse)
-    return found
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    return [reuse for reuse in (_reuse(node, groups) for node in calls) if reuse is not None]
 
 
 def _reuse(node: Node, groups: MemoryGroups) -> _Reuse | None:

@@ -1,3 +1,4 @@
+import contextlib
 import operator
 from typing import Any
 
@@ -112,8 +113,8 @@ def test_two_evaluations_that_share_a_stored_value() -> None:
 
 
 UNARY = (aten.relu.default, aten.neg.default, aten.tanh.default, aten.sin.default, aten.gelu.default)
-BINARY = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.maximum.default, aten.gelu_backward.default,
-          aten.threshold_backward.default, aten.mm.default)  # fmt: skip
+BINARY = (aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.maximum.default, aten.mm.default)
+BACKWARD = (aten.gelu_backward.default, aten.threshold_backward.default, aten.tanh_backward.default)
 VIEWS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (aten.t.default, ()),
     (aten.view.default, ([4, 4],)),
@@ -127,46 +128,67 @@ VIEWS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
 )
 
 
+KINDS_OF_CALLS = ("unary", "binary", "binary", "view", "view", "backward", "turned", "where", "norm", "write")
+
+
+class Calls:
+    """Calls on a sketch that hypothesis draws."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw, self.sketch = draw, Sketch()
+        self.nodes = [self.sketch.input("x", 4, 4), self.sketch.input("y", 4, 4), self.sketch.input("row", 4)]
+
+    def one_of(self, choices: Any) -> Any:
+        return self.draw(st.sampled_from(choices))
+
+    def pick(self) -> Node:
+        """Late ones more often: chains are what the pass is for."""
+        late = self.nodes[max(0, len(self.nodes) - 5) :]
+        return self.one_of(late if self.draw(st.booleans()) else self.nodes)
+
+    def add(self, target: Any, *args: Any) -> Node:
+        self.nodes.append(self.sketch.call(target, *args))
+        return self.nodes[-1]
+
+    def add_one(self, kind: str) -> None:
+        """Raises what the operator does where shapes do not go together."""
+        one = self.pick()
+        if kind == "unary":
+            self.add(self.one_of(UNARY), one)
+        elif kind == "binary":
+            self.add(self.one_of(BINARY), one, self.pick())
+        elif kind == "backward":
+            target = self.one_of(BACKWARD)
+            alike = [each for each in self.nodes if each.meta["val"].shape == one.meta["val"].shape]
+            self.add(target, one, self.one_of(alike), *((0.0,) if "threshold" in str(target) else ()))
+        elif kind == "view":
+            target, options = self.one_of(VIEWS)
+            self.add(target, one, *options)
+        elif kind == "turned":
+            turned = self.sketch.call(aten.t.default, one)
+            self.add(self.one_of(BINARY), *self.draw(st.permutations([one, turned])))
+        elif kind == "where":
+            self.add(aten.where.self, self.sketch.call(aten.gt.Scalar, self.pick(), 0.0), one, self.pick())
+        elif kind == "norm":
+            pair = self.sketch.call(aten.native_layer_norm.default, one, [4], None, None, 1e-5)
+            for place in range(2):
+                self.add(operator.getitem, pair, place)
+        else:
+            self.sketch.call(aten.copy_.default, self.nodes[0], self.sketch.call(aten.clone.default, one))
+
+
 @st.composite
 def graphs(draw: Any) -> GraphModule:
     """Elementwise calls, products, views, pairs of results and writes to an input, of which some are returned."""
-    sketch = Sketch()
-    nodes = [sketch.input("x", 4, 4), sketch.input("y", 4, 4), sketch.input("row", 4)]
-
-    def pick() -> Node:
-        # Late ones more often: chains are what the pass is for.
-        return (
-            nodes[max(0, len(nodes) - 1 - draw(st.integers(0, 4)))]
-            if draw(st.booleans())
-            else draw(st.sampled_from(nodes))
-        )
-
+    calls = Calls(draw)
     for _ in range(draw(st.integers(3, 14))):
-        kind = draw(st.sampled_from(("unary", "binary", "binary", "view", "view", "where", "norm", "write")))
-        try:
-            if kind == "unary":
-                nodes.append(sketch.call(draw(st.sampled_from(UNARY)), pick()))
-            elif kind == "binary":
-                target = draw(st.sampled_from(BINARY))
-                further = (0.0,) if target is aten.threshold_backward.default else ()
-                nodes.append(sketch.call(target, pick(), pick(), *further))
-            elif kind == "view":
-                target, options = draw(st.sampled_from(VIEWS))
-                nodes.append(sketch.call(target, pick(), *options))
-            elif kind == "where":
-                mask = sketch.call(aten.gt.Scalar, pick(), 0.0)
-                nodes.append(sketch.call(aten.where.self, mask, pick(), pick()))
-            elif kind == "norm":
-                pair = sketch.call(aten.native_layer_norm.default, pick(), [4], None, None, 1e-5)
-                nodes.extend(sketch.call(operator.getitem, pair, place) for place in range(2))
-            else:
-                sketch.call(aten.copy_.default, nodes[0], pick())
-        except (RuntimeError, IndexError):  # shapes that do not go together
-            for node in reversed(sketch.graph.nodes):
-                if "val" not in node.meta:
-                    sketch.graph.erase_node(node)
-    returned = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=3, unique=True))
-    return sketch.returns(nodes[-1], *returned)
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            calls.add_one(calls.one_of(KINDS_OF_CALLS))
+        for node in reversed(calls.sketch.graph.nodes):
+            if "val" not in node.meta:
+                calls.sketch.graph.erase_node(node)
+    returned = draw(st.lists(st.sampled_from(calls.nodes), min_size=1, max_size=3, unique=True))
+    return calls.sketch.returns(calls.nodes[-1], *returned)
 
 
 @settings(max_examples=100, deadline=None)
