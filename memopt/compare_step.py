@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.budget.account import distinct_bytes
-from memopt.capture.inputs import as_call, check_device
-from memopt.comparison import Comparison, Difference, Run
-from memopt.meter import measure_peak
-from memopt.planned_call import planned_call_of
-from memopt.step.loss import scalar_loss
+from memopt.accuracy import Accuracies, Accuracy
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.inputs import Call, as_call, check_device
+from memopt.comparison import Comparison, Difference
+from memopt.free_memory import free_bytes
+from memopt.measured_step import Step, autocast_step, measured, scaled, train
+from memopt.planned_call import PlannedCall, planned_call_of
+from memopt.precision.plan import dtype_name
+from memopt.reference_step import Exact, NoReference, float64_step
 from memopt.training_state import Tensors, TrainingState
+from memopt.units import size
+
+REFERENCES = ("auto", "float64", "fp32")
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def compare(model: nn.Module, batch: Any) -> Comparison:
+def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
     """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
 
-    Both start from the same parameters, buffers and random state and are measured by the same meter. The optimised
-    model runs once before that, so that planning and compiling are not measured: three steps in all. Gradients,
-    buffers and random states are afterwards as they were, also when a step fails.
+    Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype; all runs are
+    measured against a float64 step of a copy, whose random numbers are the plain step's. In fp16 the loss is scaled,
+    from 65,536 down until all gradients are finite.
+
+    Every run starts from the same parameters, buffers and random state and is measured by the same meter. The optimised
+    model runs once before that, so that planning and compiling are not measured. Gradients, buffers and random states
+    are afterwards as they were, also when a step fails.
 
     The peaks are of everything on the device (see `measure_peak`) except what the comparison keeps aside. The optimiser
     does not step; its state counts where it is there.
@@ -33,29 +41,30 @@ def compare(model: nn.Module, batch: Any) -> Comparison:
     Args:
         batch: what the model takes, as `example_inputs` of `optimize`: a tuple, a dict, a tensor; with a `loss_fn` the
             pair `(inputs, targets)`.
+        reference: "float64"; "fp32", the plain run; or "auto": float64 where twice the plain step's peak is free on the
+            device and the model runs in it, else fp32, with a note.
 
     Raises:
-        ValueError: the model is not optimised or not in training mode, its loss is no scalar, or a hook acts on
-            accumulated gradients.
+        ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
+            accumulated gradients, the reference is none of these, or float64 was asked for and does not run.
         TypeError: the batch is not one, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
-    planned = planned_call_of(model)
-    if planned is None:
-        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    if not model.training:
-        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
-    _refuse_acting_hooks(model)
+    planned = _checked(model, reference)
     calls = planned.with_loss or planned.forward
     args, kwargs = as_call(batch, with_targets=planned.with_loss is not None)
     check_device((args, kwargs), model)
     start = TrainingState.of(model)
+    low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
+    notes: list[str] = []
     try:
         with torch.enable_grad():
             start.restore()
-            _train(lambda: calls(*args, **kwargs))
-            optimized = _measured(lambda: calls(*args, **kwargs), start)
-            plain = _measured(lambda: calls.plain(*args, **kwargs), start, beside=optimized)
+            train(lambda: calls(*args, **kwargs))
+            optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
+            plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
+            autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
+        exact = _exact(model, (args, kwargs), calls.loss_fn, start, plain, reference, notes)
     finally:
         start.restore()
         start.restore_gradients()
@@ -65,7 +74,23 @@ def compare(model: nn.Module, batch: Any) -> Comparison:
         _differences(optimized.gradients, plain.gradients),
         _differences(optimized.buffers, plain.buffers),
         planned.options.budget_bytes,
+        autocast.run if autocast else None,
+        dtype_name(low) if autocast and low else "",
+        _accuracies(exact, plain, autocast, optimized),
+        tuple(notes),
     )
+
+
+def _checked(model: nn.Module, reference: str) -> PlannedCall:
+    planned = planned_call_of(model)
+    if reference not in REFERENCES:
+        raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
+    if planned is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    if not model.training:
+        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
+    _refuse_acting_hooks(model)
+    return planned
 
 
 def _refuse_acting_hooks(model: nn.Module) -> None:
@@ -77,42 +102,47 @@ def _refuse_acting_hooks(model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one forward and backward left behind."""
-
-    run: Run
-    gradients: Tensors
-    buffers: Tensors
-
-
-def _measured(call: Callable[[], Any], start: TrainingState, beside: _Step | None = None) -> _Step:
-    """Run a step from `start`; what `start` and an earlier step `beside` keep does not count."""
+def _exact(
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    start: TrainingState,
+    plain: Step,
+    reference: str,
+    notes: list[str],
+) -> Exact | None:
+    """The float64 step; None, with a note, where the plain step has to be the reference."""
+    if reference == "fp32":
+        return None
     start.restore()
-    gc.collect()
-    aside = [
-        *start.kept(),
-        *(beside.gradients.values() if beside else ()),
-        *(beside.buffers.values() if beside else ()),
-    ]
-    with measure_peak(start.device) as peak:
-        started = time.perf_counter()
-        loss = _train(call)
-        seconds = time.perf_counter() - started
-    run = Run(loss, peak.bytes - _bytes_on(start.device, aside), seconds)
-    return _Step(run, start.gradients_now(), start.buffers_now())
+    needed, free = 2 * plain.run.peak_bytes, free_bytes(start.device)
+    try:
+        if reference == "auto" and (free is None or needed > free):
+            there = "it is not known how much is free" if free is None else f"{size(free)} are free"
+            raise NoReference(f"float64 would hold {size(needed)} on {start.device}, and {there}")
+        return float64_step(model, call, loss_fn, start.generators, plain.generators)
+    except NoReference as reason:
+        if reference == "float64":
+            raise ValueError(
+                f"there is no float64 reference, since {reason}; compare with reference='fp32'"
+            ) from reason
+        notes.append(f"errors are against the plain run in fp32, since {reason}")
+        return None
 
 
-def _train(call: Callable[[], Any]) -> float:
-    """Run a forward and its backward, the outputs held meanwhile as training loops do; returns the loss."""
-    output = call()
-    loss = scalar_loss(output)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return float(loss.detach())  # waits for the device
+def _accuracies(exact: Exact | None, plain: Step, autocast: Step | None, optimized: Step) -> Accuracies:
+    against = exact or Exact(plain.run.loss, plain.gradients)
 
+    def accuracy(step: Step) -> Accuracy:
+        return Accuracy.of(step.run.loss, step.gradients, against.loss, against.gradients)
 
-def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    return distinct_bytes(each for each in tensors if each.device == device and each.layout == torch.strided)
+    return Accuracies(
+        "float64" if exact else "fp32",
+        against.loss,
+        accuracy(plain) if exact else None,
+        accuracy(autocast) if autocast else None,
+        accuracy(optimized),
+    )
 
 
 def _differences(optimized: Tensors, plain: Tensors) -> tuple[Difference, ...]:

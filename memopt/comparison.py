@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from rich.table import Table
 
+from memopt.accuracy import Accuracies, Accuracy, GradientError
 from memopt.errors import GIB
 from memopt.report import as_text
 from memopt.units import duration, size
@@ -22,6 +24,8 @@ class Run:
     loss: float
     peak_bytes: int
     seconds: float
+    loss_scale: float = 1.0
+    """What the loss was multiplied by for the backward, and the gradients divided by again: fp16 needs it."""
 
     @property
     def peak_gb(self) -> float:
@@ -75,7 +79,8 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step of the optimised model against one of the plain model: same state, same batch, same random numbers."""
+    """One step of the optimised model against one of the plain model: same state, same batch, same random numbers; and
+    both, with torch.autocast, against a reference."""
 
     plain: Run
     optimized: Run
@@ -84,6 +89,14 @@ class Comparison:
     buffers: tuple[Difference, ...]
     """One for each buffer, as the step leaves it."""
     budget_bytes: int
+    autocast: Run | None = None
+    """The plain model under `torch.autocast`, in the 16 bits of the plan; None where that is in fp32."""
+    autocast_dtype: str = ""
+    """"bf16" or "fp16"; empty without `autocast`."""
+    accuracies: Accuracies | None = None
+    """How far each run is from the reference, in its loss and in the gradient of every parameter."""
+    notes: tuple[str, ...] = ()
+    """What could not be computed, and why."""
 
     @property
     def loss_error(self) -> float:
@@ -109,14 +122,16 @@ class Comparison:
         return losses[0] == losses[1] or all(map(math.isnan, losses))
 
     def table(self) -> str:
-        """Both runs side by side, then the gradients and buffers that differ, the worst first, as text."""
+        """The runs side by side, then the gradients and buffers that differ, the worst first, as text."""
         differing = sorted(
             (each for each in (*self.gradients, *self.buffers) if not each.bitwise), key=lambda each: -each.relative
         )
         parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
         if differing:
             parts.append(_differences_table(differing))
-        return as_text(*parts)
+        if differing and self.accuracies is not None:
+            parts.append(_gradients_table(self.accuracies, self._columns))
+        return as_text(*parts, *(f"note: {note}" for note in self.notes))
 
     def __str__(self) -> str:
         return self.table()
@@ -130,21 +145,61 @@ class Comparison:
             f"{differing} differ, the losses by {self.loss_error:.3g}"
         )
 
+    @property
+    def _columns(self) -> tuple[tuple[str, Run, Accuracy | None], ...]:
+        """Title, run and accuracy, for each run that there is."""
+        known = self.accuracies
+        runs = [
+            ("plain", self.plain, known.plain if known else None),
+            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast if known else None),
+            ("optimised", self.optimized, known.optimized if known else None),
+        ]
+        return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
+
     def _runs_table(self) -> Table:
         table = Table(title="One forward and backward", title_justify="left")
+        columns, known = self._columns, self.accuracies
+        exact = [known] if known is not None and known.reference == "float64" else []
         table.add_column("")
-        for title in ("plain", "optimised"):
+        for title in (*(each.reference for each in exact), *(title for title, *_ in columns)):
             table.add_column(title, justify="right")
-        runs = (self.plain, self.optimized)
-        table.add_row("loss", *(f"{run.loss:.9g}" for run in runs))
-        table.add_row("peak, measured", *(size(run.peak_bytes) for run in runs))
-        table.add_row("of the budget", *(f"{run.peak_bytes / self.budget_bytes:.1%}" for run in runs))
-        table.add_row("time", *(duration(run.seconds) for run in runs))
+
+        def add(title: str, cells: Iterable[str], first: str = "") -> None:
+            table.add_row(title, *(first for _ in exact), *cells)
+
+        runs = [run for _, run, _ in columns]
+        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{each.loss:.9g}" for each in exact))
+        if known is not None:
+            accuracies = [accuracy for *_, accuracy in columns]
+            add("loss error", (f"{each.loss:.2e}" if each else "–" for each in accuracies))
+            add("gradient error", (f"{each.gradient:.2e}" if each else "–" for each in accuracies))
+            worst = (each.worst if each else None for each in accuracies)
+            add("  of the worst parameter", (f"{each.relative:.2e}" if each else "–" for each in worst))
+        if any(run.loss_scale != 1 for run in runs):
+            add("loss scale", (f"{run.loss_scale:g}" for run in runs))
+        add("peak, measured", (size(run.peak_bytes) for run in runs))
+        add("of the budget", (f"{run.peak_bytes / self.budget_bytes:.1%}" for run in runs))
+        add("time", (duration(run.seconds) for run in runs))
         return table
 
 
+def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
+    """The relative error of each gradient, run by run, the worst of the optimised run first."""
+    title = f"Gradients against {known.reference}: |g - r| / |r|"
+    table = Table(title=title, title_justify="left")
+    table.add_column("parameter", overflow="fold")
+    errors: list[dict[str, GradientError]] = []
+    for name, _, accuracy in columns:
+        if accuracy is not None:
+            table.add_column(name, justify="right")
+            errors.append({each.name: each for each in accuracy.gradients})
+    for worst in known.optimized.worst_first[:WORST_ROWS]:
+        table.add_row(worst.name, *(f"{each[worst.name].relative:.2e}" for each in errors))
+    return table
+
+
 def _differences_table(differing: list[Difference]) -> Table:
-    table = Table(title=f"The worst of {len(differing)} that differ", title_justify="left")
+    table = Table(title=f"The worst of {len(differing)} that differ from the plain model's", title_justify="left")
     table.add_column("parameter or buffer", overflow="fold")
     for title in ("absolute", "relative"):
         table.add_column(title, justify="right")

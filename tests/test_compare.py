@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt import compare_step
+from memopt.accuracy import Accuracy, GradientError
 from memopt.comparison import Comparison, Difference, Run
+from memopt.free_memory import free_bytes
 
 WIDTH = 64
 Batch = tuple[Tensor, Tensor]
@@ -183,3 +187,138 @@ def test_the_table_names_the_worst() -> None:
     assert "layers.3.weight" in found.table()
     assert "150.0%" in found.table()
     assert "bitwise equal: the loss, 0 gradients and 0 buffers" in str(Comparison(run, run, (), (), 2 * 1024**2))
+
+
+class Odd(nn.Module):
+    """Draws in several ways, and computes in fp32 whatever it is given; no norm, so that masks count in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        noise = torch.randn_like(x) + torch.rand(x.shape, dtype=x.dtype)
+        x = nn.functional.dropout(self.layer(x + noise).float(), 0.3).to(x.dtype)
+        keep = torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype))
+        return nn.functional.mse_loss(self.head((x * keep).float().softmax(-1, dtype=torch.float32)), y)
+
+
+@pytest.mark.parametrize("make", [Net, Odd])
+def test_the_reference_is_the_same_step_in_float64(make: type[nn.Module], batch: Batch) -> None:
+    model = memopt.optimize(make(), 1, optimizer=None, precision="fp32")
+    before = fingerprint(model)
+    found = memopt.compare(model, batch)
+    assert fingerprint(model) == before
+    assert found.notes == ()
+    known = found.accuracies
+    assert known is not None
+    assert known.reference == "float64"
+    assert known.plain is not None
+    assert known.plain == known.optimized
+    assert 0 < known.plain.gradient < 1e-5
+    assert known.plain.loss < 1e-6
+    assert known.autocast is None
+    assert found.autocast is None
+
+
+def test_the_reference_by_hand() -> None:
+    torch.manual_seed(0)
+    model, inputs = Body(), (torch.randn(32, WIDTH), torch.randn(32, WIDTH))
+    twin = copy.deepcopy(model).double()
+    nn.functional.mse_loss(twin(inputs[0].double()), inputs[1].double()).backward()
+    exact = {name: each.grad for name, each in twin.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.mse_loss(model(inputs[0]), inputs[1])
+    loss.backward()
+    expected = {name: float((each.grad - exact[name]).norm() / exact[name].norm()) for name, each in named(model)}
+    memopt.optimize(model, 1, loss_fn=nn.functional.mse_loss, optimizer=None, precision="bf16")
+    found = memopt.compare(model, inputs)
+    assert found.accuracies is not None
+    assert found.accuracies.autocast is not None
+    assert {each.name: each.relative for each in found.accuracies.autocast.gradients} == pytest.approx(expected)
+    worst = found.accuracies.autocast.worst
+    assert worst is not None
+    assert worst.relative == max(each.relative for each in found.accuracies.autocast.gradients)
+    assert found.accuracies.optimized.gradient < 1.15 * found.accuracies.autocast.gradient
+    assert "torch.autocast bf16" in found.table()
+    assert "Gradients against float64" in found.table()
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def test_fp16_is_compared_with_its_loss_scaled(batch: Batch) -> None:
+    x, y = batch
+    model = memopt.optimize(Body(), 1, loss_fn=tiny_loss, optimizer=None, precision="fp16")
+    found = memopt.compare(model, (x, y))
+    assert found.optimized.loss_scale == 65536
+    assert found.accuracies is not None
+    assert found.accuracies.autocast is not None
+    assert found.accuracies.optimized.gradient < 1e-2, "unscaled, its gradients would be zeros"
+    model = memopt.optimize(Body(), 1, loss_fn=huge_loss, optimizer=None, precision="fp16")
+    found = memopt.compare(model, (x, y))
+    assert found.optimized.loss_scale < 65536
+    assert found.plain.loss_scale == 1
+    assert found.accuracies is not None
+    assert found.accuracies.optimized.gradient < 1e-2
+    assert "loss scale" in found.table()
+
+
+def tiny_loss(output: Tensor, target: Tensor) -> Tensor:
+    return 1e-5 * nn.functional.mse_loss(output, target)
+
+
+def huge_loss(output: Tensor, target: Tensor) -> Tensor:
+    return 1e5 * nn.functional.mse_loss(output, target)
+
+
+class RefusesFloat64(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise TypeError("no kernel for doubles")
+        return super().forward(x)
+
+
+def test_where_float64_does_not_do(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = memopt.optimize(RefusesFloat64(), 1, loss_fn=nn.functional.mse_loss, optimizer=None, precision="bf16")
+    found = memopt.compare(model, batch)
+    assert found.accuracies is not None
+    assert found.accuracies.reference == "fp32"
+    assert found.accuracies.plain is None
+    assert found.accuracies.optimized.gradient > 0
+    why = "since it does not run in float64: no kernel for doubles"
+    assert found.notes == (f"errors are against the plain run in fp32, {why}",)
+    assert why in found.table()
+    with pytest.raises(ValueError, match=r"no float64 reference, .* no kernel for doubles; compare with reference='fp"):
+        memopt.compare(model, batch, reference="float64")
+    with pytest.raises(ValueError, match="reference must be one of 'auto', 'float64', 'fp32', not 'fp64'"):
+        memopt.compare(model, batch, reference="fp64")
+    monkeypatch.setattr(compare_step, "free_bytes", lambda _: 1000)
+    found = memopt.compare(model, batch)
+    assert "float64 would hold" in found.notes[0]
+    assert "1000 B are free" in found.notes[0]
+    assert memopt.compare(model, batch, reference="fp32").notes == ()
+
+
+def test_an_accuracy() -> None:
+    exact = {"w": torch.tensor([3.0, 4.0]), "gone": torch.zeros(1)}
+    found = Accuracy.of(2.5, {"w": torch.tensor([3.0, 4.5]), "new": torch.zeros(0)}, 2.0, exact)
+    assert found.loss == 0.25
+    assert found.gradient == math.inf
+    missing = [GradientError(name, math.inf, math.inf) for name in ("gone", "new")]
+    assert found.gradients == (GradientError("w", 0.1, 0.125, 1.0), *missing)
+    assert found.worst == missing[0]
+    assert Accuracy.of(math.nan, {"w": torch.tensor([math.nan])}, 1.0, {"w": torch.ones(1)}).gradient == math.inf
+
+
+def test_a_zero_with_rounding_is_not_the_worst() -> None:
+    exact = {"zero": torch.full((1,), 1e-17), "w": torch.tensor([3.0, 4.0])}
+    found = Accuracy.of(2.0, {"zero": torch.full((1,), 1e-9), "w": torch.tensor([3.0, 4.5])}, 2.0, exact)
+    assert [each.name for each in found.worst_first] == ["w", "zero"]
+    assert found.gradient == pytest.approx(0.1)
+
+
+def test_free_memory_is_known_here() -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert free is None or free > 2**20
