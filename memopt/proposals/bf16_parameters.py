@@ -91,8 +91,8 @@ class BF16ParametersOptimizer(Parameterwise):
     ) -> None:
         if not (self.state_dtype is torch.bfloat16 and value.dtype is torch.float32 and _is_narrow(parameter)):
             return super()._close_state(parameter, state, key, piece, value, in_place)
-        if not is_per_element(state.get(key), parameter):
-            state[key] = torch.empty_like(parameter).detach()
+        if not (is_per_element(state.get(key), parameter) and _is_narrow(state[key])):
+            state[key] = self.room_for(parameter, parameter, torch.bfloat16)
         return round_stochastically(value, piece.of(state[key]), self.generators.on(parameter.device))
 
     def extra_state(self) -> dict[str, Any]:
