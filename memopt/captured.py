@@ -9,11 +9,11 @@ from functools import cached_property
 from memopt.budget.breakdown import is_receipt
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Operators
+from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
-from memopt.solver import Op, Portfolio, RematProblem
+from memopt.solver import Op, Portfolio, RematProblem, SaveAll
 from memopt.torch_compat import known_sizes
 
 
@@ -28,6 +28,10 @@ class Captured:
     data_sizes: DataSizes = field(default_factory=DataSizes)
     timed: bool = False
     """Whether ops are timed here, where that can be done."""
+    rewriting: Rewriting = NOTHING
+    """What was done to the regions' operator graphs."""
+    recompute: bool = True
+    """Whether anything may be evaluated again."""
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -50,7 +54,7 @@ class Captured:
         key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
-                self._joined[key] = join(self._prices(accumulating))
+                self._joined[key] = replace(join(self._prices(accumulating)), recompute=self.recompute)
         return self._joined[key]
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
@@ -70,10 +74,12 @@ class Joined:
     owner: tuple[tuple[int, int], ...]
     """For each op, its region and its index there."""
     prices: tuple[PricedGraph, ...]
+    recompute: bool = True
+    """Whether anything may be evaluated again."""
 
     @cached_property
-    def portfolio(self) -> Portfolio:
-        return Portfolio(self.problem)
+    def portfolio(self) -> Portfolio | SaveAll:
+        return Portfolio(self.problem) if self.recompute else SaveAll(self.problem)
 
 
 def join(prices: Sequence[PricedGraph]) -> Joined:

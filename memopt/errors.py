@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_HALF_UP, Decimal
 
 GIB = 1024**3
@@ -11,18 +12,28 @@ class BudgetError(ValueError):
     """No plan keeps the step within the budget, so no step is taken.
 
     `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed (or, where
-    only that is known, one that certainly works), both in GB of 1024³ bytes; `dominated_by` says what holds it up.
+    only that is known, one that certainly works), both in GB of 1024³ bytes; `dominated_by` says what holds it up,
+    and `further`, in a sentence each, what would lower it.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, dominated_by: str, *, least: bool = True) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        smallest_bytes: int,
+        dominated_by: str,
+        *,
+        least: bool = True,
+        further: Sequence[str] = (),
+    ) -> None:
+        self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
         self.budget_gb = budget_bytes / GIB
         self.smallest_gb = smallest_bytes / GIB
         self.dominated_by = dominated_by
+        self.further = tuple(further)
         figure = f"{_round_up(self.smallest_gb)} GB"
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
-        super().__init__(
-            f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
-        )
+        needs = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
+        super().__init__("; ".join([needs, *self.further]))
 
 
 class CaptureError(ValueError):

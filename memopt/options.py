@@ -12,15 +12,21 @@ import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
+from memopt.levers import OPERATOR_LEVERS
 from memopt.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
 
+MICROBATCH = "microbatch"
 LEVERS = {
     "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
+    **OPERATOR_LEVERS,
+    MICROBATCH: "has TrainStep split a batch that fits in no other way; exact but for rounding and for which samples "
+    "dropout draws what for",
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
+DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH})
 BACKENDS = ("auto", "aten")
-OUTPUTS = ("loss", "all")
+OUTPUTS = ("loss", "all", "loss_only")
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = None
     precision: Policy = "auto"
-    allow: frozenset[str] = frozenset({"recompute"})
+    allow: frozenset[str] = DEFAULT_ALLOW
     backend: str = "auto"
     outputs: str = "loss"
     hardware: str | None = None
@@ -117,6 +123,15 @@ def check_points(points: int) -> int:
     if points < 2:
         raise ValueError(f"points must be at least 2, the smallest budget and the plain peak, not {points!r}")
     return points
+
+
+def positive_int(name: str, value: Any) -> int:
+    """`value`, checked. Raises `TypeError`, `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return value
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -21,6 +21,7 @@ from memopt.pareto.sweep import sweep
 from memopt.plan_file import as_json, fields_from
 from memopt.planner import Recipe, recipes, smallest, solve, split
 from memopt.progress import stage
+from memopt.receipt import ReceiptRow
 from memopt.report import render
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule, warm_up
@@ -77,6 +78,10 @@ class Plan:
     modules: tuple[ModuleRow, ...]
     notes: tuple[str, ...] = ()
     effort: Effort = DEFAULT_EFFORT
+    levers: tuple[str, ...] = ()
+    """Those that were pulled beside recomputation: they change the captured step itself."""
+    receipt: tuple[ReceiptRow, ...] = ()
+    """The step as captured, and with one lever more a row, recomputation last."""
     torch_version: str = torch.__version__
     captured: Captured | None = field(default=None, compare=False, repr=False)
     joined: Joined | None = field(default=None, compare=False, repr=False)
@@ -169,8 +174,12 @@ class Plan:
         return recipes(self._live_joined(), self.account)
 
     def smallest_gb(self) -> float:
-        """The smallest budget that works for this step, in GB."""
-        return smallest(self._live_joined(), self.account)[0] / GIB
+        """The smallest budget that works for this step, in GB, with the levers that this plan has pulled."""
+        return self.smallest_bytes() / GIB
+
+    def smallest_bytes(self) -> int:
+        """The same in bytes."""
+        return smallest(self._live_joined(), self.account)[0]
 
     def table(self) -> str:
         """Where every byte goes before and after, and what each module keeps and recomputes, as text."""
@@ -207,6 +216,13 @@ class Plan:
         if effort is None and limit_seconds is None:
             return self.effort
         return check_effort(effort or self.effort.name, limit_seconds)
+
+
+def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
+    """A captured step with nothing recomputed, as a row of a receipt."""
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    peak = breakdown(seen.problem, Schedule.save_all(seen.problem), account).peak_bytes
+    return ReceiptRow(lever, peak, seen.problem.seconds)
 
 
 def make_plan(captured: Captured, account: Account, budget_bytes: int, effort: Effort = DEFAULT_EFFORT) -> Plan:

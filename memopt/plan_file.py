@@ -10,6 +10,7 @@ from memopt.budget.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
 from memopt.module_rows import ModuleRow
 from memopt.options import DEFAULT_EFFORT, Effort
+from memopt.receipt import ReceiptRow
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -22,7 +23,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     values = {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name not in _LIVE}
     for name in ("account", "plain", "planned", "effort"):
         values[name] = asdict(values[name])
-    for name in ("regions", "modules"):
+    for name in ("regions", "modules", "receipt"):
         values[name] = [asdict(value) for value in values[name]]
     return values
 
@@ -45,4 +46,6 @@ def fields_from(values: dict[str, Any]) -> dict[str, Any]:
         "regions": tuple(map(region, values["regions"])),
         "modules": tuple(ModuleRow(**row) for row in values["modules"]),
         "notes": tuple(values["notes"]),
+        "levers": tuple(values.get("levers", ())),
+        "receipt": tuple(ReceiptRow(**row) for row in values.get("receipt", ())),
     }

@@ -40,12 +40,15 @@ class PlannedCall:
     def trains(self) -> bool:
         return torch.is_grad_enabled() and self.model.training and not torch.compiler.is_compiling()
 
-    def plan(self, example_inputs: Any) -> Plan:
-        """Plan a training call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
+    def plan(self, example_inputs: Any, *, gradients_held: bool = False) -> Plan:
+        """Plan a training call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
         calls = self.with_loss or self.forward
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
-        calls.latest = calls.plan_ahead(call)
+        calls.latest = calls.plan_ahead(call, gradients_held=gradients_held)
         return calls.latest
 
     def take_over(self) -> None:

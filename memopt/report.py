@@ -13,6 +13,7 @@ from rich.table import Table
 
 from memopt.errors import GIB
 from memopt.module_rows import ModuleRow
+from memopt.receipt import receipt_table
 from memopt.units import duration, size
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ MODULE_ROWS = 60
 def render(plan: Plan, width: int = 110) -> str:
     """The plan's tables as plain text, `width` columns wide."""
     notes = (f"note: {note}" for note in plan.notes)
-    return as_text(_headline(plan), _bytes_table(plan), _module_table(plan), *notes, width=width)
+    receipt = [receipt_table(plan.receipt)] if plan.levers else []
+    return as_text(_headline(plan), _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:

@@ -22,9 +22,12 @@ from memopt.capture.dynamo import (
 )
 from memopt.capture.inputs import Call, call_signature
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import NothingToRewrite
 from memopt.capture.outputs import detach_all_but_scalars, hand_out
+from memopt.climb import Climb
 from memopt.emit.partition import RegionSchedule, partition
 from memopt.errors import CaptureError
+from memopt.levers import Rung
 from memopt.pending import PendingForward
 from memopt.plan import Plan
 from memopt.torch_compat import tracing_again
@@ -43,6 +46,10 @@ class State:
     """Bytes that forwards hold whose backward is still to come."""
     hooked: frozenset[int] = frozenset()
     """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
+
+
+class _NotYet(Exception):
+    """The plan recomputes, or there is none: other levers are to be tried first."""
 
 
 class TooTight(Exception):
@@ -94,27 +101,56 @@ class Situation:
 
     def _plan_and_lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend for a call that is one region: planned as soon as its joint graph is there."""
-        plans: list[Plan] = []
-        assert self._call is not None
-        call = self._call
         undifferentiated = frozenset() if self.calls.differentiate_all else detach_all_but_scalars(graph_module)
-
-        def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            captured = self.calls.remember((joint,), call)
-            plans.append(self.calls.plan(captured, call, self.state))
-            forward, backward = partition(joint, plans[0].regions[0], self.calls.accumulation)
-            guard_sizes(forward, captured.data_sizes.allowed)
-            return forward, backward
-
-        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, self.calls.rewriting)
-        if not plans:
+        again, climb = tracing_again(), self.calls.climb()
+        for rung in self.calls.rungs:
+            try:
+                with again():
+                    compiled, plan = self._lower_whole(graph_module, inputs, rung, climb)
+                break
+            except NothingToRewrite as nothing:
+                climb.skip(nothing.notes)
+            except _NotYet:
+                pass
+        else:
+            plan, rung = climb.best()
+            with again():
+                compiled, _ = self._lower_whole(graph_module, inputs, rung, plan)
+        if plan is None:
             return compiled  # without gradients: nothing waits for a backward
 
         def region(*args: Any) -> Any:
-            forward = self._begin(plans[0])
+            forward = self._begin(plan)
             return hand_out(compiled(*args), undifferentiated, forward)
 
         return region
+
+    def _lower_whole(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], rung: Rung, decide: Climb | Plan
+    ) -> tuple[Callable[..., Any], Plan | None]:
+        """Lower a region by a plan, or by the one that is made now, if it is worth it (else raises `_NotYet`).
+
+        No plan comes back where there are no gradients. Raises `NothingToRewrite`.
+        """
+        plans: list[Plan] = []
+        assert self._call is not None
+        call = self._call
+
+        def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            captured = self.calls.remember((joint,), call, rung.rewriting)
+            if isinstance(decide, Climb):
+                plan = decide.weigh(rung, captured, self.calls.account(call, self.state))
+                if plan is None:
+                    raise _NotYet
+            else:
+                plan = decide
+            plans.append(plan)
+            forward, backward = partition(joint, plan.regions[0], self.calls.accumulation)
+            guard_sizes(forward, captured.data_sizes.allowed)
+            return forward, backward
+
+        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, rung.rewriting)
+        return compiled, (plans[0] if plans else None)
 
 
 class RegionCalls:
@@ -205,6 +241,8 @@ class _Region:
             schedule, parameters = keys[0]
             return partition(replace(joint, parameter_inputs=parameters), schedule, self.owner.calls.accumulation)
 
-        compiled = lower(self.graph_module, inputs, frozenset(), cut, self.owner.calls.rewriting)
+        assert self.owner.plan.captured is not None
+        rewriting = replace(self.owner.plan.captured.rewriting, needed="")  # it has work in some region
+        compiled = lower(self.graph_module, inputs, frozenset(), cut, rewriting)
         self.variants.update(dict.fromkeys(keys, compiled))
         return compiled

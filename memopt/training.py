@@ -18,13 +18,15 @@ from memopt.capture.data_sizes import DataSizes, SizeOutgrown, is_real, match, n
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, tensors_in
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Rewriting
+from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.captured import Captured
+from memopt.climb import Climb
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
+from memopt.levers import Rung, ladder
 from memopt.options import Options
 from memopt.pending import PendingForward, PendingForwards
-from memopt.plan import Plan, make_plan
+from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
@@ -144,26 +146,42 @@ class TrainingCalls:
         account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
         return replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
 
-    def plan(self, captured: Captured, call: Call, state: State, between_bytes: int = 0) -> Plan:
-        """Plan a captured call. Raises `BudgetError`."""
-        account = replace(self.account(call, state), between_regions=between_bytes)
-        return make_plan(captured, account, self.options.budget_bytes, self.options.effort)
+    def climb(self) -> Climb:
+        """What weighs plans with different levers against each other."""
+        return Climb(self.options.budget_bytes, self.options.effort)
 
-    def plan_ahead(self, call: Call, state: State | None = None) -> Plan:
+    def plan_ahead(self, call: Call, state: State | None = None, *, gradients_held: bool = False) -> Plan:
         """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
-        state = state or replace(self._state(), gradients_held=False)
-        with stage("capturing"), self._types():
+        state = state or replace(self._state(), gradients_held=gradients_held)
+        climb = self.climb()
+        with self._types():
             self._screen(call, state)
-            captured = capture(
-                self.model,
-                call,
-                self.loss_fn,
-                self.device(),
-                state.hooked,
-                differentiate_all=self.differentiate_all,
-                rewriting=self.rewriting,
+            capture = self._capture(call, state)
+            for rung in self.rungs:
+                try:
+                    captured, account = capture(rung.rewriting)
+                except NothingToRewrite as nothing:
+                    climb.skip(nothing.notes)
+                    continue
+                plan = climb.weigh(rung, captured, account)
+                if plan is not None:
+                    return plan
+        return climb.best()[0]
+
+    def _capture(self, call: Call, state: State) -> Callable[[Rewriting], tuple[Captured, Account]]:
+        """What captures a call on fakes with one rewriting or another, and accounts for it. Raises `CaptureError`."""
+        with stage("capturing"):
+            traced = capture(
+                self.model, call, self.loss_fn, self.device(), state.hooked, differentiate_all=self.differentiate_all
             )
-        return self.plan(self.remember(captured.regions, call, captured.notes), call, state, captured.between_bytes)
+
+        def captured(rewriting: Rewriting) -> tuple[Captured, Account]:
+            with stage("tracing"):
+                found = traced(rewriting)
+            account = replace(self.account(call, state), between_regions=found.between_bytes)
+            return self.remember(found.regions, call, rewriting, found.notes), account
+
+        return captured
 
     def _screen(self, call: Call, state: State) -> None:
         """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
@@ -175,12 +193,14 @@ class TrainingCalls:
                     self.model,
                     call,
                     self.loss_fn,
-                    [self.rewriting],
+                    [rung.rewriting for rung in self.rungs],
                     room_bytes=room,
                     differentiate_all=self.differentiate_all,
                 )
 
-    def remember(self, regions: tuple[JointGraph, ...], call: Call, notes: tuple[str, ...] = ()) -> Captured:
+    def remember(
+        self, regions: tuple[JointGraph, ...], call: Call, rewriting: Rewriting, notes: tuple[str, ...] = ()
+    ) -> Captured:
         """The regions as something to plan; the same object as before if they were captured before."""
         key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes)
         if key not in self.known:
@@ -190,7 +210,14 @@ class TrainingCalls:
                 sizes = self._sizes(regions[0], call)
                 notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
             self.known[key] = Captured(
-                type(self.model).__name__, regions, self.card, notes, sizes, self.options.calibrate
+                type(self.model).__name__,
+                regions,
+                self.card,
+                notes,
+                sizes,
+                self.options.calibrate,
+                rewriting,
+                "recompute" in self.options.allow,
             )
         return self.known[key]
 
@@ -219,6 +246,11 @@ class TrainingCalls:
     def rewriting(self) -> Rewriting:
         """What is done to each region's operator graph."""
         return precision_rewriting(self.options.precision, self.card)
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """What is done to them with more and more levers pulled."""
+        return ladder(self.rewriting, self.options.allow, drop_logits=self.options.outputs == "loss_only")
 
     def _types(self) -> AbstractContextManager[None]:
         """The caller's autocast is off in the model where the plan has types of its own."""

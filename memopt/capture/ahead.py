@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +23,10 @@ from memopt.capture.dynamo import (
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import NOTHING, Rewriting
+from memopt.capture.operators import NothingToRewrite, Operators, Rewriting
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.errors import CaptureError
-from memopt.torch_compat import FakeTensorMode, new_fake_mode, tree_leaves
+from memopt.torch_compat import FakeTensorMode, capture_settings, new_fake_mode, tracing_again, tree_leaves
 
 PASSED_OVER = "torch.compile passes it over"
 
@@ -45,6 +46,10 @@ class _Recorded(Exception):
     """The joint graph is there: tracing need not go on."""
 
 
+Capture = Callable[[Rewriting], CapturedCall]
+"""The joint graphs of a call by what is done to its operator graphs. Raises `CaptureError`, `NothingToRewrite`."""
+
+
 def capture(
     model: nn.Module,
     call: Call,
@@ -53,27 +58,75 @@ def capture(
     hooked: frozenset[int],
     *,
     differentiate_all: bool,
-    rewriting: Rewriting = NOTHING,
-) -> CapturedCall:
-    """The joint graphs of every region of one training call.
+) -> Capture:
+    """Capture one training call; its joint graphs are traced when they are asked for, with one rewriting or another.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for; what `rewriting` decides is done to each
-    region's operator graph. Where the forward breaks into regions, its Python runs once, on fakes. Raises
-    `CaptureError` where no region can be captured.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for. A call that is one region is captured once.
+    Where the forward breaks into regions, its Python runs once, on fakes, for each rewriting.
     """
     mode = new_fake_mode()
+    whole: list[_Whole] = []
+
+    def keep(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not differentiate_all:
+            detach_all_but_scalars(graph_module)
+        whole.append(_Whole(graph_module, inputs, hooked_fakes, tracing_again()))
+        raise _Recorded
+
     with fake_parameters(model, mode, device) as fakes:
         hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
         args, kwargs = fake_call(call, mode, device)
-        recorder = _Recorder(hooked_fakes, rewriting, differentiate_all=differentiate_all)
+        reason = PASSED_OVER
         try:
-            compile_call(training_call(model, loss_fn), recorder.whole, whole=True)(*args, **kwargs)
-            reason = "what it returns depends on no trainable parameter" if recorder.undifferentiated else PASSED_OVER
+            compile_call(training_call(model, loss_fn), keep, whole=True)(*args, **kwargs)
         except _Recorded:
-            return CapturedCall(tuple(recorder.runs))
+            pass
         except GraphBreak as broken:
             reason = str(broken)
-        return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, rewriting, reason)
+
+    def in_regions(rewriting: Rewriting) -> CapturedCall:
+        with fake_parameters(model, mode, device) as fakes:
+            hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
+            return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, rewriting, reason)
+
+    def as_one(rewriting: Rewriting) -> CapturedCall:
+        joint = whole[0].trace(rewriting)
+        if joint is None:
+            raise CaptureError(_cannot(model, "what it returns depends on no trainable parameter"))
+        return CapturedCall((joint,))
+
+    return as_one if whole else in_regions
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A call that is one region, as Dynamo gave it."""
+
+    graph_module: fx.GraphModule
+    inputs: Sequence[Any]
+    hooked: set[int]
+    again: Callable[[], AbstractContextManager[Any]]
+
+    def trace(self, rewriting: Rewriting) -> JointGraph | None:
+        with self.again(), capture_settings():
+            return _trace(self.graph_module, self.inputs, self.hooked, rewriting)
+
+
+def _trace(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], hooked: set[int], rewriting: Rewriting
+) -> JointGraph | None:
+    """The joint graph of a region; None for one without gradients."""
+    traced: list[JointGraph] = []
+
+    def keep(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        traced.append(joint)
+        raise _Recorded
+
+    try:
+        lower(graph_module, inputs, parameter_numbers(inputs, hooked), keep, rewriting)
+    except _Recorded:
+        return traced[0]
+    return None
 
 
 def _capture_regions(
@@ -85,7 +138,7 @@ def _capture_regions(
     rewriting: Rewriting,
     reason: str,
 ) -> CapturedCall:
-    recorder = _Recorder(hooked, rewriting, differentiate_all=True)
+    recorder = _Recorder(hooked, replace(rewriting, needed=""))
     try:
         with mode, recorder.between:
             compiled = compile_call(training_call(model, loss_fn), recorder.region, whole=False)
@@ -96,8 +149,21 @@ def _capture_regions(
         raise CaptureError(_cannot(model, both)) from failure
     if not recorder.runs:
         raise CaptureError(_cannot(model, reason))
+    _check_needed(recorder.runs, rewriting.needed)
     note = f"captured in {len(recorder.runs)} regions, since {reason}; what runs between them is not planned"
     return CapturedCall(recorder.unshared_runs(), recorder.between.peak_bytes, (note,))
+
+
+def _check_needed(runs: Sequence[JointGraph], label: str) -> None:
+    """Raise `NothingToRewrite` if in no region what is needed found anything to do."""
+    nothing: list[NothingToRewrite] = []
+    for run in runs:
+        try:
+            (run.operators or Operators()).check_needed(label)
+        except NothingToRewrite as found:
+            nothing.append(found)
+    if len(nothing) == len(runs):
+        raise nothing[0]
 
 
 def _cannot(model: nn.Module, reason: str) -> str:
@@ -108,31 +174,19 @@ def _cannot(model: nn.Module, reason: str) -> str:
 
 
 class _Recorder:
-    """Backends that write down what they are given to compile."""
+    """A backend that writes down the regions that it is given to compile, and their runs."""
 
-    def __init__(self, hooked: set[int], rewriting: Rewriting, *, differentiate_all: bool) -> None:
-        self.hooked, self.rewriting, self.differentiate_all = hooked, rewriting, differentiate_all
+    def __init__(self, hooked: set[int], rewriting: Rewriting) -> None:
+        self.hooked, self.rewriting = hooked, rewriting
         self.between = Between()
         self.runs: list[JointGraph] = []
         self.parameters: list[dict[int, int]] = []
         """For each run its parameters: number of the input → `id`."""
-        self.undifferentiated = False
-
-    def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend for a call that is one region: stops at its joint graph."""
-        if not self.differentiate_all:
-            detach_all_but_scalars(graph_module)
-        joint = self.trace(graph_module, inputs)
-        if joint is None:
-            self.undifferentiated = True
-            return graph_module.forward
-        self.runs.append(joint)
-        raise _Recorded
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: writes down each run of it, and goes on."""
         with self.between.planned():
-            joint = self.trace(graph_module, inputs)
+            joint = _trace(graph_module, inputs, self.hooked, self.rewriting)
         if joint is None:
             return graph_module.forward
 
@@ -142,20 +196,6 @@ class _Recorder:
             return stand_in(graph_module, self.between, args)
 
         return run
-
-    def trace(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> JointGraph | None:
-        """The joint graph; None for a region without gradients."""
-        traced: list[JointGraph] = []
-
-        def keep(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            traced.append(joint)
-            raise _Recorded
-
-        try:
-            lower(graph_module, inputs, parameter_numbers(inputs, self.hooked), keep, self.rewriting)
-        except _Recorded:
-            return traced[0]
-        return None
 
     def differentiate(self, outputs: Any) -> None:
         """Run the backward of what was returned: eager code holds memory there too."""

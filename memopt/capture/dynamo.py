@@ -166,7 +166,7 @@ def lower(
     """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable.
 
     What `rewriting` decides is done to the region's operator graph before. A region without gradients has no joint
-    graph: `partition` is not called then. Raises `PassError`.
+    graph: `partition` is not called then. Raises `PassError`, `NothingToRewrite`.
     """
     operators = _operators(graph_module, inputs, rewriting)
     decide_joint = None if autocast_is_on() else rewriting.joint
@@ -202,8 +202,11 @@ def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], rewriting: R
         graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()), rewriting.planned_for)
     except Untraceable as reason:
         instead = f"; it runs under torch.autocast with {rewriting.autocast}" if rewriting.autocast else ""
-        return Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
-    return rewrite(graph, rewriting.deciders)
+        operators = Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
+    else:
+        operators = rewrite(graph, rewriting.deciders)
+    operators.check_needed(rewriting.needed)
+    return operators
 
 
 def _autocast_in_place(inputs: Sequence[Any], rewriting: Rewriting) -> AbstractContextManager[Any]:

@@ -72,12 +72,24 @@ class Rewriting:
     """The type of device whose autocast counts, if not that of the tensors."""
     replaces_autocast: bool = False
     """Whether autocast that the caller has switched on is off in the model: its types are decided here."""
+    needed: str = ""
+    """The label of a decision that has to find something to do, if any: else all this is for nothing."""
 
     def __bool__(self) -> bool:
         return bool(self.deciders)
 
 
 NOTHING = Rewriting()
+
+
+class NothingToRewrite(Exception):
+    """The decision that was needed finds nothing to do in a region; `notes` say what it looked at."""
+
+    def __init__(self, notes: tuple[str, ...]) -> None:
+        super().__init__("; ".join(notes))
+        self.notes = notes
+
+
 _EXACT = "memopt_exact"
 
 
@@ -101,6 +113,12 @@ class Operators:
     def unmatched(self) -> frozenset[str]:
         """The user's rules that say nothing of this region."""
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
+
+    def check_needed(self, label: str) -> None:
+        """Raise `NothingToRewrite` if no decision of that label runs any pass."""
+        labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
+        if label and not any(len(decision.pipeline) for decision in labelled):
+            raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def reasons(self, name: str) -> Mapping[str, str]:
         """Why passes do what they do, by node, for what `span` knows under that name."""

@@ -7,6 +7,7 @@ from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload_portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.save_all import SaveAll
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import Simulation, simulate
 from memopt.solver.warm_up import warm_up
@@ -23,6 +24,7 @@ __all__ = [
     "Portfolio",
     "Progress",
     "RematProblem",
+    "SaveAll",
     "Schedule",
     "Simulation",
     "Solution",

@@ -1,0 +1,49 @@
+"""The lever that computes a linear layer's cross entropy in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.capture.operators import Decision, OperatorGraph
+from memopt.units import size
+from passes import ChunkLoss, EliminateDeadCode, FoundLoss, Pipeline, find_losses
+
+CHUNKED_LOSS = "chunked_loss"
+GIVE_UP_LOGITS = "its logits are returned as well (outputs='loss_only' gives them up)"
+
+
+@dataclass(frozen=True)
+class ChunkLosses:
+    """Decides which cross entropies of a region never hold their logits.
+
+    The forward makes their gradients at once; with `weight_in_backward` that of the layer's weight waits for the
+    backward, which computes the logits once more: one matmul of then four, and the weight's gradient is held once.
+    """
+
+    drop_logits: bool = False
+    """Return empty logits where the model returns them."""
+    weight_in_backward: bool = False
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        found = find_losses(graph.module, drop_logits=self.drop_logits)
+        chunked = [each for each in found if not each.reason]
+        left = tuple(f"{CHUNKED_LOSS}: {each.name} is left alone, since {_why(each)}" for each in found if each.reason)
+        if not chunked:
+            return Decision(Pipeline((), label=CHUNKED_LOSS), notes=left)
+        names = frozenset(each.name for each in chunked)
+        passes = (
+            ChunkLoss(names, weight_in_backward=self.weight_in_backward, drop_logits=self.drop_logits),
+            EliminateDeadCode(),
+        )
+        reasons = {each.name: "in chunks" for each in chunked}
+        return Decision(Pipeline(passes, label=CHUNKED_LOSS), reasons, (*map(self._note, chunked), *left))
+
+    def _note(self, loss: FoundLoss) -> str:
+        logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
+        empty = ", which come back empty" if loss.returned else ""
+        later = ", its weight's gradient in the backward" if self.weight_in_backward else ""
+        return f"{CHUNKED_LOSS}: {loss.name} without its {logits}{empty}{later}; equal but for rounding"
+
+
+def _why(loss: FoundLoss) -> str:
+    return GIVE_UP_LOGITS if loss.returned else loss.reason

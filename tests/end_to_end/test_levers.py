@@ -1,0 +1,178 @@
+"""Levers on whole models: each lowers the smallest budget, pairs lower it further, and gradients stay right."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+import memopt
+from memopt.errors import GIB
+from tests.end_to_end.steps import Step, assert_equal, train_step
+
+VOCABULARY, LENGTH = 4096, 128
+ROUNDING = 2e-5
+"""Of each gradient's largest value, over four layers in fp32."""
+LEVERS = {"fused_attention", "chunked_loss"}
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=4, n_head=4, attn_implementation="eager",
+        use_cache=False, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def opt() -> nn.Module:
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=LENGTH, word_embed_proj_dim=64, attn_implementation="eager", use_cache=False,
+        attention_dropout=0.0,
+    )  # fmt: skip
+    return OPTForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "opt": opt}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def batch() -> dict[str, Any]:
+    tokens = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@cache
+def plain(name: str) -> Step:
+    return train_step(make(name), batch())
+
+
+@cache
+def smallest_gb(name: str, allow: frozenset[str]) -> float:
+    """The smallest budget with these levers, as the error for one that is too small names it."""
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
+    with pytest.raises(memopt.BudgetError) as error:
+        memopt.plan(make(name), 0.1 * plain(name).peak_bytes / GIB, batch(), **options)
+    return error.value.smallest_gb
+
+
+def train(name: str, allow: Collection[str], budget_gb: float) -> tuple[memopt.Plan, Step]:
+    model = make(name)
+    memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", outputs="loss_only", allow=allow)
+    step = train_step(model, batch())
+    return memopt.plan_of(model), step
+
+
+def planned(name: str, allow: Collection[str], budget_gb: float) -> memopt.Plan:
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
+    return memopt.plan(make(name), budget_gb, batch(), **options)
+
+
+def check(name: str, plan: memopt.Plan, step: Step, budget_gb: float) -> None:
+    assert step.peak_bytes <= budget_gb * GIB
+    assert step.peak_bytes <= plan.predicted_peak_bytes <= 1.02 * step.peak_bytes
+    assert_equal(step, plain(name), ROUNDING)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lever", sorted(LEVERS))
+def test_a_lever_saves_recomputation(name: str, lever: str) -> None:
+    least = 1.1 * smallest_gb(name, frozenset({"recompute"}))
+    alone = planned(name, {"recompute"}, least)
+    plan, step = train(name, {"recompute", lever}, least)
+    assert plan.levers == (lever,)
+    assert plan.step_seconds + plan.added_seconds < 0.99 * (alone.step_seconds + alone.added_seconds)
+    check(name, plan, step, least)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("lever", sorted(LEVERS))
+def test_recomputation_goes_below_a_lever(name: str, lever: str) -> None:
+    least = smallest_gb(name, frozenset({"recompute", lever}))
+    assert least < 0.9 * smallest_gb(name, frozenset({lever}))
+    plan, step = train(name, {"recompute", lever}, least)
+    assert plan.added_time > 0
+    check(name, plan, step, least)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_levers_together_without_recomputation(name: str) -> None:
+    least = smallest_gb(name, frozenset(LEVERS))
+    assert least < 0.97 * min(smallest_gb(name, frozenset({lever})) for lever in LEVERS)
+    plan, step = train(name, LEVERS, least)
+    assert (set(plan.levers), plan.added_time) == (LEVERS, 0.0)
+    check(name, plan, step, least)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_together(name: str) -> None:
+    every = frozenset({"recompute", *LEVERS})
+    least = smallest_gb(name, every)
+    assert least < 0.7 * smallest_gb(name, frozenset({"recompute"}))
+    plan, step = train(name, every, 1.05 * least)
+    assert set(plan.levers) == LEVERS
+    check(name, plan, step, 1.05 * least)
+
+
+def test_no_lever_is_pulled_that_is_not_needed() -> None:
+    plan, step = train("gpt2", {"recompute", *LEVERS}, 1.05 * plain("gpt2").peak_bytes / GIB)
+    assert (plan.levers, plan.added_time) == ((), 0.0)
+    assert_equal(step, plain("gpt2"))
+
+
+def test_nothing_is_allowed() -> None:
+    assert smallest_gb("gpt2", frozenset()) >= plain("gpt2").peak_bytes / GIB
+
+
+def test_the_receipt() -> None:
+    every = frozenset({"recompute", *LEVERS})
+    plan = planned("llama", every, 1.05 * smallest_gb("llama", every))
+    rows = plan.receipt
+    assert [row.lever for row in rows] == ["", "fused_attention", "chunked_loss", "recompute"]
+    assert [row.peak_bytes for row in rows] == sorted((row.peak_bytes for row in rows), reverse=True)
+    assert rows[-1].peak_bytes == plan.predicted_peak_bytes
+    assert rows[-1].seconds == pytest.approx(plan.step_seconds + plan.added_seconds)
+    assert "fused_attention" in plan.table()
+
+
+def test_logits_that_are_returned_are_computed() -> None:
+    model = make("gpt2")
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"chunked_loss"}}
+    memopt.optimize(model, 1.1 * plain("gpt2").peak_bytes / GIB, **options)
+    assert model(**batch()).logits.shape == (4, LENGTH, VOCABULARY)
+    with pytest.raises(memopt.BudgetError, match="outputs='loss_only'"):
+        memopt.plan(make("gpt2"), smallest_gb("gpt2", frozenset({"chunked_loss"})), batch(), **options)
+
+
+def test_a_loss_function_needs_no_logits_of_its_own() -> None:
+    """`loss_fn(model(inputs), targets)` returns the loss alone."""
+
+    def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    tokens = batch()["input_ids"]
+    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "precision": "fp32", "allow": {"chunked_loss"}}
+    with pytest.raises(memopt.BudgetError) as error:
+        memopt.plan(make("gpt2"), 0.1 * plain("gpt2").peak_bytes / GIB, ({"input_ids": tokens}, tokens), **options)
+    plan = memopt.plan(make("gpt2"), error.value.smallest_gb, ({"input_ids": tokens}, tokens), **options)
+    assert plan.levers == ("chunked_loss",)
+    assert plan.predicted_peak_bytes < 0.8 * plan.receipt[0].peak_bytes
