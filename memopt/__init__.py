@@ -1,6 +1,6 @@
 """memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
 
-from memopt.api import frontier, optimize, plan, plan_of, remove, training_loss
+from memopt.api import frontier, max_batch, max_length, optimize, plan, plan_of, remove, training_loss
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.check import check
 from memopt.compare_step import compare
@@ -25,6 +25,8 @@ __all__ = [
     "check",
     "compare",
     "frontier",
+    "max_batch",
+    "max_length",
     "measure_peak",
     "optimize",
     "plan",

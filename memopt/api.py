@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memopt.options import check_effort, check_options, check_points
+from memopt.largest import LargestSize
+from memopt.options import DEFAULT_ALLOW, check_effort, check_options, check_points, positive_int
 from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
 from memopt.planned_call import PlannedCall, planned_call_of
@@ -16,7 +17,6 @@ from memopt.precision import Policy
 from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)
-DEFAULT_ALLOW = frozenset({"recompute"})
 # Nothing needs to be recomputed within it.
 _ROOMY_GB = 2.0**40
 
@@ -53,9 +53,13 @@ def optimize(
             that (train with a loss scale: `TrainStep` has one), else fp32; or rules, a dtype by operator, module or
             node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Within the caller's own
             `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
-        allow: the levers that may be pulled: "recompute"; "plain" runs a model unplanned that cannot be captured.
+        allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
+            "recompute" (bitwise exact), "fused_attention", "chunked_loss" (exact but for rounding). With
+            `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off
+            by default, runs a model unplanned that cannot be captured.
         backend: "auto" or "aten": planned graphs run as plain ATen operators.
-        outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all".
+        outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
+            "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
         calibrate: time the device (on the CPU every kind of op) rather than go by its data sheet; plans then differ a
             little from run to run.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": what
@@ -128,6 +132,42 @@ def frontier(
     options = check_options(_ROOMY_GB, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate)
     roomy = PlannedCall(model, options).plan(example_inputs)
     return roomy.frontier(points, effort=hard.name, limit_seconds=limit_seconds)
+
+
+def max_batch(
+    model: nn.Module,
+    budget_gb: float,
+    make_inputs: Callable[[int], Any],
+    *,
+    multiple_of: int = 1,
+    at_most: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    precision: Policy = "auto",
+    allow: Collection[str] = DEFAULT_ALLOW,
+    outputs: str = "loss",
+    device: str | None = None,
+) -> int:
+    """The largest batch whose training step fits, found by planning: nothing is run, `model` may be on "meta".
+
+    `make_inputs(size)` gives the example inputs of a batch of that size as `plan` takes them, "meta" tensors too; sizes
+    are multiples of `multiple_of`, up to `at_most`. What a size is the size of is its affair: `max_length` is the same.
+    The batch that is named has a plan within the budget, and the next size has none.
+
+    Raises `BudgetError` where not even `multiple_of` fits; `ValueError` where memory does not grow with the size. Other
+    arguments and errors as in `plan`.
+    """
+    step = positive_int("multiple_of", multiple_of)
+    most = None if at_most is None else positive_int("at_most", at_most)
+    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device)
+    if not callable(make_inputs):
+        raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
+    call = PlannedCall(model, options)
+    return LargestSize(lambda size: call.plan(make_inputs(size)), options.budget_bytes, step, most).find()
+
+
+max_length = max_batch
+"""The longest sequence that fits: `make_inputs` makes one batch of sequences of the length given."""
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -20,7 +20,7 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
         TypeError: this is no batch.
         ValueError: nothing is in it, or it cannot be split so.
     """
-    if not _is_series(batch):
+    if not is_series(batch):
         return split(batch, microbatches)
     if microbatches != 1:
         raise ValueError(
@@ -76,7 +76,8 @@ def samples_of(batch: Any) -> int:
     return next(iter(sizes.values()))
 
 
-def _is_series(batch: Any) -> bool:
+def is_series(batch: Any) -> bool:
+    """Whether this is a list or an iterator of microbatches, rather than one batch."""
     if isinstance(batch, list):
         return not any(isinstance(each, torch.Tensor) for each in batch)
     return isinstance(batch, Iterator)

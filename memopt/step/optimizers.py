@@ -67,15 +67,6 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
     return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
-def positive_int(name: str, value: Any) -> int:
-    """`value`, checked. Raises `TypeError`, `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    return value
-
-
 def norm_limit(value: Any) -> float | None:
     """`max_grad_norm`, checked; None for no clipping. Raises `TypeError`, `ValueError`."""
     if value is None:

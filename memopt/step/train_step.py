@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import BudgetError
+from memopt.options import positive_int
 from memopt.step import gradients
 from memopt.step.effective_batch import EffectiveBatch, as_count
 from memopt.step.follow_up import FollowUp, Outcome
 from memopt.step.loss import batch_loss, has_loss_function
 from memopt.step.microbatch import as_microbatches
-from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of, positive_int
+from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of
 from memopt.step.ranks import gradients_kept_here, is_parallel
 from memopt.step.scaling import Scaling, check_autocast, check_scaler, scaler_for
+from memopt.step.splitting import Splitting
 from memopt.step.step_result import StepResult
 from memopt.step.step_state import StateDict, restore, state_of
 from memopt.step.token_count import Count, count_of
@@ -36,7 +39,8 @@ class TrainStep:
         accumulate: how many calls make one effective batch.
         scaler: a `torch.amp.GradScaler`. None: one where the forward is in fp16, else no scaling.
         loss_fn: for a plain model, `loss_fn(output, targets)`.
-        microbatches: how many equal pieces each batch is trained in, one after the other.
+        microbatches: how many equal pieces each batch is trained in, one after the other. None: 1, or, for a model
+            that was optimised with the lever "microbatch", as few as fit its budget where one does not.
         count: how many terms the mean loss of a batch has, an int or a tensor: what batches weigh in an effective
             batch. None: see `token_count.count_of`.
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
@@ -64,7 +68,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
-        microbatches: int = 1,
+        microbatches: int | None = None,
         count: Count | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -76,7 +80,7 @@ class TrainStep:
         self.schedulers = as_schedulers(scheduler, self.optimizers)
         self.max_grad_norm = norm_limit(max_grad_norm)
         self.accumulate = positive_int("accumulate", accumulate)
-        self.microbatches = positive_int("microbatches", microbatches)
+        self.splitting = Splitting(model, None if microbatches is None else positive_int("microbatches", microbatches))
         self.device = self.parameters[0].device
         self.scaling = Scaling(scaler or scaler_for(model, autocast), self.device)
         self.follow_up = FollowUp(self.schedulers, self.scaling.adapts)
@@ -86,7 +90,14 @@ class TrainStep:
         self._touched = False
 
     def __call__(self, batch: Any) -> StepResult:
-        microbatches = as_microbatches(batch, self.microbatches)
+        pieces = self.splitting.pieces(batch)
+        while True:
+            try:
+                return self._call(as_microbatches(batch, pieces))
+            except BudgetError as refused:  # nothing has run
+                pieces = self.splitting.more(batch, refused)
+
+    def _call(self, microbatches: Sequence[Any]) -> StepResult:
         counts = self._counts(microbatches)
         with self._undone_on_error():
             self._backward(microbatches, counts)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
-from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of, positive_int
+from memopt.options import positive_int
+from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of
 
 MODEL = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
 BODY, HEAD = SGD(MODEL[0].parameters()), SGD(MODEL[1].parameters())

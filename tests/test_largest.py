@@ -1,0 +1,94 @@
+"""The largest size that fits, on plans that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memopt.errors import BudgetError
+from memopt.largest import LargestSize
+from memopt.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """As much of a plan as the search looks at."""
+
+    least: int
+
+    def smallest_bytes(self) -> int:
+        return self.least
+
+
+def planner(needs: Callable[[int], int], budget_bytes: int, tried: list[int]) -> Callable[[int], Plan]:
+    def plan(size: int) -> Plan:
+        tried.append(size)
+        if needs(size) > budget_bytes:
+            raise BudgetError(budget_bytes, needs(size), "activations")
+        return cast(Plan, Planned(needs(size)))
+
+    return plan
+
+
+def search(needs: Callable[[int], int], budget_bytes: int, **options: Any) -> tuple[int, list[int]]:
+    tried: list[int] = []
+    found = LargestSize(planner(needs, budget_bytes, tried), budget_bytes, **options).find()
+    return found, tried
+
+
+def test_a_line_takes_few_plans() -> None:
+    found, tried = search(lambda size: 10_000 + 37 * size, 20_000)
+    assert found == (20_000 - 10_000) // 37 == 270
+    assert len(tried) <= 8
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 3), st.integers(1, 500), st.integers(1, 16),
+)  # fmt: skip
+def test_exact_for_whatever_grows(fixed: int, slope: int, power: float, size: int, step: int) -> None:
+    def needs(size: int) -> int:
+        return fixed + int(slope * size ** (0.5 + power)) + (size % 3) * (slope // 8 if size > 5 else 0)
+
+    def grows(number: int) -> int:
+        return max(needs(each) for each in range(max(1, number - 3), number + 1))
+
+    wanted = size * step
+    budget = grows(wanted)
+    if grows(step) > budget:
+        return
+    found, tried = search(grows, budget, step=step)
+    assert found % step == 0
+    assert grows(found) <= budget < grows(found + step)
+    assert len(tried) <= 60
+
+
+def test_up_to_at_most() -> None:
+    assert search(lambda size: size, 1000, at_most=100)[0] == 100
+    assert search(lambda size: size, 1000, step=30, at_most=100)[0] == 90
+
+
+def test_the_next_size_was_planned() -> None:
+    found, tried = search(lambda size: 5 + size * size, 105)
+    assert found == 10
+    assert {10, 11} <= set(tried)
+
+
+def test_not_even_one() -> None:
+    with pytest.raises(BudgetError) as error:
+        search(lambda size: 100 * size, 50)
+    assert error.value.smallest_bytes == 100
+
+
+def test_a_size_that_nothing_depends_on() -> None:
+    with pytest.raises(ValueError, match="does not depend on it, or give at_most="):
+        search(lambda size: 100, 150)
+
+
+def test_at_most_below_the_step() -> None:
+    with pytest.raises(ValueError, match="at_most must be at least 8, the smallest size to try, not 5"):
+        search(lambda size: size, 100, step=8, at_most=5)
