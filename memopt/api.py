@@ -50,9 +50,10 @@ def optimize(
         optimizer: what will step: a class, an instance, a name, or None to leave it out of the account.
         precision: "fp32" (bitwise the plain model's numbers); "bf16" or "fp16", where each operator gets the dtype that
             suits it and parameters stay in fp32; "auto": bf16 where the device computes in it, fp16 where it has only
-            that (train with a loss scale: `TrainStep` has one), else fp32; or rules, a dtype by operator, module or
-            node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Within the caller's own
-            `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
+            that (train with a loss scale: `TrainStep` has one), else fp32; "search": a minimum cut over time, saved
+            bytes, casts and rounding sets out from the choices of bf16 (fp16 where the device has only that); or rules,
+            a dtype by operator, module or node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`.
+            Within the caller's own `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
         allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
             "recompute" (bitwise exact), "fused_attention", "chunked_loss" (exact but for rounding). With
             `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off

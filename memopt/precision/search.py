@@ -18,7 +18,7 @@ from memopt.solver.arrays import Flags
 from memopt.solver.label_cut import cheapest_within, labels_of
 from memopt.units import duration, size
 from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
-from passes.op_kinds import is_cast, mutated_arguments, op_name
+from passes.op_kinds import follows_input, is_cast, mutated_arguments, op_name
 
 _IN_FP32 = FP32 | FP32_SET_DTYPE | op_lists.FP32_OURS
 _DOUBLINGS = 30
@@ -28,24 +28,24 @@ _DOUBLINGS = 30
 class SearchPrecision:
     """The decider that starts from the default's choices and puts those that are free to a minimum cut.
 
-    Free are elementwise operators, norms and the softmax of attention, as far as the default gives them 16 bits, and in
-    bf16 also those that it keeps in fp32. Everything else stays as the default has it: the user's rules, what is kept
-    out, casts to fp32 of the model's own, losses, sums, exponentials and the like, and all of autocast's 16-bit list,
-    since which kernel the device has for it in fp32 is not known here. In fp16 the default's fp32 stays, since range is
-    at stake there and not rounding alone.
+    Free are elementwise operators, norms and the softmax of attention that the default gives 16 bits, and in bf16 also
+    elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum or the like reads them.
+    Everything else stays as the default has it: the user's rules, what is kept out, casts to fp32 of the model's own,
+    autocast's fp32 list, and all of its 16-bit list, since which kernel the device has for that in fp32 is not known
+    here. In fp16 the default's fp32 stays: range is at stake there, and not rounding alone.
 
-    The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices whose
-    first-order error (`memopt.precision.influence`) and saved bytes are at most the default's. Seconds are those of
-    operators and casts, forward and backward, on the device of `prices`. The price of a byte is what recomputation asks
-    for one, the seconds of the forward over all saved bytes, both as the default has them; it doubles until no more
-    bytes are saved than by the default. Where nothing cheaper is found, the default stays. The same graph gets the same
-    choices.
+    The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices that save
+    no more bytes than the default and whose squared first-order error (`memopt.precision.influence`) is at most
+    `most_error` times the default's. Seconds are those of operators and casts, forward and backward, on the device of
+    `prices`. The price of a byte is what recomputation asks for one, the seconds of the forward over all saved bytes,
+    both as the default has them; it doubles until no more bytes are saved than by the default. Where nothing cheaper is
+    found, the default stays. The same graph gets the same choices.
     """
 
     default: AssignPrecision
     prices: OpPrices
-    most_error: float = 1.0
-    """Of the squared error of the default."""
+    most_error: float = 1.1
+    """In squared errors of the default, whose measured error is 0.98 to 1.05 of autocast's: 5% are room."""
 
     def __call__(self, graph: OperatorGraph) -> PrecisionPlan:
         plan = self.default(graph.module)
@@ -66,7 +66,7 @@ class SearchPrecision:
             return True
         if low == torch.float16 or is_cast(node) or node.kwargs.get("dtype") is not None:
             return False
-        return name in op_lists.KERNELS_SUM_IN_FP32 or name not in _IN_FP32
+        return (name in op_lists.KERNELS_SUM_IN_FP32 or name not in _IN_FP32) and not _needs_all_bits(node)
 
     def _plan(self, plan: PrecisionPlan, terms: GraphTerms, found: Flags, before: Amounts) -> PrecisionPlan:
         choices, low = dict(plan.choices), self.default.low
@@ -81,8 +81,17 @@ class SearchPrecision:
         return PrecisionPlan(plan.low, choices, (*plan.notes, note))
 
 
+def _needs_all_bits(value: fx.Node) -> bool:
+    """Whether an operator on the fp32 lists reads a value, perhaps moved: small differences count for it."""
+    for reader in value.users:
+        name = op_name(reader)
+        if name in _IN_FP32 - op_lists.KERNELS_SUM_IN_FP32 or (follows_input(reader) and _needs_all_bits(reader)):
+            return True
+    return False
+
+
 def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float) -> Flags:
-    """The cheapest labels that err and save no more than the given ones, which they are if nothing is cheaper."""
+    """The cheapest labels that save no more and err hardly more than the given ones: these, if none is cheaper."""
     price = terms.forward_seconds(given) / before.nbytes
     for _ in range(_DOUBLINGS):
         problem = terms.terms.problem(price)

@@ -64,6 +64,19 @@ def test_rounding_more_than_the_default_must_be_allowed() -> None:
     assert plan.reasons["layer_norm"].startswith("fp32: cut: bf16 would save 16 kB for ")
 
 
+def test_what_an_exponential_reads_keeps_all_of_its_bits() -> None:
+    sketch = Sketch()
+    x, weight = sketch.input("x", 4096, 1024), sketch.input("weight", 1024, 1024)
+    wide = sketch.call(aten.to.dtype, sketch.call(aten.linear.default, x, weight), FP32)
+    shifted = sketch.call(aten.sub.Tensor, wide, sketch.call(aten.amax.default, wide, [-1], True))
+    scaled = sketch.call(aten.mul.Tensor, wide, 0.5)
+    powers = sketch.call(aten.exp.default, sketch.call(aten.view.default, shifted, [-1, 512]))
+    both = sketch.call(aten.linear.default, sketch.call(aten.view.default, powers, [-1, 1024]), weight)
+    module = sketch.returns(sketch.call(aten.sum.default, sketch.call(aten.linear.default, scaled, both)))
+    chosen = dtypes(searched(module, most_error=1e9))
+    assert {name: chosen[name] for name in ("sub", "exp", "mul")} == {"sub": FP32, "exp": FP32, "mul": BF16}
+
+
 def test_the_same_graph_gets_the_same_choices() -> None:
     prices = OpPrices(hardware("h100"), narrows=True)
     plans = [
