@@ -4,6 +4,7 @@ from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.free_first import FreeFirst
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
@@ -31,6 +32,7 @@ __all__ = [
     "FoundLoss",
     "FoundNorm",
     "FoundReuse",
+    "FreeFirst",
     "FuseActivations",
     "FuseAttention",
     "FuseNorms",
