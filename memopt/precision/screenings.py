@@ -23,8 +23,10 @@ from memopt.precision.screen import KeptOut, Range, Ranges, Screening, kept_out,
 from memopt.torch_compat import plain_tensors
 from memopt.units import size
 from passes import format_graph
+from passes.graph_text import format_node
 
 NO_VALUES = "it was planned without values"
+WITHIN = "all values are within range"
 
 
 class _NotRun(Exception):
@@ -36,6 +38,8 @@ class Screenings:
 
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
+        self._lines: dict[str, dict[str, Range]] = {}
+        """By the inputs of a region, the ranges of nodes as they are printed: for another version of it."""
         self._looked: set[str] = set()
         """Calls that have been run, by signature and autocast."""
         self._why_not = NO_VALUES
@@ -74,8 +78,13 @@ class Screenings:
         except Exception as failure:  # what is wrong with the model, its planning will say
             self._why_not = f"its forward failed: {in_brief(failure)}"
         else:
+            self._why_not = look.why_not or self._why_not
             for text, ranges in look.found.items():
                 self._ranges.setdefault(text, ranges)
+                lines = self._lines.setdefault(_inputs(look.modules[text]), {})
+                for node in look.modules[text].graph.nodes:
+                    if node.name in ranges:
+                        lines.setdefault(format_node(node), ranges[node.name])
 
     def _before(self, deciders: Sequence[Decide]) -> tuple[Decide, ...]:
         """The deciders whose passes run before the one that asks this."""
@@ -83,14 +92,21 @@ class Screenings:
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
         """The plan that `decide` makes for a region without what leaves fp16's range, and a note on that."""
-        ranges = self._ranges.get(_fingerprint(graph.module))
+        ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
+            ranges = self._in_part(graph.module)
+            part = f" in part, since {self._why_not};"
+        if not ranges:
             return decide(()), f"fp16 was not screened on a sample batch, since {self._why_not}; values may overflow"
         kept = kept_out(graph.module, ranges, decide)
-        found = (
-            f"{len(kept)} ops have values beyond its range and stay in fp32" if kept else "all values are within range"
-        )
-        return decide(kept), f"fp16 was screened on a sample batch: {found}"
+        found = f"{len(kept)} ops have values beyond its range and stay in fp32" if kept else WITHIN
+        return decide(kept), f"fp16 was screened on a sample batch:{part} {found}"
+
+    def _in_part(self, module: fx.GraphModule) -> Ranges:
+        """What is known of a graph that was not run from others of its region, that were rewritten in some other way:
+        the ranges of nodes that they have in common."""
+        lines = self._lines.get(_inputs(module), {})
+        return {node.name: lines[line] for node in module.graph.nodes if (line := format_node(node)) in lines}
 
 
 class _Look:
@@ -101,19 +117,29 @@ class _Look:
     ) -> None:
         self.befores, self.room_bytes, self.known = befores, room_bytes, {id(tensor) for tensor in known}
         self.found: dict[str, dict[str, Range]] = {}
+        self.modules: dict[str, fx.GraphModule] = {}
+        self.why_not = ""
+        """Why one of the graphs was not run, if any was not."""
 
     def __call__(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
         modules = [rewrite(graph, before).stages[-1] for before in self.befores]
-        results = None
+        results, ran = None, False
         for text, module in {_fingerprint(module): module for module in modules}.items():
+            try:
+                self.check_room(module, inputs)
+            except _NotRun as reason:
+                self.why_not = str(reason)
+                continue
             results = None  # not held beside the next run
-            results = self.run(text, module, inputs)
+            results, ran = self.run(text, module, inputs), True
+        if not ran:
+            raise _NotRun(self.why_not)
         return results
 
     def run(self, text: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        self.check_room(module, inputs)
         screening = Screening(module)
         results = screening.run_all(inputs)
+        self.modules[text] = module
         found = self.found.setdefault(text, {})
         for name, each in screening.ranges.items():
             found[name] = each.joined(found[name]) if name in found else each
@@ -149,6 +175,10 @@ def held_bytes(module: fx.GraphModule) -> int:
     finally:
         mode.allow_non_fake_inputs = mixes
     return live.peak + looking_bytes(home)
+
+
+def _inputs(module: fx.GraphModule) -> str:
+    return "\n".join(map(format_node, module.graph.find_nodes(op="placeholder")))
 
 
 def _fingerprint(module: fx.GraphModule) -> str:

@@ -19,6 +19,9 @@ from memopt.planned_call import planned_call_of
 from memopt.precision import AssignPrecision, DecidePrecision, precision_rewriting, screen
 from memopt.precision.screen import LARGEST, Range, Screening, kept_out, range_of
 from memopt.pricing.hardware_table import hardware
+from passes import copy_graph_module
+from tests.end_to_end.steps import Step, train_step
+from tests.families import BY_NAME, FAMILIES, Family, without_dropout
 from tests.passes.capture import Sketch, aten
 
 FP16, FP32 = torch.float16, torch.float32
@@ -69,7 +72,7 @@ def sample_reasons(plan: memopt.Plan) -> list[str]:
     return [line for line in str(plan.diff("precision")).splitlines() if "on the sample batch" in line]
 
 
-def step(model: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+def train(model: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(2)
     model.zero_grad()
     loss = model(**given)
@@ -81,11 +84,16 @@ def finite(loss: Tensor, gradients: list[Tensor]) -> bool:
     return all(bool(torch.isfinite(each).all()) for each in (loss, *gradients))
 
 
-def without_screening(model: nn.Module) -> nn.Module:
-    call = planned_call_of(memopt.optimize(model, 1, optimizer=None, precision="fp16"))
+def decider_of(model: nn.Module) -> DecidePrecision:
+    call = planned_call_of(model)
     assert call is not None
     (decide,) = call.forward.rewriting.deciders
     assert isinstance(decide, DecidePrecision)
+    return decide
+
+
+def without_screening(model: nn.Module) -> nn.Module:
+    decide = decider_of(memopt.optimize(model, 1, optimizer=None, precision="fp16"))
     decide.screenings.look = lambda *_, **__: None  # type: ignore[method-assign,union-attr]
     return model
 
@@ -94,12 +102,12 @@ def without_screening(model: nn.Module) -> nn.Module:
 def test_an_overflow_stays_out_and_the_step_is_finite(breaks: bool) -> None:
     gains = (1.0, 1e6)
     bad = without_screening(Net(gains, breaks=breaks))
-    assert not finite(*step(bad, batch()))
+    assert not finite(*train(bad, batch()))
     assert "was not screened" in " ".join(memopt.plan_of(bad).notes)
 
-    plain, _ = step(Net(gains, breaks=breaks), batch())
+    plain, _ = train(Net(gains, breaks=breaks), batch())
     model = memopt.optimize(Net(gains, breaks=breaks), 1, optimizer=None, precision="fp16")
-    loss, gradients = step(model, batch())
+    loss, gradients = train(model, batch())
     plan = memopt.plan_of(model)
     assert finite(loss, gradients)
     assert loss.item() == pytest.approx(plain.item(), rel=0.02)
@@ -115,7 +123,7 @@ def test_planned_ahead_and_again_it_is_the_same() -> None:
     ahead = memopt.plan(model, 1, batch(), optimizer=None, precision="fp16")
     memopt.optimize(model, 1, example_inputs=batch(), optimizer=None, precision="fp16")
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead) != []
-    step(model, batch())
+    train(model, batch())
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead)
     small = {name: each * 0 for name, each in batch().items()}  # a batch without overflow, with gradients held
     model(**small).backward()
@@ -169,7 +177,7 @@ def test_the_sample_run_keeps_to_the_budget() -> None:
     budget_gb = plan.predicted_peak_gb * 1.1
     with memopt.measure_peak("cpu") as peak:
         memopt.optimize(model, budget_gb, optimizer=None, precision="fp16")
-        loss, gradients = step(model, given)
+        loss, gradients = train(model, given)
     assert finite(loss, gradients)
     assert peak.allocated_bytes + sum(each.nbytes for each in (*model.parameters(), *given.values())) <= budget_gb * GIB
 
@@ -186,6 +194,52 @@ def test_without_room_for_it_nothing_is_run() -> None:
     graph = OperatorGraph(attention(Sketch(), 1.0), frozenset())
     _, note = decide.screenings.decide(graph, lambda _: AssignPrecision(FP16)(graph.module))
     assert re.search(r"was not screened .*in fp32 would hold \S+ MB where the budget leaves 512 kB; values may", note)
+
+
+def test_a_region_that_is_rewritten_otherwise_is_screened_in_part() -> None:
+    model = memopt.optimize(Net((1.0, 1e6)), 1, example_inputs=batch(), optimizer=None, precision="fp16")
+    module = copy_graph_module(memopt.plan_of(model).graphs["operators"][0])
+    (head,) = (node for node in module.graph.nodes if "head_weight" in map(str, node.args))
+    with module.graph.inserting_before(head):
+        added = module.graph.call_function(aten.relu.default, (head.args[0],))
+    added.meta["val"] = head.args[0].meta["val"]
+    head.update_arg(0, added)
+    decision = decider_of(model)(OperatorGraph(module, frozenset()))
+    assert any("was screened on a sample batch: in part" in note for note in decision.notes)
+    assert decision.reasons["linear_3"].startswith("fp32: reached")
+
+
+@pytest.mark.slow
+def test_t5_whose_feed_forward_overflows() -> None:
+    family = BY_NAME["t5"]
+    model, given = without_dropout(family.make()), family.batch("usual")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("wo.weight"):
+                parameter.mul_(3e4)
+    plain = train_step(model, given)
+    assert not finite(*seen(train_step(without_screening(model), given)))
+    memopt.remove(model)
+    plan = memopt.plan(model, 1, given, optimizer=None, precision="fp16")
+    budget_gb = 1.1 * plan.smallest_gb()
+    memopt.optimize(model, budget_gb, optimizer=None, precision="fp16")
+    step = train_step(model, given)
+    assert finite(*seen(step))
+    assert step.peak_bytes <= budget_gb * GIB
+    assert torch.isclose(step.loss.float(), plain.loss, rtol=0.02)
+    assert sample_reasons(memopt.plan_of(model)) == sample_reasons(plan)
+    assert all("wo_weight" in each or "dropout" in each for each in sample_reasons(plan))
+
+
+def seen(step: Step) -> tuple[Tensor, list[Tensor]]:
+    return step.loss, list(step.gradients.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.name != "moe"], ids=str)
+def test_families_do_not_overflow_as_they_are(family: Family) -> None:
+    plan = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp16")
+    assert "fp16 was screened on a sample batch: all values are within range" in plan.notes
 
 
 def test_rules_with_fp16_are_screened_too() -> None:
