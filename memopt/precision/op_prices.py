@@ -84,9 +84,9 @@ class OpPrices:
                 leaf.requires_grad_(needs and leaf.is_floating_point())
             try:
                 graph, results = _joint(lambda given: _call(run, args, kwargs, iter(given)), leaves)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                return _read(graph, results, self.hardware, self.narrows)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):  # sizes that depend on data among them
                 return None
-        return _read(graph, results, self.hardware, self.narrows)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:

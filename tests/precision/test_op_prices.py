@@ -83,3 +83,18 @@ def test_one_trace_serves_all_calls_of_a_kind() -> None:
     prices = OpPrices(H100)
     first, second = (sketch.call(aten.linear.default, x, weight) for _ in range(2))
     assert prices.price(first, torch.float32, {x, weight}) is prices.price(second, torch.float32, {x, weight})
+
+
+def test_sizes_that_depend_on_data_count_as_the_largest() -> None:
+    sketch, x, _ = sketched()
+    mask = sketch.input("mask", ROWS, WIDTH, dtype=torch.bool)
+    found = price(sketch.call(aten.masked_select.default, x, mask), torch.float32)
+    assert found.forward_seconds >= op_seconds(0, 8 * NBYTES, "float32", H100)
+
+
+def test_a_dtype_that_the_operator_refuses_has_no_price() -> None:
+    sketch, _, weight = sketched()
+    node = sketch.call(aten.linalg_inv.default, weight)
+    prices = OpPrices(H100)
+    assert prices.price(node, torch.float32, {weight}) is not None
+    assert prices.price(node, torch.bfloat16, {weight}) is None
