@@ -10,7 +10,7 @@ from torch import optim
 from memopt.proposals.bf16_parameters import BF16ParametersOptimizer
 from memopt.proposals.block_quantization import BLOCK, blocks_of, dequantize, quantize
 from memopt.proposals.one_parameter import Piece, flat, is_dense
-from memopt.proposals.parameterwise import Parameterwise, State
+from memopt.proposals.parameterwise import Parameterwise, Span, State
 
 # The second moments are never negative.
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
@@ -29,7 +29,6 @@ class LowBitOptimizer(Parameterwise):
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
-    sliceable: ClassVar[bool] = False
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_adam(inner.inner if isinstance(inner, BF16ParametersOptimizer) else inner)
@@ -39,6 +38,14 @@ class LowBitOptimizer(Parameterwise):
                 whole = Piece(0, parameter.numel(), flat=True, first=True, last=True)
                 value = flat(state.pop(key))
                 self._close_state(parameter, state, key, whole, value.float().clone(), in_place=False)
+
+    def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+        elements = parameter.numel()
+        if key.endswith("_codes"):
+            return Span(piece.start, piece.stop, elements)
+        if key.endswith("_scales"):
+            return Span(piece.start // BLOCK, blocks_of(piece.stop), blocks_of(elements))
+        return super().span(key, parameter, piece)
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
         low = {key for key in _SIGNED if f"{key}_codes" in state}

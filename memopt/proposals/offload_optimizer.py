@@ -82,6 +82,9 @@ class OffloadedOptimizer(Parameterwise):
             state[key] = self.room_for(parameter, parameter, value.dtype)
         piece.of(state[key]).copy_(value)
 
+    def _close_part(self, kept: torch.Tensor, value: torch.Tensor, in_place: bool) -> None:
+        super()._close_part(kept, value, in_place and self.update == "host")
+
     def _close_other(self, parameter: torch.Tensor, kept: Any, value: Any) -> Any:
         if self.update == "host" or not isinstance(value, torch.Tensor) or not value.dim():
             return value

@@ -94,8 +94,9 @@ def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Piece]:
     if not (elementwise and parameter.dim() and is_dense(parameter)):
         yield Piece(0, elements, flat=False, first=True, last=True)
         return
-    for start in range(0, max(elements, 1), PIECE_ELEMENTS):
-        stop = min(start + PIECE_ELEMENTS, elements)
+    starts = range(0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS)  # no piece is small: the last has the rest
+    for start in starts:
+        stop = elements if start == starts[-1] else start + PIECE_ELEMENTS
         yield Piece(start, stop, flat=True, first=start == 0, last=stop == elements)
 
 

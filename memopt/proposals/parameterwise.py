@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,15 @@ from torch import optim
 from memopt.proposals.one_parameter import Piece, is_elementwise, like, pieces_of, step_one
 
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements `start` to `stop` of an array with `whole` of them."""
+
+    start: int
+    stop: int
+    whole: int
 
 
 class Parameterwise(optim.Optimizer):
@@ -31,8 +41,6 @@ class Parameterwise(optim.Optimizer):
     """Attributes that copies and pickles have beside an optimiser's own."""
     keeps_form: ClassVar[bool] = False
     """Whether values are kept in the form that `inner` has them in, so that state dicts of either serve both."""
-    sliceable: ClassVar[bool] = True
-    """Whether the kept state of a part of a parameter is that part of the state."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -91,8 +99,11 @@ class Parameterwise(optim.Optimizer):
         for key, value in state.items():
             if key in self.own_keys:
                 continue
+            span = self._inner_span(key, parameter, piece)
             if is_per_element(value, parameter):
                 given[key] = self._open_state(key, value, piece)
+            elif span is not None:
+                given[key] = value[span.start : span.stop]
             else:
                 given[key] = self._open_other(parameter, value, piece)
         return given
@@ -101,8 +112,14 @@ class Parameterwise(optim.Optimizer):
         """Keep the state of a piece."""
         shape = piece.of(parameter).shape
         for key, value in after.items():
+            span = self._inner_span(key, parameter, piece)
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
                 self._close_state(parameter, state, key, piece, value, value is given.get(key))
+            elif span is not None:
+                if key not in state:
+                    whole = torch.empty(span.whole, dtype=value.dtype, device="meta")
+                    state[key] = self.room_for(parameter, whole, value.dtype)
+                self._close_part(state[key][span.start : span.stop], value, value is given.get(key))
             elif piece.last:
                 state[key] = self._close_other(parameter, state.get(key), value)
 
@@ -122,6 +139,11 @@ class Parameterwise(optim.Optimizer):
             state[key] = self.room_for(parameter, parameter, value.dtype)
         piece.of(state[key]).copy_(value)
 
+    def _close_part(self, kept: torch.Tensor, value: torch.Tensor, in_place: bool) -> None:
+        """Write a piece's part of an array; `in_place` says that it is the very tensor of `_take`."""
+        if not in_place:
+            kept.copy_(value)
+
     def _open_other(self, parameter: torch.Tensor, kept: Any, piece: Piece) -> Any:
         """What has no element for each of the parameter's: the number of the step, say, which each piece counts."""
         return kept.clone() if isinstance(kept, torch.Tensor) and not piece.last else kept
@@ -133,6 +155,15 @@ class Parameterwise(optim.Optimizer):
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor in the shape of `tensor`, where state of `parameter` is kept."""
         return torch.empty_like(tensor, dtype=dtype, device=self.home(parameter), requires_grad=False)
+
+    def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+        """What of an array of the state, of another shape than the parameter, is that of a piece; None for what has no
+        parts."""
+        return self._inner_span(key, parameter, piece)
+
+    def _inner_span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
+        inside = isinstance(self.inner, Parameterwise) and not piece.whole
+        return self.inner.span(key, parameter, piece) if inside else None
 
     def extra_state(self) -> dict[str, Any]:
         """What goes into `state_dict` beside groups and state, as plain values and tensors."""
@@ -201,9 +232,7 @@ class Parameterwise(optim.Optimizer):
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
     """Whether a tensor may be stepped in pieces."""
-    if isinstance(optimizer, Parameterwise):
-        return optimizer.sliceable and goes_in_pieces(optimizer.inner)
-    return is_elementwise(optimizer)
+    return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
