@@ -186,7 +186,7 @@ class TrainingCalls:
     def _screen(self, call: Call, state: State) -> None:
         """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
         for decide in self.rewriting.deciders:
-            if isinstance(decide, DecidePrecision) and decide.screenings is not None:
+            if isinstance(decide, DecidePrecision) and decide.screenings is not None and not decide.left_to_autocast:
                 here = self.options.hardware is None  # the budget is another device's if one was named
                 room = self.options.budget_bytes - self.account(call, state).resident_bytes if here else None
                 decide.screenings.look(
@@ -202,7 +202,8 @@ class TrainingCalls:
         self, regions: tuple[JointGraph, ...], call: Call, rewriting: Rewriting, notes: tuple[str, ...] = ()
     ) -> Captured:
         """The regions as something to plan; the same object as before if they were captured before."""
-        key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes)
+        found = (region.operators.notes if region.operators else () for region in regions)
+        key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes, *found)
         if key not in self.known:
             check_rules(self.model, [region.operators for region in regions if region.operators])
             sizes = DataSizes()

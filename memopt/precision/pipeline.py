@@ -60,13 +60,18 @@ class DecidePrecision:
     """What dtypes are searched by; None for the default choices."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
-        if self.yields and autocast_is_on():
+        if self.left_to_autocast:
             return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: types are left to it",))
         plan = self.plan(graph)
         passes = InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         notes, unmatched = (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
         return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
+
+    @property
+    def left_to_autocast(self) -> bool:
+        """Whether it decides nothing now, under the caller's own autocast."""
+        return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
         """The dtype of each operator, with the reason."""

@@ -196,6 +196,16 @@ def test_without_room_for_it_nothing_is_run() -> None:
     assert re.search(r"was not screened .*in fp32 would hold \S+ MB where the budget leaves 512 kB; values may", note)
 
 
+def test_a_plan_without_values_and_the_step_after_it() -> None:
+    meta = {name: each.to("meta") for name, each in batch().items()}
+    model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")
+    assert any("it was planned without values" in note for note in memopt.plan_of(model).notes)
+    train(model, batch())
+    notes = memopt.plan_of(model).notes
+    assert "fp16 was screened on a sample batch: all values are within range" in notes
+    assert not any("planned without values" in note for note in notes)
+
+
 def test_a_region_that_is_rewritten_otherwise_is_screened_in_part() -> None:
     model = memopt.optimize(Net((1.0, 1e6)), 1, example_inputs=batch(), optimizer=None, precision="fp16")
     module = copy_graph_module(memopt.plan_of(model).graphs["operators"][0])
