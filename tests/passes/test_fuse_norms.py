@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from passes import FuseNorms, PassError, diff_graphs, find_norms, format_graph
-from tests.families import DECODER, causal_batch, library
+from tests.families import DECODER, ENCODER, VOCABULARY, causal_batch, library
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
@@ -234,9 +234,17 @@ def test_left_alone_and_said(form: str) -> None:
     assert not diff_graphs(before, FuseNorms()(before))
 
 
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4,
+    "decoder_start_token_id": 0, "use_cache": False, "dropout_rate": 0.0,
+}  # fmt: skip
+SHALLOW: dict[str, Any] = {**DECODER, "intermediate_size": 352, "num_hidden_layers": 1}
+BERT: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, **ENCODER, "num_hidden_layers": 1}
 MODELS: dict[str, tuple[Callable[..., Any], int, list[str]]] = {
-    "cohere": (library("Cohere", "CohereForCausalLM", "ForCausalLM", intermediate_size=352, **DECODER), 5, []),
-    "llama": (library("Llama", "LlamaForCausalLM", "ForCausalLM", intermediate_size=352, **DECODER), 0, [RMS] * 9),
+    "cohere": (library("Cohere", "CohereForCausalLM", "ForCausalLM", **SHALLOW), 2, []),
+    "llama": (library("Llama", "LlamaForCausalLM", "ForCausalLM", **SHALLOW), 0, [RMS] * 3),
+    "t5": (library("T5", "T5ForConditionalGeneration", **T5), 0, [RMS] * 7),
+    "bert, fused by its authors": (library("Bert", "BertForMaskedLM", **BERT), 4, []),
 }
 
 
