@@ -9,8 +9,9 @@ from torch import nn, optim
 
 from memopt.proposals.generators import Generators
 from memopt.proposals.one_parameter import Piece
-from memopt.proposals.parameterwise import Parameterwise, State, is_per_element
+from memopt.proposals.parameterwise import Parameterwise
 from memopt.proposals.rounding import joined, round_stochastically, split, widened
+from memopt.proposals.wrapped_optimizer import State, is_per_element
 
 Rounding = Literal["stochastic", "compensated"]
 # Their kernels take parameters in the dtype of their statistics, which are buffers and stay in float32.

@@ -13,7 +13,7 @@ from memopt.proposals.bf16_parameters import BF16ParametersOptimizer, Rounding, 
 from memopt.proposals.low_bit_optimizer import LowBitOptimizer, check_adam
 from memopt.proposals.offload_optimizer import OffloadedOptimizer, Where, check_update
 from memopt.proposals.optimizer_in_backward import OptimizerInBackward, refuse_what_needs_all_gradients
-from memopt.proposals.parameterwise import check_inner
+from memopt.proposals.wrapped_optimizer import check_inner
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import optim
 from memopt.proposals.bf16_parameters import BF16ParametersOptimizer
 from memopt.proposals.block_quantization import BLOCK, blocks_of, dequantize, quantize
 from memopt.proposals.one_parameter import Piece, flat, is_dense
-from memopt.proposals.parameterwise import Parameterwise, Span, State
+from memopt.proposals.parameterwise import Parameterwise, Span
+from memopt.proposals.wrapped_optimizer import State
 
 # The second moments are never negative.
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}

@@ -8,7 +8,8 @@ import torch
 from torch import optim
 
 from memopt.proposals.one_parameter import Piece
-from memopt.proposals.parameterwise import Parameterwise, State
+from memopt.proposals.parameterwise import Parameterwise
+from memopt.proposals.wrapped_optimizer import State
 
 Where = Literal["device", "host"]
 _HOST = torch.device("cpu")

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import optim
 
-from memopt.proposals.parameterwise import Parameterwise, refuse_closure
+from memopt.proposals.parameterwise import Parameterwise
+from memopt.proposals.wrapped_optimizer import refuse_closure
 
 
 class OptimizerInBackward(Parameterwise):

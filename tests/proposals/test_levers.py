@@ -207,3 +207,21 @@ def test_refusals_leave_model_and_optimizer_alone() -> None:
     assert same(values(model.parameters()), before)
     model(torch.ones(1, 512)).sum().backward()
     assert all(each.grad is not None for each in model.parameters())
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = OffloadedOptimizer(optim.SGD(model.parameters()))
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"parameter of shape \(10, 4\) is sparse, which offload_optimizer"):
+        optimizer.step()
+
+
+def test_an_empty_parameter_is_stepped_too() -> None:
+    model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
+    optimizer = Levers("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert model[0].shape == (0, 3)
+    assert model[1].max() < 1
