@@ -1,6 +1,6 @@
 """memopt trains a PyTorch model within a number of gigabytes, with the gradients of the plain model, and shows how."""
 
-from memopt.api import frontier, max_batch, max_length, optimize, plan, plan_of, remove, training_loss
+from memopt.api import frontier, max_batch, max_length, optimize, plan, plan_of, remove, training_loss, wrap_optimizer
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.check import check
 from memopt.compare_step import compare
@@ -33,4 +33,5 @@ __all__ = [
     "plan_of",
     "remove",
     "training_loss",
+    "wrap_optimizer",
 ]

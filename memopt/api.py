@@ -14,6 +14,7 @@ from memopt.pareto.frontier import Frontier
 from memopt.plan import Plan
 from memopt.planned_call import PlannedCall, planned_call_of
 from memopt.precision import Policy
+from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,7 +58,9 @@ def optimize(
         allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
             "recompute" (bitwise exact), "fused_attention", "chunked_loss" (exact but for rounding). With
             `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off
-            by default, runs a model unplanned that cannot be captured.
+            by default, runs a model unplanned that cannot be captured. Also off by default are the proposals
+            "low_bit_optimizer" and "offload_optimizer", pulled where nothing else makes the step fit; they need
+            `example_inputs`, and the optimiser has to go through `wrap_optimizer`.
         backend: "auto" or "aten": planned graphs run as plain ATen operators.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
             "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
@@ -74,6 +77,8 @@ def optimize(
     hard = check_effort(effort, limit_seconds)
     options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate, hard)
     call = PlannedCall(model, options)
+    if example_inputs is None and (named := sorted(options.allow & set(OPTIMIZER_PROPOSALS))):
+        raise ValueError(f"whether {named[0]!r} is pulled is decided before the optimizer is made: give example_inputs")
     if example_inputs is not None:
         call.plan(example_inputs)
     remove(model)
@@ -182,6 +187,19 @@ def plan_of(model: nn.Module) -> Plan:
     if call.latest is None:
         raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")
     return call.latest
+
+
+def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimiser as the plan of an optimised model counts on it: with the proposals that were pulled around it.
+
+    Where none was, it is the optimiser itself. Train with what is returned, and give that to schedulers and
+    `TrainStep`. Raises `ValueError` for a plain model, and for an optimiser that the proposals do not fit.
+    """
+    call = planned_call_of(model)
+    if call is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    call.pulled.check(optimizer)
+    return call.pulled.wrap(optimizer)
 
 
 def remove(model: Model) -> Model:

@@ -13,7 +13,8 @@ class BudgetError(ValueError):
 
     `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed (or, where
     only that is known, one that certainly works), both in GB of 1024³ bytes; `dominated_by` says what holds it up,
-    and `further`, in a sentence each, what would lower it.
+    `further`, in a sentence each, what would lower it, and `proposals` names for `allow` that would make this budget
+    work, the combination that adds the least time first.
     """
 
     def __init__(
@@ -24,13 +25,14 @@ class BudgetError(ValueError):
         *,
         least: bool = True,
         further: Sequence[str] = (),
+        proposals: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
         self.budget_gb = budget_bytes / GIB
         self.smallest_gb = smallest_bytes / GIB
         self.dominated_by = dominated_by
-        self.further = tuple(further)
-        figure = f"{_round_up(self.smallest_gb)} GB"
+        self.further, self.proposals = tuple(further), proposals
+        figure = f"{round_up(self.smallest_gb)} GB"
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
         needs = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
         super().__init__("; ".join([needs, *self.further]))
@@ -44,7 +46,7 @@ class UnplannedGradientError(ValueError):
     """A gradient flows into an output that the plan left out."""
 
 
-def _round_up(gb: float) -> str:
+def round_up(gb: float) -> str:
     """Six digits, never below the value: the figure printed must work as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)
 

@@ -14,6 +14,7 @@ from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
 from memopt.levers import OPERATOR_LEVERS
 from memopt.precision import Policy, check_policy
+from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.solver import Effort as EffortName
 
 MICROBATCH = "microbatch"
@@ -22,6 +23,7 @@ LEVERS = {
     **OPERATOR_LEVERS,
     MICROBATCH: "has TrainStep split a batch that fits in no other way; exact but for rounding and for which samples "
     "dropout draws what for",
+    **OPTIMIZER_PROPOSALS,
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
 DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH})

@@ -80,6 +80,8 @@ class Plan:
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
     """Those that were pulled beside recomputation: they change the captured step itself."""
+    proposals: tuple[str, ...] = ()
+    """Those about the optimiser that were pulled: `memopt.wrap_optimizer` puts them around it."""
     receipt: tuple[ReceiptRow, ...] = ()
     """The step as captured, and with one lever more a row, recomputation last."""
     torch_version: str = torch.__version__

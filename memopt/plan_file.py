@@ -47,5 +47,6 @@ def fields_from(values: dict[str, Any]) -> dict[str, Any]:
         "modules": tuple(ModuleRow(**row) for row in values["modules"]),
         "notes": tuple(values["notes"]),
         "levers": tuple(values.get("levers", ())),
+        "proposals": tuple(values.get("proposals", ())),
         "receipt": tuple(ReceiptRow(**row) for row in values.get("receipt", ())),
     }

@@ -11,6 +11,7 @@ from torch import nn
 from memopt.capture.inputs import as_call, check_device
 from memopt.options import Options
 from memopt.plan import Plan
+from memopt.proposals import Levers, Offer, propose
 from memopt.training import TrainingCalls
 
 
@@ -49,7 +50,16 @@ class PlannedCall:
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
         calls.latest = calls.plan_ahead(call, gradients_held=gradients_held)
+        if calls.latest.proposals:
+            levers = Levers.named(calls.latest.proposals)
+            self._count_on(Offer(levers, propose(calls.facts, levers)))
         return calls.latest
+
+    def _count_on(self, offer: Offer) -> None:
+        """Have every further plan count on proposals that were pulled."""
+        for calls in (self.forward, self.with_loss):
+            if calls is not None:
+                calls.offer = offer
 
     def take_over(self) -> None:
         """Stand in for the model's call."""
@@ -67,6 +77,11 @@ class PlannedCall:
     def low(self) -> torch.dtype | None:
         """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
         return self.forward.rewriting.autocast
+
+    @property
+    def pulled(self) -> Levers:
+        """Proposals about the optimiser that plans count on."""
+        return self.forward.offer.levers if self.forward.offer else Levers()
 
     @property
     def latest(self) -> Plan | None:

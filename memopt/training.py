@@ -30,6 +30,7 @@ from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
+from memopt.proposals import OPTIMIZER_PROPOSALS, Offer, TrainingFacts, offers
 from memopt.situation import Situation, State, TooTight
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState, generator_states, set_generators
@@ -63,6 +64,8 @@ class TrainingCalls:
         self.data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
         self.latest: Plan | None = None
+        self.offer: Offer | None = None
+        """Proposals about the optimiser that were pulled: every plan counts on them."""
         self.unplanned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +147,24 @@ class TrainingCalls:
     def account(self, call: Call, state: State) -> Account:
         device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
         account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
-        return replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
+        account = replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
+        return account if self.offer is None else self.offer.adjusted(account)
 
     def climb(self) -> Climb:
         """What weighs plans with different levers against each other."""
-        return Climb(self.options.budget_bytes, self.options.effort)
+        allowed = frozenset(OPTIMIZER_PROPOSALS) & self.options.allow if self.offer is None else frozenset()
+        return Climb(self.options.budget_bytes, self.options.effort, allowed, self._offers)
+
+    def _offers(self) -> tuple[Offer, ...]:
+        """Proposals that may still be pulled. To the host's memory of a CPU there is nothing to move."""
+        here = {"offload_optimizer"} if self.card.name == "cpu" else set()
+        names = set(OPTIMIZER_PROPOSALS) - here if self.offer is None else set()
+        return offers(self.facts, names)
+
+    @property
+    def facts(self) -> TrainingFacts:
+        """What the optimiser trains, on which device."""
+        return TrainingFacts.of(self.model, self.options.optimizer, self.card)
 
     def plan_ahead(self, call: Call, state: State | None = None, *, gradients_held: bool = False) -> Plan:
         """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""

@@ -11,6 +11,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from memopt.planned_call import planned_call_of
+from memopt.proposals.parameterwise import Parameterwise
+from memopt.step.ranks import unwrapped
+
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
@@ -65,6 +69,17 @@ def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
 def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """All parameters, in the order of the optimisers and their groups; added groups are seen."""
     return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
+def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Raise `ValueError` where a plan counts on proposals that are not around the optimisers."""
+    planned = planned_call_of(unwrapped(model))
+    pulled = planned.pulled.names if planned is not None else ()
+    if pulled and not all(isinstance(each, Parameterwise) for each in optimizers):
+        raise ValueError(
+            f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(pulled)}: give TrainStep "
+            "memopt.wrap_optimizer(model, optimizer)"
+        )
 
 
 def norm_limit(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt.capture.inputs import call_signature
 from memopt.capture.joint import JointGraph
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
 from memopt.options import MICROBATCH
 from memopt.plan import Plan
 from memopt.planned_call import planned_call_of
@@ -45,6 +45,8 @@ class Splitting:
             except BudgetError as error:
                 least = min(least, error, key=lambda each: each.smallest_bytes)
                 continue
+            except CaptureError:  # the model takes no batch so small
+                break
             self._check_statistics(plan, number, refused)
             self._pieces[_kind_of(batch)] = number
             warnings.warn(

@@ -16,7 +16,7 @@ from memopt.step.effective_batch import EffectiveBatch, as_count
 from memopt.step.follow_up import FollowUp, Outcome
 from memopt.step.loss import batch_loss, has_loss_function
 from memopt.step.microbatch import as_microbatches
-from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of
+from memopt.step.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
 from memopt.step.ranks import gradients_kept_here, is_parallel
 from memopt.step.scaling import Scaling, check_autocast, check_scaler, scaler_for
 from memopt.step.splitting import Splitting
@@ -77,6 +77,7 @@ class TrainStep:
         check_autocast(autocast, model)
         self.model, self.loss_fn, self.count, self.autocast = model, loss_fn, count, autocast
         self.optimizers = as_optimizers(optimizer, model, loss_fn)
+        check_proposals(self.optimizers, model)
         self.schedulers = as_schedulers(scheduler, self.optimizers)
         self.max_grad_norm = norm_limit(max_grad_norm)
         self.accumulate = positive_int("accumulate", accumulate)

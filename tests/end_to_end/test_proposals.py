@@ -1,0 +1,116 @@
+"""Proposals: named with figures that prove true, pulled only where `allow` names them, kept to when the step runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memopt
+from memopt import BudgetError, TrainStep
+from memopt.errors import GIB
+from memopt.meter import measure_peak
+from memopt.options import DEFAULT_ALLOW
+
+OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
+LOW_BIT = {*DEFAULT_ALLOW, "low_bit_optimizer"}
+
+
+def make() -> nn.Module:
+    """15 MB of parameters: the optimiser's state is what is held most."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=4096, n_positions=32, n_embd=256, n_layer=4, n_head=4, use_cache=False, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def refusal(**options: Any) -> BudgetError:
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(make(), 0.04, batch(), **{**OPTIONS, **options})
+    return error.value
+
+
+def test_a_refusal_names_proposals_that_make_it_fit() -> None:
+    plain = refusal().smallest_gb
+    error = refusal(allow=LOW_BIT)
+    assert error.smallest_gb < 0.8 * plain
+    with pytest.raises(BudgetError, match=r"with 'low_bit_optimizer' in allow \S+ GB would do \(.*8 bits") as between:
+        memopt.plan(make(), 1.001 * error.smallest_gb, batch(), **OPTIONS)
+    assert between.value.proposals == (("low_bit_optimizer",),)
+    assert between.value.smallest_gb == plain
+
+
+def test_what_is_pulled_is_kept_to() -> None:
+    model, budget = make(), 1.001 * refusal(allow=LOW_BIT).smallest_gb
+    memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)
+    plan = memopt.plan_of(model)
+    assert plan.proposals == ("low_bit_optimizer",)
+    assert any(note.startswith("low_bit_optimizer: saves ") for note in plan.notes)
+    optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    step = TrainStep(model, optimizer)
+    losses = []
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *batch().values()])
+    with measure_peak("cpu") as peak:
+        losses += [float(step(batch()).loss) for _ in range(4)]
+    assert peak.allocated_bytes + held <= budget * GIB
+    assert losses[-1] < losses[0]
+    assert memopt.plan_of(model).proposals == ()  # planned anew, from an account that has them
+    assert memopt.plan_of(model).account.optimizer_state == plan.account.optimizer_state
+
+
+def test_not_pulled_where_the_step_fits_without() -> None:
+    budget = 1.001 * refusal().smallest_gb
+    assert memopt.plan(make(), budget, batch(), allow=LOW_BIT, **OPTIONS).proposals == ()
+
+
+def test_an_optimizer_that_is_not_wrapped() -> None:
+    model = make()
+    budget = 1.001 * refusal(allow=LOW_BIT).smallest_gb
+    memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)
+    with pytest.raises(ValueError, match=r"counts on low_bit_optimizer: give TrainStep memopt\.wrap_optimizer"):
+        TrainStep(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises((TypeError, ValueError), match="Adam"):
+        memopt.wrap_optimizer(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_without_proposals_the_optimizer_stays() -> None:
+    model = make()
+    memopt.optimize(model, 1, **OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert memopt.wrap_optimizer(model, optimizer) is optimizer
+    with pytest.raises(ValueError, match=r"is not optimised; call memopt\.optimize first"):
+        memopt.wrap_optimizer(make(), optimizer)
+
+
+def test_proposals_are_decided_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"'low_bit_optimizer' is pulled is decided .*: give example_inputs"):
+        memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
+
+
+def test_a_card_has_a_host_to_go_to() -> None:
+    """And the CPU has none: what is moved to its own memory is not saved."""
+    assert all("offload_optimizer" not in names for names in refusal().proposals)
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(BudgetError) as refused:
+        memopt.plan(model, 0.1, batch(), device="t4", **OPTIONS)
+    budget = refused.value.smallest_gb - 0.01
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(model, budget, batch(), device="t4", **OPTIONS)
+    assert ("offload_optimizer",) in error.value.proposals
+    allow = {*DEFAULT_ALLOW, "offload_optimizer"}
+    plan = memopt.plan(model, budget, batch(), device="t4", allow=allow, **OPTIONS)
+    assert plan.proposals == ("offload_optimizer",)
+    assert plan.account.optimizer_state < 1024
