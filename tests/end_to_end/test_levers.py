@@ -17,7 +17,8 @@ from tests.end_to_end.steps import Step, assert_equal, train_step
 
 VOCABULARY, LENGTH = 4096, 128
 ROUNDING = 2e-5
-"""Of each gradient's largest value, over four layers in fp32."""
+"""Of the largest value of all gradients, over four layers in fp32. Some gradients, as of the keys' biases, are zero but
+for rounding."""
 LEVERS = {"fused_attention", "chunked_loss"}
 
 
@@ -90,7 +91,16 @@ def planned(name: str, allow: Collection[str], budget_gb: float) -> memopt.Plan:
 def check(name: str, plan: memopt.Plan, step: Step, budget_gb: float) -> None:
     assert step.peak_bytes <= budget_gb * GIB
     assert step.peak_bytes <= plan.predicted_peak_bytes <= 1.02 * step.peak_bytes
-    assert_equal(step, plain(name), ROUNDING)
+    assert_close(step, plain(name))
+
+
+def assert_close(step: Step, plain: Step) -> None:
+    assert float(step.loss) == pytest.approx(float(plain.loss), rel=1e-6)
+    assert step.gradients.keys() == plain.gradients.keys()
+    largest = max(float(each.abs().max()) for each in plain.gradients.values())
+    for name, expected in plain.gradients.items():
+        error = float((step.gradients[name] - expected).abs().max()) / largest
+        assert error <= ROUNDING, f"the gradient of {name} differs by {error:.1e} of the largest"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -134,7 +144,7 @@ def test_all_together(name: str) -> None:
 
 
 def test_no_lever_is_pulled_that_is_not_needed() -> None:
-    plan, step = train("gpt2", {"recompute", *LEVERS}, 1.05 * plain("gpt2").peak_bytes / GIB)
+    plan, step = train("gpt2", {"recompute", *LEVERS}, planned("gpt2", {"recompute"}, 1000).plain_peak_gb)
     assert (plan.levers, plan.added_time) == ((), 0.0)
     assert_equal(step, plain("gpt2"))
 
