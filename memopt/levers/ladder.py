@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 
 from memopt.capture.operators import Decide, Rewriting
 from memopt.levers.attention import FUSED_ATTENTION, fuse_attention
+from memopt.levers.fused_ops import FUSED_OPS, fuse_ops
 from memopt.levers.loss import CHUNKED_LOSS, ChunkLosses
 
 OPERATOR_LEVERS = {
+    FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which keeps its input alone; exact "
+    "but for rounding",
     FUSED_ATTENTION: "attention that is written out runs as one kernel, which keeps no probabilities; exact but for "
     "rounding",
     CHUNKED_LOSS: "the cross entropy of a linear layer in chunks, which never holds the logits; exact but for rounding",
@@ -31,9 +34,10 @@ def ladder(base: Rewriting, allow: Collection[str], *, drop_logits: bool) -> tup
     """
     rungs = [Rung((), base)]
     before: tuple[Decide, ...] = ()
-    if FUSED_ATTENTION in allow:
-        before = (fuse_attention,)
-        rungs.append(_rung((FUSED_ATTENTION,), base, before))
+    for lever, decide in ((FUSED_OPS, fuse_ops), (FUSED_ATTENTION, fuse_attention)):
+        if lever in allow:
+            before = (*before, decide)
+            rungs.append(_rung((*rungs[-1].levers, lever), base, before))
     if CHUNKED_LOSS in allow:
         # After precision: what it computes in is what the layer would.
         levers = (*rungs[-1].levers, CHUNKED_LOSS)

@@ -19,7 +19,7 @@ VOCABULARY, LENGTH = 4096, 128
 ROUNDING = 2e-5
 """Of the largest value of all gradients, over four layers in fp32. Some gradients, as of the keys' biases, are zero but
 for rounding."""
-LEVERS = {"fused_attention", "chunked_loss"}
+LEVERS = {"fused_ops", "fused_attention", "chunked_loss"}
 
 
 def gpt2() -> nn.Module:

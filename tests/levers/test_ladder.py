@@ -7,6 +7,7 @@ import torch
 from memopt.capture.operators import Decision, OperatorGraph, Rewriting
 from memopt.levers import OPERATOR_LEVERS, ladder
 from memopt.levers.attention import fuse_attention
+from memopt.levers.fused_ops import fuse_ops
 from memopt.levers.loss import ChunkLosses
 from passes import Pipeline
 
@@ -20,14 +21,14 @@ BASE = Rewriting((precision,), autocast=torch.bfloat16, planned_for="cuda", repl
 
 def test_the_cheapest_first_and_each_with_those_before() -> None:
     rungs = ladder(BASE, OPERATOR_LEVERS, drop_logits=False)
-    names = ("fused_attention", "chunked_loss")
-    assert [rung.levers for rung in rungs] == [(), names[:1], names, names]
-    assert [rung.rewriting.needed for rung in rungs] == ["", names[0], names[1], names[1]]
+    names = ("fused_ops", "fused_attention", "chunked_loss")
+    assert [rung.levers for rung in rungs] == [(), names[:1], names[:2], names, names]
+    assert [rung.rewriting.needed for rung in rungs] == ["", *names, names[-1]]
 
 
-def test_attention_is_asked_before_precision_and_the_loss_after() -> None:
+def test_what_is_fused_is_asked_before_precision_and_the_loss_after() -> None:
     top = ladder(BASE, OPERATOR_LEVERS, drop_logits=True)[-1].rewriting
-    assert top.deciders == (fuse_attention, precision, ChunkLosses(drop_logits=True, weight_in_backward=True))
+    assert top.deciders == (fuse_ops, fuse_attention, precision, ChunkLosses(drop_logits=True, weight_in_backward=True))
 
 
 def test_all_else_of_the_rewriting_stays() -> None:

@@ -1,0 +1,42 @@
+"""The lever that runs activations and norms which are written out as the operators that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memopt.capture.operators import Decision, OperatorGraph
+from passes import (
+    EliminateDeadCode,
+    FoundActivation,
+    FoundNorm,
+    FuseActivations,
+    FuseNorms,
+    Pass,
+    Pipeline,
+    find_activations,
+    find_norms,
+)
+
+FUSED_OPS = "fused_ops"
+
+
+def fuse_ops(graph: OperatorGraph) -> Decision:
+    """Which formulas of a region become `gelu`, `silu` or `layer_norm`: those that compute the same."""
+    activations, norms = find_activations(graph.module), find_norms(graph.module)
+    passes: list[Pass] = []
+    if fused := _fused(activations):
+        passes.append(FuseActivations(frozenset(fused)))
+    if normed := _fused(norms):
+        passes.append(FuseNorms(frozenset(normed)))
+    left = dict.fromkeys(
+        f"{FUSED_OPS}: left alone, since {each.reason}" for each in (*activations, *norms) if each.reason
+    )
+    if not passes:
+        return Decision(Pipeline((), label=FUSED_OPS), notes=tuple(left))
+    done = f"{FUSED_OPS}: {len(fused)} activations and {len(normed)} norms; equal but for rounding"
+    pipeline = Pipeline((*passes, EliminateDeadCode()), label=FUSED_OPS)
+    return Decision(pipeline, dict.fromkeys([*fused, *normed], "fused"), (done, *left))
+
+
+def _fused(found: Sequence[FoundActivation] | Sequence[FoundNorm]) -> list[str]:
+    return [each.name for each in found if not each.reason]
