@@ -60,7 +60,7 @@ def deep() -> nn.Module:
     """21 MB, and next to no activations for a batch of one."""
     torch.manual_seed(0)
     wide = [layer for _ in range(10) for layer in (nn.Linear(512, 512), nn.ReLU())]
-    return nn.Sequential(*wide, nn.Linear(512, 5000), nn.Linear(5000, 32), nn.LayerNorm(32))
+    return nn.Sequential(*wide, nn.Linear(512, 5000, bias=False), nn.Linear(5000, 32, bias=False))
 
 
 def test_every_pair_is_there() -> None:
@@ -68,7 +68,7 @@ def test_every_pair_is_there() -> None:
     assert len(PAIRS) == 3 * (1 + 2 + 1) + 1 * (2 + 1) + 2 * 1
 
 
-@pytest.mark.parametrize("levers", [*SINGLE, *PAIRS, *ALL], ids=label)
+@pytest.mark.parametrize("levers", [*PAIRS, *ALL], ids=label)
 def test_bytes_are_told_of_every_pair(levers: Levers) -> None:
     found = price_levers(TrainingFacts.of(deep(), "adamw", hardware("cpu")), levers)
     before = sum(resident_cpu_blocks().values())
