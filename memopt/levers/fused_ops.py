@@ -28,9 +28,8 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
         passes.append(FuseActivations(frozenset(fused)))
     if normed := _fused(norms):
         passes.append(FuseNorms(frozenset(normed)))
-    left = dict.fromkeys(
-        f"{FUSED_OPS}: left alone, since {each.reason}" for each in (*activations, *norms) if each.reason
-    )
+    reasons = [each.reason for each in activations] + [each.reason for each in norms]
+    left = dict.fromkeys(f"{FUSED_OPS}: left alone, since {reason}" for reason in reasons if reason)
     if not passes:
         return Decision(Pipeline((), label=FUSED_OPS), notes=tuple(left))
     done = f"{FUSED_OPS}: {len(fused)} activations and {len(normed)} norms; equal but for rounding"

@@ -11,8 +11,8 @@ from memopt.levers.fused_ops import FUSED_OPS, fuse_ops
 from memopt.levers.loss import CHUNKED_LOSS, ChunkLosses
 
 OPERATOR_LEVERS = {
-    FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which keeps its input alone; exact "
-    "but for rounding",
+    FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which keeps its input alone; "
+    "exact but for rounding",
     FUSED_ATTENTION: "attention that is written out runs as one kernel, which keeps no probabilities; exact but for "
     "rounding",
     CHUNKED_LOSS: "the cross entropy of a linear layer in chunks, which never holds the logits; exact but for rounding",

@@ -39,7 +39,6 @@ def test_what_only_looks_like_it_is_left_alone_and_said() -> None:
 
 def test_nothing_to_do() -> None:
     sketch = Sketch()
-    decision = fuse_ops(
-        OperatorGraph(sketch.returns(sketch.call(aten.relu.default, sketch.input("x", 4))), frozenset())
-    )
+    graph_module = sketch.returns(sketch.call(aten.relu.default, sketch.input("x", 4)))
+    decision = fuse_ops(OperatorGraph(graph_module, frozenset()))
     assert (len(decision.pipeline), decision.notes) == (0, ())

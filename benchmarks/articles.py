@@ -1,0 +1,182 @@
+"""What articles reached by hand, and what memopt plans for the same training: a JSON file and a table a model.
+
+    python -m benchmarks.articles [--only ViT-L/16]
+
+Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimiser is AdamW (fused, as the plain
+one holds a parameter-size more at its step than the article's figure leaves room for). GB are 10^9 bytes and leave out
+the CUDA context, as the articles' `max_memory_reserved` does. "exact" are the levers that are on by default, each row
+with those above it: the smallest peak that has a plan, and its time beside the plain step's, by the time model.
+The articles: Raschka, "Optimizing memory usage for training LLMs and vision transformers in PyTorch" (2023).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import memopt
+from benchmarks.real_models import VIT, integers
+from benchmarks.stamp import stamp
+from memopt.errors import GIB, BudgetError
+from memopt.planner import smallest
+from memopt.pricing import hardware
+from memopt.proposals import Levers, Offer, TrainingFacts, propose
+from memopt.step.microbatch import split
+
+RESULT = Path(__file__).parent / "results" / "articles.json"
+GB = 1e9
+CARD = "h100"
+ADAMW = partial(torch.optim.AdamW, fused=True)
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Article:
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    plain_gb: float | None
+    """Before the article's techniques; None where it could not be run."""
+    best_gb: float
+    ladder: dict[str, float]
+    """What the article reaches step by step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    step: str
+    peak_gb: float
+    added_time: float | None
+    """Of the whole effective batch, against the plain step in the same precision; None where it is not known."""
+
+
+def on_meta(head: str, config: transformers.PretrainedConfig, loss: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, head)(config)
+        model.loss_type = loss  # type: ignore[assignment]
+        return model.train()
+
+    return make
+
+
+def images(batch: int) -> Batch:
+    return {"pixel_values": torch.empty(batch, 3, 224, 224, device="meta"), "labels": integers(batch)}
+
+
+def reviews(batch: int, length: int) -> Batch:
+    return {"input_ids": integers(batch, length), "labels": integers(batch)}
+
+
+DISTILBERT = transformers.DistilBertConfig(num_labels=2, problem_type="single_label_classification")
+ARTICLES = (
+    Article(
+        "ViT-L/16", on_meta("ViTForImageClassification", VIT, "ForSequenceClassification"), partial(images, 32),
+        26.84, 1.34, {"mixed precision": 18.21, "bf16": 13.82, "batch 16": 5.69},
+    ),
+    Article(
+        "DistilBERT",
+        on_meta("DistilBertForSequenceClassification", DISTILBERT, "ForSequenceClassification"),
+        partial(reviews, 12, 256), 3.99, 1.15, {},
+    ),
+)  # fmt: skip
+
+
+class Ladder:
+    """The rows of one article."""
+
+    def __init__(self, article: Article) -> None:
+        self.article, self.rows = article, list[Row]()
+
+    def plan(self, budget_bytes: float, batch: Batch | None = None, **options: Any) -> memopt.Plan:
+        options = {"optimizer": ADAMW, "device": CARD, **options}
+        return memopt.plan(self.article.make(), budget_bytes / GIB, batch or self.article.batch(), **options)
+
+    def climb(self) -> list[Row]:
+        for precision in ("fp32", "bf16"):
+            plain = self.plan(1e12, precision=precision)
+            reserve, seconds = plain.account.reserve, plain.step_seconds
+            self.add(f"plain, {precision}", plain.plain.peak_bytes - reserve, 0.0)
+            least = self.least(precision=precision)
+            self.planned(f"exact, {precision}", least, reserve, seconds, precision=precision)
+            self.in_pieces(precision, reserve, seconds)
+        return self.rows
+
+    def add(self, step: str, nbytes: float, added: float | None) -> None:
+        self.rows.append(Row(step, nbytes / GB, added))
+        print(self.article.name, self.rows[-1], file=sys.stderr, flush=True)
+
+    def least(self, batch: Batch | None = None, **options: Any) -> int:
+        """The smallest budget, as refused."""
+        try:
+            self.plan(0.7 * GB, batch, **options)
+        except BudgetError as error:
+            return error.smallest_bytes
+        raise AssertionError("0.7 GB fit")
+
+    def planned(self, step: str, least: int, reserve: int, seconds: float, **options: Any) -> None:
+        plan = self.plan(least, **options)
+        self.add(step, plan.predicted_peak_bytes - reserve, (plan.step_seconds + plan.added_seconds) / seconds - 1)
+
+    def in_pieces(self, precision: str, reserve: int, seconds: float) -> None:
+        """Microbatches, then the proposals about the optimiser on top."""
+        samples = len(next(iter(self.article.batch().values())))
+        model, (piece, *_) = self.article.make(), split(self.article.batch(), samples)
+        plan = self.plan(1e12, piece, precision=precision)
+        assert plan.captured is not None
+        joined = plan.captured.joined(accumulating=True)
+        account = replace(plan.account, gradients_held=True)
+        nbytes, _ = smallest(joined, account)
+        added = samples * (joined.problem.seconds + joined.portfolio.smallest().added_seconds) / seconds - 1
+        self.add(f"exact, {precision}, {samples} microbatches", nbytes - reserve, added)
+        facts = TrainingFacts.of(model, ADAMW, hardware(CARD))
+        for names in (("low_bit_optimizer",), ("offload_optimizer",)):
+            offer = Offer(Levers.named(names), propose(facts, Levers.named(names)))
+            nbytes, _ = smallest(joined, offer.adjusted(account))
+            self.add(
+                f"exact, {precision}, {samples} microbatches, {' and '.join(names)}",
+                nbytes - reserve,
+                added + offer.added_seconds / seconds,
+            )
+
+
+def table(article: Article, rows: list[Row]) -> Table:
+    table = Table(title=f"{article.name}: the article {article.plain_gb} → {article.best_gb} GB", title_justify="left")
+    for column in ("step", "peak GB", "added time"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for name, peak in article.ladder.items():
+        table.add_row(f"the article: {name}", f"{peak:.2f}", "")
+    for row in rows:
+        table.add_row(row.step, f"{row.peak_gb:.2f}", "" if row.added_time is None else f"{row.added_time:+.1%}")
+    return table
+
+
+def chosen_articles(only: list[str] | None) -> Iterator[Article]:
+    return (article for article in ARTICLES if not only or article.name in only)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[article.name for article in ARTICLES])
+    found = {article: Ladder(article).climb() for article in chosen_articles(parser.parse_args().only)}
+    known = json.loads(RESULT.read_text())["articles"] if RESULT.exists() else {}
+    known |= {article.name: [asdict(row) for row in rows] for article, rows in found.items()}
+    RESULT.write_text(json.dumps({**stamp(), "articles": known}, indent=1) + "\n")
+    for article, rows in found.items():
+        Console(width=120).print(table(article, rows))
+
+
+if __name__ == "__main__":
+    main()
