@@ -49,17 +49,17 @@ class PlannedCall:
         calls = self.with_loss or self.forward
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
-        calls.latest = calls.plan_ahead(call, gradients_held=gradients_held)
-        if calls.latest.proposals:
-            levers = Levers.named(calls.latest.proposals)
-            self._count_on(Offer(levers, propose(calls.facts, levers)))
-        return calls.latest
+        plan = calls.plan_ahead(call, gradients_held=gradients_held)
+        if plan.proposals:
+            levers = Levers.named(plan.proposals)
+            self._count_on(Offer(levers, propose(calls.planner.facts, levers)))
+        return plan
 
     def _count_on(self, offer: Offer) -> None:
         """Have every further plan count on proposals that were pulled."""
         for calls in (self.forward, self.with_loss):
             if calls is not None:
-                calls.offer = offer
+                calls.planner.offer = offer
 
     def take_over(self) -> None:
         """Stand in for the model's call."""
@@ -76,12 +76,12 @@ class PlannedCall:
     @property
     def low(self) -> torch.dtype | None:
         """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
-        return self.forward.rewriting.autocast
+        return self.forward.planner.rewriting.autocast
 
     @property
     def pulled(self) -> Levers:
         """Proposals about the optimiser that plans count on."""
-        return self.forward.offer.levers if self.forward.offer else Levers()
+        return offer.levers if (offer := self.forward.planner.offer) else Levers()
 
     @property
     def latest(self) -> Plan | None:

@@ -101,9 +101,9 @@ class Situation:
 
     def _plan_and_lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend for a call that is one region: planned as soon as its joint graph is there."""
-        undifferentiated = frozenset() if self.calls.differentiate_all else detach_all_but_scalars(graph_module)
-        again, climb = tracing_again(), self.calls.climb()
-        for rung in self.calls.rungs:
+        undifferentiated = frozenset() if self.calls.planner.differentiate_all else detach_all_but_scalars(graph_module)
+        again, climb = tracing_again(), self.calls.planner.climb()
+        for rung in self.calls.planner.rungs:
             try:
                 with again():
                     compiled, plan = self._lower_whole(graph_module, inputs, rung, climb)
@@ -137,9 +137,9 @@ class Situation:
         call = self._call
 
         def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            captured = self.calls.remember((joint,), call, rung.rewriting)
+            captured = self.calls.planner.remember((joint,), call, rung.rewriting)
             if isinstance(decide, Climb):
-                plan = decide.weigh(rung, captured, self.calls.account(call, self.state))
+                plan = decide.weigh(rung, captured, self.calls.planner.account(call, self.state))
                 if plan is None:
                     raise _NotYet
             else:
@@ -162,7 +162,7 @@ class RegionCalls:
 
     def __init__(self, calls: TrainingCalls, state: State, call: Call) -> None:
         self.calls = calls
-        self.plan = calls.plan_ahead(call, state)
+        self.plan = calls.planner.plan_ahead(call, state)
         self.forward: PendingForward | None = None
         assert self.plan.captured is not None
         self.regions = self.plan.captured.regions

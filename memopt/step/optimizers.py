@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memopt.planned_call import planned_call_of
+from memopt.proposals import OptimizerInBackward
 from memopt.proposals.parameterwise import Parameterwise
 from memopt.step.ranks import unwrapped
 
@@ -31,6 +32,10 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, not {each!r}")
         if isinstance(each, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the loss several times a step, which TrainStep does not; use another")
+        if isinstance(each, OptimizerInBackward):
+            raise ValueError(
+                "OptimizerInBackward steps within the backward, before TrainStep could clip or skip; use another here"
+            )
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
     parameters = parameters_of(optimizers)

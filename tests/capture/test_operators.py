@@ -56,7 +56,7 @@ def check(
 
     plain = run(copy.deepcopy(model), piece, each)
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
-    planned_call_of(model).forward.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
+    planned_call_of(model).forward.planner.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
     assert_same(run(model, piece, each), plain)
     return memopt.plan_of(model)
 

@@ -87,7 +87,7 @@ def finite(loss: Tensor, gradients: list[Tensor]) -> bool:
 def decider_of(model: nn.Module) -> DecidePrecision:
     call = planned_call_of(model)
     assert call is not None
-    (decide,) = call.forward.rewriting.deciders
+    (decide,) = call.forward.planner.rewriting.deciders
     assert isinstance(decide, DecidePrecision)
     return decide
 

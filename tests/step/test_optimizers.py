@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from memopt.options import positive_int
+from memopt.proposals import OptimizerInBackward
 from memopt.step.optimizers import as_optimizers, as_schedulers, norm_limit, parameters_of
 
 MODEL = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -40,6 +41,7 @@ def test_groups_added_later_are_seen() -> None:
         (SGD, TypeError, "must be a torch.optim.Optimizer or a list"),
         ([BODY, "adam"], TypeError, "not 'adam'"),
         (torch.optim.LBFGS(MODEL.parameters()), ValueError, "LBFGS"),
+        (OptimizerInBackward(SGD(MODEL.parameters(), 0.1)), ValueError, "before TrainStep could clip or skip"),
         (SGD(nn.Linear(5, 4).parameters()), ValueError, r"2 of the 2 parameters .* not Sequential's.*shape \(4, 5\)"),
         ([BODY, SGD(MODEL.parameters())], ValueError, "in two optimizers"),
     ],

@@ -1,0 +1,193 @@
+"""Plans the training calls of one model: captures them with more and more levers pulled, and accounts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memopt.budget.account import Account, account_of
+from memopt.capture.ahead import capture
+from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.captured import Captured
+from memopt.climb import Climb
+from memopt.levers import Rung, ladder
+from memopt.options import Options
+from memopt.plan import Plan
+from memopt.precision import DecidePrecision, check_rules, precision_rewriting
+from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
+from memopt.progress import stage
+from memopt.proposals import OPTIMIZER_PROPOSALS, Offer, TrainingFacts, offers
+from memopt.torch_compat import without_autocast
+from memopt.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from memopt.situation import State
+
+LOSS_OUTSIDE = (
+    "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
+    "model return its loss"
+)
+
+
+class CallPlanner:
+    """What is known of a model's training calls before they run; `plain` is the call of the plain model."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
+    ) -> None:
+        self.model, self.options, self.loss_fn, self.plain = model, options, loss_fn, plain
+        self.known: dict[tuple[Any, ...], Captured] = {}
+        """What was captured, by its regions and notes: another budget or situation prices nothing anew."""
+        self.data_sizes: dict[str, DataSizes] = {}
+        """Sizes that depend on data, by the fingerprint of the region that they are of."""
+        self.offer: Offer | None = None
+        """Proposals about the optimiser that were pulled: every plan counts on them."""
+
+    def device(self) -> torch.device:
+        """Where the model is, or, for one on "meta", where it would run here: tracing must see a device with kernels,
+        since "meta" picks other attention kernels and lacks some gradients."""
+        home = next(self.model.parameters()).device
+        if home.type != "meta":
+            return home
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def account(self, call: Call, state: State) -> Account:
+        device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
+        account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
+        account = replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
+        return account if self.offer is None else self.offer.adjusted(account)
+
+    def climb(self) -> Climb:
+        """What weighs plans with different levers against each other."""
+        allowed = frozenset(OPTIMIZER_PROPOSALS) & self.options.allow if self.offer is None else frozenset()
+        return Climb(self.options.budget_bytes, self.options.effort, allowed, self._offers)
+
+    def _offers(self) -> tuple[Offer, ...]:
+        """Proposals that may still be pulled. To the host's memory of a CPU there is nothing to move."""
+        here = {"offload_optimizer"} if self.card.name == "cpu" else set()
+        names = set(OPTIMIZER_PROPOSALS) - here if self.offer is None else set()
+        return offers(self.facts, names)
+
+    @property
+    def facts(self) -> TrainingFacts:
+        """What the optimiser trains, on which device."""
+        return TrainingFacts.of(self.model, self.options.optimizer, self.card)
+
+    def plan_ahead(self, call: Call, state: State) -> Plan:
+        """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
+        climb = self.climb()
+        with self.types():
+            self.screen(call, state)
+            capture = self._capture(call, state)
+            for rung in self.rungs:
+                try:
+                    captured, account = capture(rung.rewriting)
+                except NothingToRewrite as nothing:
+                    climb.skip(nothing.notes)
+                    continue
+                plan = climb.weigh(rung, captured, account)
+                if plan is not None:
+                    return plan
+        return climb.best()[0]
+
+    def _capture(self, call: Call, state: State) -> Callable[[Rewriting], tuple[Captured, Account]]:
+        """What captures a call on fakes with one rewriting or another, and accounts for it. Raises `CaptureError`."""
+        with stage("capturing"):
+            traced = capture(
+                self.model, call, self.loss_fn, self.device(), state.hooked, differentiate_all=self.differentiate_all
+            )
+
+        def captured(rewriting: Rewriting) -> tuple[Captured, Account]:
+            with stage("tracing"):
+                found = traced(rewriting)
+            account = replace(self.account(call, state), between_regions=found.between_bytes)
+            return self.remember(found.regions, call, rewriting, found.notes), account
+
+        return captured
+
+    def screen(self, call: Call, state: State) -> None:
+        """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
+        for decide in self.rewriting.deciders:
+            if isinstance(decide, DecidePrecision) and decide.screenings is not None and not decide.left_to_autocast:
+                here = self.options.hardware is None  # the budget is another device's if one was named
+                room = self.options.budget_bytes - self.account(call, state).resident_bytes if here else None
+                decide.screenings.look(
+                    self.model,
+                    call,
+                    self.loss_fn,
+                    [rung.rewriting for rung in self.rungs],
+                    room_bytes=room,
+                    differentiate_all=self.differentiate_all,
+                )
+
+    def remember(
+        self, regions: tuple[JointGraph, ...], call: Call, rewriting: Rewriting, notes: tuple[str, ...] = ()
+    ) -> Captured:
+        """The regions as something to plan; the same object as before if they were captured before."""
+        found = (region.operators.notes if region.operators else () for region in regions)
+        key = (*((region.fingerprint, region.parameter_inputs) for region in regions), *notes, *found)
+        if key not in self.known:
+            check_rules(self.model, [region.operators for region in regions if region.operators])
+            sizes = DataSizes()
+            if len(regions) == 1:
+                sizes = self._sizes(regions[0], call)
+                notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
+            self.known[key] = Captured(
+                type(self.model).__name__,
+                regions,
+                self.card,
+                notes,
+                sizes,
+                self.options.calibrate,
+                rewriting,
+                "recompute" in self.options.allow,
+            )
+        return self.known[key]
+
+    def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
+        """Sizes that depend on data: seen by running the call's forward without gradients; unknown for fakes."""
+        depends = any(True for _ in new_symbols(region.module.graph))
+        if not depends or not all(map(is_real, (*self.model.parameters(), *tensors_in(call)))):
+            return DataSizes()
+        state = TrainingState.of(self.model)
+        observed = observe(lambda: self.plain(*call[0], **call[1]))
+        state.undo_forward()
+        seen = match(region.module.graph, observed)
+        if seen is not None:
+            self.data_sizes[region.fingerprint] = DataSizes.of(seen, self.data_sizes.get(region.fingerprint))
+        return self.data_sizes.get(region.fingerprint, DataSizes())
+
+    @cached_property
+    def card(self) -> Hardware:
+        """What the step is planned for: the card that was named, or the device at hand."""
+        if self.options.calibrate:
+            with stage("timing the device"):
+                return measure_hardware(self.device())
+        return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
+
+    @cached_property
+    def rewriting(self) -> Rewriting:
+        """What is done to each region's operator graph."""
+        return precision_rewriting(self.options.precision, self.card)
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """What is done to them with more and more levers pulled."""
+        return ladder(self.rewriting, self.options.allow, drop_logits=self.options.outputs == "loss_only")
+
+    def types(self) -> AbstractContextManager[None]:
+        """The caller's autocast is off in the model where the plan has types of its own."""
+        return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
+
+    @property
+    def differentiate_all(self) -> bool:
+        return self.options.outputs == "all"
