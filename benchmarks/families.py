@@ -64,12 +64,12 @@ def run_budgets(family: Family) -> list[Run]:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32").smallest_gb()
+    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"}).smallest_gb()
     runs = []
     for share in SHARES:
         budget_gb = smallest + share * (plain.peak_bytes / GIB - smallest)
         with restored_buffers(model):
-            memopt.optimize(model, budget_gb, optimizer=None, precision="fp32")
+            memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
             step = train_step(model, batch)
             plan = memopt.plan_of(model)
             memopt.remove(model)
@@ -93,7 +93,7 @@ def run_budgets(family: Family) -> list[Run]:
 def compare_with_checkpointing(family: Family) -> Checkpointing:
     assert family.per_block_checkpoint is not None
     model, batch = family.make(), family.batch("usual")
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32")
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
     family.per_block_checkpoint(model)
     peak_gb = train_step(model, batch).peak_bytes / GIB
     per_block = next(recipe for recipe in plan.recipes() if recipe.name == "per block")

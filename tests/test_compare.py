@@ -55,8 +55,8 @@ def batch() -> Batch:
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> nn.Module:
     """The model, optimised for a budget just above the smallest."""
-    plan = memopt.plan(model, 1, batch, precision="fp32", **options)
-    return memopt.optimize(model, plan.smallest_gb() * 1.02, precision="fp32", **options)
+    plan = memopt.plan(model, 1, batch, precision="fp32", allow={"recompute"}, **options)
+    return memopt.optimize(model, plan.smallest_gb() * 1.02, precision="fp32", allow={"recompute"}, **options)
 
 
 def test_the_optimised_step_is_the_plain_one(batch: Batch) -> None:
@@ -135,7 +135,7 @@ def test_what_is_kept_aside_does_not_count(batch: Batch) -> None:
 def test_what_cannot_be_compared(batch: Batch) -> None:
     with pytest.raises(ValueError, match=r"this Net is not optimised; call memopt\.optimize first"):
         memopt.compare(Net(), batch)
-    model = memopt.optimize(Net(), 1, precision="fp32")
+    model = memopt.optimize(Net(), 1, precision="fp32", allow={"recompute"})
     with pytest.raises(ValueError, match=r"in eval mode.*call model.train\(\) first"):
         memopt.compare(model.eval(), batch)
     handle = model.train().get_parameter("norm.bias").register_post_accumulate_grad_hook(lambda _: None)
@@ -145,11 +145,11 @@ def test_what_cannot_be_compared(batch: Batch) -> None:
     with pytest.raises(TypeError, match="must be a tuple"):
         memopt.compare(model, 3)
     with pytest.raises(ValueError, match="the loss must be a scalar, but its shape is"):
-        memopt.compare(memopt.optimize(Body(), 1, outputs="all", precision="fp32"), batch[:1])
+        memopt.compare(memopt.optimize(Body(), 1, outputs="all", precision="fp32", allow={"recompute"}), batch[:1])
 
 
 def test_a_budget_too_small_passes_through(batch: Batch) -> None:
-    model = memopt.optimize(Net(), 1e-4, precision="fp32")
+    model = memopt.optimize(Net(), 1e-4, precision="fp32", allow={"recompute"})
     before = fingerprint(model)
     with pytest.raises(memopt.BudgetError, match="too small"):
         memopt.compare(model, batch)
@@ -205,7 +205,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("make", [Net, Odd])
 def test_the_reference_is_the_same_step_in_float64(make: type[nn.Module], batch: Batch) -> None:
-    model = memopt.optimize(make(), 1, optimizer=None, precision="fp32")
+    model = memopt.optimize(make(), 1, optimizer=None, precision="fp32", allow={"recompute"})
     before = fingerprint(model)
     found = memopt.compare(model, batch)
     assert fingerprint(model) == before

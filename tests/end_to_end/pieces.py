@@ -83,7 +83,7 @@ def same(a: Any, b: Any) -> bool:
 
 def plan(model: nn.Module, batch: Any, **options: Any) -> memopt.Plan:
     """The plan of a step without an optimiser under a budget that it cannot exceed."""
-    return memopt.plan(model, 1.0, batch, **{"optimizer": None, "precision": "fp32", **options})
+    return memopt.plan(model, 1.0, batch, **{"optimizer": None, "precision": "fp32", "allow": {"recompute"}, **options})
 
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> float:
@@ -97,7 +97,7 @@ def tight(model: nn.Module, batch: Any, **options: Any) -> float:
 def check(model: nn.Module, piece: Piece, budget_gb: float, batch: Any, **options: Any) -> Trained:
     """Assert that a piece of training leaves the plain model's bits and keeps to the budget; optimises `model`."""
     plain = run(copy.deepcopy(model), piece, batch)
-    memopt.optimize(model, budget_gb, **{"optimizer": None, "precision": "fp32", **options})
+    memopt.optimize(model, budget_gb, **{"optimizer": None, "precision": "fp32", "allow": {"recompute"}, **options})
     trained = run(model, piece, batch)
     assert_same(trained, plain)
     assert trained.peak_bytes <= budget_gb * GIB, f"{trained.peak_bytes} bytes exceed {budget_gb * GIB:.0f}"

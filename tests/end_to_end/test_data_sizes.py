@@ -24,9 +24,9 @@ def test_a_batch_that_outgrows_the_plan_is_planned_anew() -> None:
     family = BY_NAME["moe"]
     model, batch = family.make(), family.batch("usual")
     even = train_step(model, batch)
-    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32").smallest_gb()
+    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"}).smallest_gb()
     budget_gb = smallest + 0.7 * (even.peak_bytes / GIB - smallest)
-    memopt.optimize(model, budget_gb, optimizer=None, precision="fp32")
+    memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
     assert_equal(train_step(model, batch), even)
     first = memopt.plan_of(model)
 
@@ -45,7 +45,7 @@ def test_a_batch_that_outgrows_the_plan_is_planned_anew() -> None:
 def test_fakes_are_planned_for_the_largest_sizes() -> None:
     family = BY_NAME["moe"]
     model, batch = family.make(), family.batch("usual")
-    seen = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32")
+    seen = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
     largest = memopt.plan(
         model.to("meta"), 1000, {k: v.to("meta") for k, v in batch.items()}, optimizer=None, precision="fp32"
     )
@@ -63,4 +63,4 @@ def test_allowance_never_shrinks() -> None:
 @pytest.mark.parametrize("family", [BY_NAME["gpt2-sdpa"], BY_NAME["mixtral"]], ids=str)
 def test_models_without_such_sizes_are_not_run_ahead(family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memopt.call_planner.observe", lambda run: pytest.fail("ran the forward to observe sizes"))
-    memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp32")
+    memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp32", allow={"recompute"})

@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 
 def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, budget_gb: float) -> memopt.Plan:
     with restored_buffers(model):
-        memopt.optimize(model, budget_gb, optimizer=None, precision="fp32")
+        memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
         step = train_step(model, batch)
         made = memopt.plan_of(model)
         memopt.remove(model)
@@ -41,7 +41,7 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32")
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
     for share, budget_gb in zip(shares, budgets(plan, plain, shares), strict=True):
         made = check_budget(family, plain, model, batch, plan, budget_gb)
         if share <= DEEP:
@@ -65,7 +65,7 @@ def test_seven_budgets(family: Family) -> None:
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.repeated_blocks], ids=str)
 def test_beats_checkpointing_per_block(family: Family) -> None:
     model, batch = family.make(), family.batch("usual")
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32")
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
     family.per_block_checkpoint(model)  # type: ignore[misc]
     peak_gb = train_step(model, batch).peak_bytes / GIB
     assert plan.smallest_gb() < peak_gb

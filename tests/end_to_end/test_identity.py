@@ -57,7 +57,7 @@ def budget() -> float:
 @pytest.fixture
 def optimized(budget: float) -> nn.Module:
     """Optimised, and trained for a step."""
-    model = memopt.optimize(make(), budget, optimizer=None, precision="fp32")
+    model = memopt.optimize(make(), budget, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, BATCH)
     model.zero_grad()
     return model
@@ -72,7 +72,7 @@ def test_optimize_returns_the_very_model_with_its_class_and_parameters(budget: f
     model = make()
     before = (type(model), model.__class__, dict(model.named_parameters()), dict(model.named_modules()))
     keys, text = list(model.state_dict()), repr(model)
-    assert memopt.optimize(model, budget, optimizer=None, precision="fp32") is model
+    assert memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"}) is model
     step(model, BATCH)
     assert isinstance(model, Noted)
     assert type(model) is Noted
@@ -147,7 +147,7 @@ def test_the_state_goes_into_a_plain_model_and_back(optimized: nn.Module) -> Non
 def test_remove_leaves_no_trace(budget: float) -> None:
     model, other = make(), make()
     before = {name: (value, copy.copy(value)) for name, value in vars(model).items()}
-    memopt.optimize(model, budget, optimizer=None, precision="fp32")
+    memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"})
     trained(model)
     trained(other)
     assert memopt.remove(model) is model
@@ -165,10 +165,10 @@ def test_remove_leaves_no_trace(budget: float) -> None:
 
 
 def test_optimising_twice_replaces_the_first(budget: float) -> None:
-    model = memopt.optimize(make(), 1.0, optimizer=None, precision="fp32")
+    model = memopt.optimize(make(), 1.0, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, BATCH)
     first = memopt.plan_of(model)
-    memopt.optimize(model, budget, optimizer=None, precision="fp32")
+    memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"})
     model.zero_grad()
     step(model, BATCH)
     assert memopt.plan_of(model).budget_bytes < first.budget_bytes
@@ -178,7 +178,9 @@ def test_optimising_twice_replaces_the_first(budget: float) -> None:
 def test_a_failed_second_optimize_leaves_the_first(optimized: nn.Module, budget: float) -> None:
     first = memopt.plan_of(optimized)
     with pytest.raises(memopt.BudgetError):
-        memopt.optimize(optimized, budget / 100, example_inputs=BATCH, optimizer=None, precision="fp32")
+        memopt.optimize(
+            optimized, budget / 100, example_inputs=BATCH, optimizer=None, precision="fp32", allow={"recompute"}
+        )
     assert memopt.plan_of(optimized) is first
 
 
@@ -192,10 +194,10 @@ def test_a_model_that_was_compiled_stays_compiled_beneath(budget: float) -> None
     model: Any = make()
     model.compile(backend=backend)
     own = model._compiled_call_impl
-    memopt.optimize(model, budget, optimizer=None, precision="fp32")
+    memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, BATCH)
     assert not compiled, "a training call runs as planned, not as compiled before"
-    memopt.optimize(model, 2 * budget, optimizer=None, precision="fp32")
+    memopt.optimize(model, 2 * budget, optimizer=None, precision="fp32", allow={"recompute"})
     with torch.no_grad():
         call(model, BATCH)
     assert len(compiled) == 1, "other calls run as before"
@@ -208,7 +210,7 @@ def test_a_model_that_was_compiled_stays_compiled_beneath(budget: float) -> None
 @pytest.mark.parametrize("kind", [Noted, odd_models.GraphBreak, odd_models.BreakInLoop])
 def test_a_deleted_model_dies(kind: Callable[[], nn.Module]) -> None:
     model = make(kind)
-    memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, BATCH)
     step(model, BATCH)
     alive = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
@@ -222,7 +224,7 @@ def test_many_models_leave_nothing_with_dynamo(kind: type[nn.Module], removed: b
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 
     def train_one() -> tuple[int, int, int]:
-        model = memopt.optimize(make(kind), 1.0, optimizer=None, precision="fp32")
+        model = memopt.optimize(make(kind), 1.0, optimizer=None, precision="fp32", allow={"recompute"})
         step(model, BATCH)
         if removed:
             memopt.remove(model)

@@ -44,7 +44,7 @@ def test_longer_sequences_then_shorter_ones() -> None:
 def test_sequences_too_long_for_the_budget_are_refused_before_they_run() -> None:
     model, each, longer = make(), batch(), batch(4 * ROWS)
     budget = usual().tight
-    memopt.optimize(model, budget, optimizer=None, precision="fp32")
+    memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, each)
     model.zero_grad()
     error = refusal(model, lambda model: step(model, longer), budget, longer)
@@ -83,7 +83,7 @@ def test_gradients_are_added_where_they_are() -> None:
     """Few rows: gradients outweigh activations, and a second set of them would not fit."""
     model, few = make(), batch(rows=4)
     parameters = sum(p.numel() * 4 for p in model.parameters())
-    memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, few)
     before = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     trained = run(model, lambda model: step(model, few), few)
@@ -128,7 +128,7 @@ def test_eval_and_no_grad_run_plain_in_between() -> None:
         return [first, second, third.detach(), step(model, each)]
 
     plain = run(copy.deepcopy(model), piece, each)
-    memopt.optimize(model, usual().tight, optimizer=None, precision="fp32")
+    memopt.optimize(model, usual().tight, optimizer=None, precision="fp32", allow={"recompute"})
     assert_same(run(model, piece, each), plain)
 
 
@@ -161,7 +161,7 @@ def test_a_dropped_forward_is_forgotten() -> None:
 def test_nothing_of_a_step_is_kept(kind: type[nn.Module]) -> None:
     """Neither the inputs nor anything made of them, once compiling has left the field."""
     model = make(kind)
-    memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
     steps(model, batch(), batch(), batch())
     gc.collect()
     before = resident_bytes()

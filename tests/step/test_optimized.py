@@ -25,7 +25,7 @@ def trained(model: nn.Module, batches: list[Any], **options: Any) -> tuple[Recor
 
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> nn.Module:
-    options = {"precision": "fp32", **options}
+    options = {"precision": "fp32", "allow": {"recompute"}, **options}
     plan = memopt.plan(model, 1, batch, **options)
     return memopt.optimize(model, plan.smallest_gb() * 1.1, **options)
 
