@@ -3,8 +3,7 @@
 from memopt.api import frontier, max_batch, max_length, optimize, plan, plan_of, remove, training_loss, wrap_optimizer
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.check import check
-from memopt.compare_step import compare
-from memopt.comparison import Comparison
+from memopt.comparison import Comparison, compare
 from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
 from memopt.meter import measure_peak
 from memopt.pareto.frontier import Frontier

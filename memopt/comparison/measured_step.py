@@ -13,7 +13,7 @@ import torch
 
 from memopt.budget.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
-from memopt.comparison import Run
+from memopt.comparison.comparison import Run
 from memopt.meter import measure_peak
 from memopt.precision.plan import dtype_name
 from memopt.step.loss import scalar_loss

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt import compare_step
-from memopt.accuracy import Accuracy, GradientError
-from memopt.comparison import Comparison, Difference, Run
-from memopt.free_memory import free_bytes
+from memopt.comparison.accuracy import Accuracy, GradientError
+from memopt.comparison.comparison import Comparison, Difference, Run
+from memopt.comparison.free_memory import free_bytes
 
 WIDTH = 64
 Batch = tuple[Tensor, Tensor]
@@ -294,7 +293,7 @@ def test_where_float64_does_not_do(batch: Batch, monkeypatch: pytest.MonkeyPatch
         memopt.compare(model, batch, reference="float64")
     with pytest.raises(ValueError, match="reference must be one of 'auto', 'float64', 'fp32', not 'fp64'"):
         memopt.compare(model, batch, reference="fp64")
-    monkeypatch.setattr(compare_step, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr("memopt.comparison.compare_step.free_bytes", lambda _: 1000)
     found = memopt.compare(model, batch)
     assert "float64 would hold" in found.notes[0]
     assert "1000 B are free" in found.notes[0]

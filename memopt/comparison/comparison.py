@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from memopt.accuracy import Accuracies, Accuracy, GradientError
+from memopt.comparison.accuracy import Accuracies, Accuracy, GradientError
 from memopt.errors import GIB
 from memopt.report import as_text
 from memopt.units import duration, size
