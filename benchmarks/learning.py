@@ -178,6 +178,7 @@ def table(curves: list[Curve]) -> Table:
 
 
 def draw(curves: list[Curve]) -> None:
+    PICTURE.parent.mkdir(exist_ok=True)
     figure = Figure(figsize=(11, 4.2), dpi=120)
     FigureCanvasAgg(figure)
     tasks = list(dict.fromkeys(curve.task for curve in curves))

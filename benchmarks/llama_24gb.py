@@ -1,0 +1,122 @@
+"""Llama on a card of 24 GB, planned on the meta device: LoRA on Llama-2-7B, and Llama-3-8B in full.
+
+    python -m benchmarks.llama_24gb
+
+LoRA: rank 16 on every linear layer of the blocks, the base frozen in bfloat16, adapters in fp32 with AdamW. The static
+sum (parameters, gradients, state) in GB of 10^9 bytes stands beside the article's 14.3 GB; `memopt.max_batch` finds the
+largest batch of 2,048 tokens. In full: bfloat16 parameters and AdamW, with what the refusal says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memopt
+from benchmarks.real_models import integers
+from benchmarks.stamp import stamp
+from memopt.errors import BudgetError
+
+RESULT = Path(__file__).parent / "results" / "llama_24gb.json"
+CARD, CARD_GB, LENGTH, RANK = "rtx-4090", 24, 2048, 16
+ARTICLE_GB = 14.3
+OPTIONS: dict[str, Any] = {"device": CARD, "outputs": "loss_only", "optimizer": torch.optim.AdamW}
+LLAMA_2_7B = LlamaConfig(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    use_cache=False,
+)  # fmt: skip
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, use_cache=False,
+)  # fmt: skip
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer, and beside it one of low rank that learns (Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, device="meta"))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = functional.linear(x, self.down.to(x.dtype))
+        result: Tensor = self.base(x) + functional.linear(low, self.up.to(x.dtype))
+        return result
+
+
+def llama(config: LlamaConfig) -> nn.Module:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.loss_type = "ForCausalLM"
+    return model.to(torch.bfloat16).train()
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name.endswith("_proj"):
+                setattr(module, name, LoRA(child, RANK))
+    return model
+
+
+def batch(samples: int) -> dict[str, Tensor]:
+    return {"input_ids": integers(samples, LENGTH), "labels": integers(samples, LENGTH)}
+
+
+def lora() -> dict[str, Any]:
+    model = with_lora(llama(LLAMA_2_7B))
+    start = time.perf_counter()
+    plan = memopt.plan(model, CARD_GB, batch(1), **OPTIONS)
+    account = plan.account
+    static_gb = (account.parameters + account.gradients + account.optimizer_state) / 1e9
+    planned = time.perf_counter() - start
+    print(f"static {static_gb:.2f} GB, batch 1 planned in {planned:.0f} s", file=sys.stderr, flush=True)
+    largest = memopt.max_batch(model, CARD_GB, batch, **OPTIONS)
+    last = memopt.plan(model, CARD_GB, batch(largest), **OPTIONS)
+    return {
+        "static_gb": static_gb,
+        "article_gb": ARTICLE_GB,
+        "largest_batch": largest,
+        "peak_gb": last.predicted_peak_gb,
+        "added_time": last.added_time,
+        "levers": last.levers,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def in_full() -> dict[str, Any]:
+    model = llama(LLAMA_3_8B)
+    try:
+        plan = memopt.plan(model, CARD_GB, batch(1), **OPTIONS)
+    except BudgetError as error:
+        return {"refused": str(error), "smallest_gb": error.smallest_gb, "proposals": error.proposals}
+    return {"peak_gb": plan.predicted_peak_gb, "receipt": [str(row) for row in plan.receipt]}
+
+
+def main() -> None:
+    found = {"Llama-2-7B, LoRA": lora(), "Llama-3-8B, in full": in_full()}
+    RESULT.write_text(json.dumps({**stamp(), **found}, indent=1) + "\n")
+    table = Table(title=f"Planned for {CARD}, {CARD_GB} GB, sequences of {LENGTH}", title_justify="left")
+    for column in ("model", "", ""):
+        table.add_column(column, overflow="fold")
+    for name, values in found.items():
+        for key, value in values.items():
+            table.add_row(name, key, f"{value:.3f}" if isinstance(value, float) else str(value))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
