@@ -92,7 +92,7 @@ class CallPlanner:
                 try:
                     captured, account = capture(rung.rewriting)
                 except NothingToRewrite as nothing:
-                    climb.skip(nothing.notes)
+                    climb.skip(rung, nothing.notes)
                     continue
                 plan = climb.weigh(rung, captured, account)
                 if plan is not None:

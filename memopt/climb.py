@@ -36,9 +36,12 @@ class Climb:
     _refused: list[BudgetError] = field(default_factory=list)
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
+    _idle: set[str] = field(default_factory=set)
+    """Levers that found nothing to do: rungs above have them in name only."""
 
-    def skip(self, notes: tuple[str, ...]) -> None:
+    def skip(self, rung: Rung, notes: tuple[str, ...]) -> None:
         """The newest lever of a rung finds nothing to do, as the notes say."""
+        self._idle.add(rung.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
     def weigh(self, rung: Rung, captured: Captured, account: Account) -> Plan | None:
@@ -111,7 +114,8 @@ class Climb:
             seconds = plan.step_seconds + plan.added_seconds
             rows.append(ReceiptRow("recompute", plan.predicted_peak_bytes, seconds))
         fresh = tuple(note for note in self._notes if note not in plan.notes)
-        return replace(plan, levers=rung.levers, receipt=tuple(rows), notes=plan.notes + fresh)
+        pulled = tuple(lever for lever in rung.levers if lever not in self._idle)
+        return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
 
 
 def _proposed(offer: Offer, least_bytes: int) -> str:

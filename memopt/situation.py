@@ -109,7 +109,7 @@ class Situation:
                     compiled, plan = self._lower_whole(graph_module, inputs, rung, climb)
                 break
             except NothingToRewrite as nothing:
-                climb.skip(nothing.notes)
+                climb.skip(rung, nothing.notes)
             except _NotYet:
                 pass
         else:

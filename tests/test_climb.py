@@ -71,7 +71,7 @@ def test_a_lever_that_only_costs_is_not_pulled() -> None:
 
 def test_the_refusal_names_the_smallest_of_all() -> None:
     climbed, _ = climb(2**10, (GROUND, PLAIN), (FIRST, LEAN))
-    climbed.skip(("two: nothing to do here",))
+    climbed.skip(SECOND, ("two: nothing to do here",))
     with pytest.raises(BudgetError, match="two: nothing to do here") as error:
         climbed.best()
     assert error.value.smallest_bytes == needs(LEAN)[0] < needs(PLAIN)[0]
@@ -82,7 +82,7 @@ def test_the_refusal_names_the_smallest_of_all() -> None:
 def test_what_was_left_alone_is_a_note_of_the_plan() -> None:
     least, plain = needs(PLAIN)
     climbed, _ = climb((least + plain) // 2, (GROUND, PLAIN))
-    climbed.skip(("two: nothing to do here",))
+    climbed.skip(SECOND, ("two: nothing to do here",))
     assert "two: nothing to do here" in climbed.best()[0].notes
 
 
@@ -100,3 +100,10 @@ def test_the_account_is_the_step_s_own() -> None:
     taken = climb.weigh(GROUND, PLAIN, held)
     assert taken is not None
     assert taken.account == held
+
+
+def test_a_lever_without_work_is_not_among_those_pulled() -> None:
+    climbed = Climb(needs(LEAN)[0], DEFAULT_EFFORT)
+    climbed.skip(FIRST, ("one: nothing to do here",))
+    assert climbed.weigh(SECOND, LEAN, ACCOUNT) is None
+    assert climbed.best()[0].levers == ("two",)

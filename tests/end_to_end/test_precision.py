@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memopt
 from memopt.errors import GIB
+from memopt.options import DEFAULT_ALLOW
 from passes.module_path import module_path
 from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
@@ -26,6 +29,15 @@ USUAL = ("gpt2-sdpa", "resnet", "t5")
     ids=str,
 )
 def test_families(family: Family, precision: str) -> None:
+    train_in_16_bits(family, precision, {"recompute"})
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", pytest.param("moe", marks=pytest.mark.slow)])
+def test_with_all_levers(name: str) -> None:
+    train_in_16_bits(BY_NAME[name], "bf16", DEFAULT_ALLOW)
+
+
+def train_in_16_bits(family: Family, precision: str, allow: Collection[str]) -> None:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
@@ -34,7 +46,7 @@ def test_families(family: Family, precision: str) -> None:
     for share in (0.4, 0.0):
         budget_gb = smallest + share * (plan.plain_peak_gb - smallest)
         with restored_buffers(model):
-            memopt.optimize(model, budget_gb, optimizer=None, precision=precision)
+            memopt.optimize(model, budget_gb, optimizer=None, precision=precision, allow=allow)
             step = train_step(model, batch)
             made = memopt.plan_of(model)
             memopt.remove(model)
