@@ -32,10 +32,10 @@ from benchmarks.stamp import stamp
 from memopt.budget.account import Account
 from memopt.captured import Joined
 from memopt.errors import GIB, BudgetError
+from memopt.microbatch import split
 from memopt.planner import smallest
 from memopt.pricing import hardware
 from memopt.proposals import Levers, Offer, TrainingFacts, price_levers, propose
-from memopt.step.microbatch import split
 
 RESULT = Path(__file__).parent / "results" / "articles.json"
 GB = 1e9

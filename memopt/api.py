@@ -59,8 +59,8 @@ def optimize(
             "recompute" (bitwise exact), "fused_ops", "fused_attention", "chunked_loss" (exact but for rounding). With
             `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off
             by default, runs a model unplanned that cannot be captured. Also off by default are the proposals
-            "low_bit_optimizer" and "offload_optimizer", pulled where nothing else makes the step fit; they need
-            `example_inputs`, and the optimiser has to go through `wrap_optimizer`.
+            "bf16_parameters" (for steps in bf16), "low_bit_optimizer" and "offload_optimizer", pulled where nothing
+            else makes the step fit; they need `example_inputs`, and the optimiser to go through `wrap_optimizer`.
         backend: "auto" or "aten": planned graphs run as plain ATen operators.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
             "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
@@ -169,7 +169,7 @@ def max_batch(
     if not callable(make_inputs):
         raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
     call = PlannedCall(model, options)
-    return LargestSize(lambda size: call.plan(make_inputs(size)), options.budget_bytes, step, most).find()
+    return LargestSize(lambda size: call.plan(make_inputs(size), advise=False), options.budget_bytes, step, most).find()
 
 
 max_length = max_batch
@@ -192,14 +192,14 @@ def plan_of(model: nn.Module) -> Plan:
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimiser as the plan of an optimised model counts on it: with the proposals that were pulled around it.
 
-    Where none was, it is the optimiser itself. Train with what is returned, and give that to schedulers and
-    `TrainStep`. Raises `ValueError` for a plain model, and for an optimiser that the proposals do not fit.
+    Where none was, it is the optimiser itself; where "bf16_parameters" was, the model's parameters become bfloat16.
+    Train with what is returned, and give that to schedulers and `TrainStep`. Raises `ValueError` for a plain model, and
+    for an optimiser that the proposals do not fit.
     """
     call = planned_call_of(model)
     if call is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    call.pulled.check(optimizer)
-    return call.pulled.wrap(optimizer)
+    return call.pulled.apply(model, optimizer)
 
 
 def remove(model: Model) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,21 +11,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memopt.advice import Advice
 from memopt.budget.account import Account, account_of
 from memopt.capture.ahead import capture
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.captured import Captured
-from memopt.climb import Climb
+from memopt.climb import Climb, Step
+from memopt.errors import CaptureError
 from memopt.levers import Rung, ladder
 from memopt.options import Options
 from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
-from memopt.proposals import OPTIMIZER_PROPOSALS, Offer, TrainingFacts, offers
+from memopt.proposing import Proposing
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState
 
@@ -49,8 +52,6 @@ class CallPlanner:
         """What was captured, by its regions and notes: another budget or situation prices nothing anew."""
         self.data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
-        self.offer: Offer | None = None
-        """Proposals about the optimiser that were pulled: every plan counts on them."""
 
     def device(self) -> torch.device:
         """Where the model is, or, for one on "meta", where it would run here: tracing must see a device with kernels,
@@ -64,30 +65,31 @@ class CallPlanner:
         device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
         account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
         account = replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
-        return account if self.offer is None else self.offer.adjusted(account)
+        return self.proposing.adjusted(account)
 
     def climb(self) -> Climb:
         """What weighs plans with different levers against each other."""
-        allowed = frozenset(OPTIMIZER_PROPOSALS) & self.options.allow if self.offer is None else frozenset()
-        return Climb(self.options.budget_bytes, self.options.effort, allowed, self._offers)
+        proposing = self.proposing
+        return Climb(self.options.budget_bytes, self.options.effort, proposing.allowed, proposing.offers)
 
-    def _offers(self) -> tuple[Offer, ...]:
-        """Proposals that may still be pulled. To the host's memory of a CPU there is nothing to move."""
-        here = {"offload_optimizer"} if self.card.name == "cpu" else set()
-        names = set(OPTIMIZER_PROPOSALS) - here if self.offer is None else set()
-        return offers(self.facts, names)
+    @cached_property
+    def proposing(self) -> Proposing:
+        """Which proposals there are, and which was pulled."""
+        return Proposing(self.model, self.options, self.card, self.rewriting.autocast)
 
-    @property
-    def facts(self) -> TrainingFacts:
-        """What the optimiser trains, on which device."""
-        return TrainingFacts.of(self.model, self.options.optimizer, self.card)
+    def plan_ahead(self, call: Call, state: State, *, advise: bool = True) -> Plan:
+        """Capture and plan a call ahead of its first run, on fakes.
 
-    def plan_ahead(self, call: Call, state: State) -> Plan:
-        """Capture and plan a call ahead of its first run, on fakes. Raises `BudgetError`, `CaptureError`."""
+        Raises `BudgetError`, with what else would help if `advise`, and `CaptureError`.
+        """
+        self.proposing.check_allowed()
         climb = self.climb()
+        climb.narrowed = self._on_narrow_parameters(call, state)
+        if advise:
+            climb.advice = Advice(self, call, state)
         with self.types():
             self.screen(call, state)
-            capture = self._capture(call, state)
+            capture = self._capture(call, state, self.proposing.narrowed)
             for rung in self.rungs:
                 try:
                     captured, account = capture(rung.rewriting)
@@ -97,13 +99,35 @@ class CallPlanner:
                 plan = climb.weigh(rung, captured, account)
                 if plan is not None:
                     return plan
-        return climb.best()[0]
+            return climb.best()[0]
 
-    def _capture(self, call: Call, state: State) -> Callable[[Rewriting], tuple[Captured, Account]]:
+    def _on_narrow_parameters(self, call: Call, state: State) -> Callable[[Rung], Step | None]:
+        """What gives the call on a rung as it will be once the parameters are in bf16; None where its code cannot mix
+        the dtypes that it then meets."""
+        captures: list[Callable[[Rewriting], tuple[Captured, Account]]] = []
+
+        def step(rung: Rung) -> Step | None:
+            with suppress(NothingToRewrite, CaptureError):
+                if not captures:
+                    captures.append(self._capture(call, state, self.proposing.narrowing()))
+                return (rung, *captures[0](rung.rewriting))
+            return None
+
+        return step
+
+    def _capture(
+        self, call: Call, state: State, narrowed: Narrowed | None
+    ) -> Callable[[Rewriting], tuple[Captured, Account]]:
         """What captures a call on fakes with one rewriting or another, and accounts for it. Raises `CaptureError`."""
         with stage("capturing"):
             traced = capture(
-                self.model, call, self.loss_fn, self.device(), state.hooked, differentiate_all=self.differentiate_all
+                self.model,
+                call,
+                self.loss_fn,
+                self.device(),
+                state.hooked,
+                differentiate_all=self.differentiate_all,
+                narrowed=narrowed,
             )
 
         def captured(rewriting: Rewriting) -> tuple[Captured, Account]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.budget.account import Account
@@ -14,6 +14,9 @@ from memopt.plan import Plan, make_plan, plain_row
 from memopt.planner import smallest
 from memopt.proposals import Offer
 from memopt.receipt import ReceiptRow
+
+Step = tuple[Rung, Captured, Account]
+"""What a rung makes of the call."""
 
 # How many offers a refusal describes.
 _SHOWN = 3
@@ -31,11 +34,17 @@ class Climb:
     """Proposals that may be pulled where no rung fits."""
     offers: Callable[[], Sequence[Offer]] = tuple
     """All proposals in the order of their price."""
-    _steps: list[tuple[Rung, Captured, Account]] = field(default_factory=list)
+    narrowed: Callable[[Rung], Step | None] = lambda rung: None
+    """The step on a rung with narrower parameters, for offers that need it; None where it cannot be captured."""
+    advice: Callable[[Sequence[Step]], Sequence[str]] = lambda steps: ()
+    """What else would help, in a sentence each, asked for where nothing that may be pulled does."""
+    _steps: list[Step] = field(default_factory=list)
     _plans: list[tuple[Plan, Rung]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
+    _narrow: dict[int, Step | None] = field(default_factory=dict)
+    """By the `id` of the rung."""
     _idle: set[str] = field(default_factory=set)
     """Levers that found nothing to do: rungs above have them in name only."""
 
@@ -65,36 +74,60 @@ class Climb:
         return self._fastest() if self._plans else self._with_offer()
 
     def _with_offer(self) -> tuple[Plan, Rung]:
+        found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[Offer, int]] = []
         for offer in self.offers():
+            allowed = self.allowed.issuperset(offer.names)
+            if not allowed and self._is_hopeless(offer):
+                continue
             least = self._least(offer)
-            if self.allowed.issuperset(offer.names):
+            if least is None:
+                continue
+            found[offer.names] = least.smallest_bytes
+            if allowed:
                 self._refused.append(least)
             if least.smallest_bytes > self.budget_bytes:
                 continue
             helpful.append((offer, least.smallest_bytes))
-            if self.allowed.issuperset(offer.names):
+            if allowed:
                 return self._take(offer)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        texts = [*self._notes, *(_proposed(offer, nbytes) for offer, nbytes in helpful[:_SHOWN])]
+        proposed = (_proposed(offer, nbytes) for offer, nbytes in helpful[:_SHOWN])
+        texts = [*self._notes, *proposed, *self.advice(self._steps)]
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
             further=texts,
             proposals=tuple(offer.names for offer, _ in helpful),
+            smallest_with=found,
         )
 
-    def _least(self, offer: Offer) -> BudgetError:
-        """What would be refused with an offer: the smallest budget of all rungs, and what holds it up."""
-        found = [
-            smallest(captured.joined(accumulating=account.gradients_held), offer.adjusted(account))
-            for _, captured, account in self._steps
-        ]
-        return BudgetError(self.budget_bytes, *min(found))
+    def _with(self, offer: Offer, steps: Sequence[Step]) -> Iterator[Step]:
+        """The steps as an offer is taken on them."""
+        for step in steps:
+            taken = self._narrowed(step[0]) if offer.narrows else step
+            if taken is not None:
+                yield taken
+
+    def _is_hopeless(self, offer: Offer) -> bool:
+        """Whether what is held all the time is above the budget."""
+        return all(offer.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
+
+    def _narrowed(self, rung: Rung) -> Step | None:
+        if id(rung) not in self._narrow:
+            self._narrow[id(rung)] = self.narrowed(rung)
+        return self._narrow[id(rung)]
+
+    def _least(self, offer: Offer) -> BudgetError | None:
+        """What would be refused with an offer: the smallest budget, and what holds it up. Narrow parameters are tried
+        on the rung that holds least with wide ones; None where they cannot be."""
+        steps = [min(self._steps, key=_smallest)] if offer.narrows else self._steps
+        found = [_smallest((rung, each, offer.adjusted(account))) for rung, each, account in self._with(offer, steps)]
+        return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, offer: Offer) -> tuple[Plan, Rung]:
-        for rung, captured, account in self._steps:
+        for rung, captured, account in self._with(offer, self._steps):
             try:
                 plan = make_plan(captured, offer.adjusted(account), self.budget_bytes, self.effort)
             except BudgetError:
@@ -116,6 +149,11 @@ class Climb:
         fresh = tuple(note for note in self._notes if note not in plan.notes)
         pulled = tuple(lever for lever in rung.levers if lever not in self._idle)
         return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
+
+
+def _smallest(step: Step) -> tuple[int, str]:
+    _, captured, account = step
+    return smallest(captured.joined(accumulating=account.gradients_held), account)
 
 
 def _proposed(offer: Offer, least_bytes: int) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from memopt.capture.inputs import as_call, check_device
 from memopt.options import Options
 from memopt.plan import Plan
-from memopt.proposals import Levers, Offer, propose
+from memopt.proposals import Levers
 from memopt.training import TrainingCalls
 
 
@@ -41,28 +41,22 @@ class PlannedCall:
     def trains(self) -> bool:
         return torch.is_grad_enabled() and self.model.training and not torch.compiler.is_compiling()
 
-    def plan(self, example_inputs: Any, *, gradients_held: bool = False) -> Plan:
-        """Plan a training call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients.
+    def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
+        """Plan a training call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients;
+        `advise`: have a refusal say what else would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
         calls = self.with_loss or self.forward
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
-        plan = calls.plan_ahead(call, gradients_held=gradients_held)
-        if plan.proposals:
-            levers = Levers.named(plan.proposals)
-            self._count_on(Offer(levers, propose(calls.planner.facts, levers)))
-        return plan
-
-    def _count_on(self, offer: Offer) -> None:
-        """Have every further plan count on proposals that were pulled."""
-        for calls in (self.forward, self.with_loss):
-            if calls is not None:
-                calls.planner.offer = offer
+        return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def take_over(self) -> None:
-        """Stand in for the model's call."""
+        """Stand in for the model's call. Further plans count on what the one made by now has pulled, and on no more."""
+        for calls in (self.forward, self.with_loss):
+            if calls is not None:
+                calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
         module: Any = self.model
         module._compiled_call_impl = self
 
@@ -81,7 +75,7 @@ class PlannedCall:
     @property
     def pulled(self) -> Levers:
         """Proposals about the optimiser that plans count on."""
-        return offer.levers if (offer := self.forward.planner.offer) else Levers()
+        return offer.levers if (offer := self.forward.planner.proposing.pulled) else Levers()
 
     @property
     def latest(self) -> Plan | None:

@@ -18,7 +18,6 @@ from memopt.capture.dynamo import (
     example_inputs,
     lower,
     parameter_numbers,
-    training_call,
 )
 from memopt.capture.inputs import Call, call_signature
 from memopt.capture.joint import JointGraph
@@ -90,7 +89,7 @@ class Situation:
         return self.calls.begin(plan, self.state)
 
     def _compile_whole(self) -> Callable[..., Any]:
-        return compile_call(training_call(self.calls.model, self.calls.loss_fn), self._plan_and_lower, whole=True)
+        return compile_call(self.calls.to_capture(), self._plan_and_lower, whole=True)
 
     def _run_whole(self, call: Call) -> Any:
         try:
@@ -166,7 +165,7 @@ class RegionCalls:
         self.forward: PendingForward | None = None
         assert self.plan.captured is not None
         self.regions = self.plan.captured.regions
-        self._run = compile_call(training_call(calls.model, calls.loss_fn), self._lower, whole=False)
+        self._run = compile_call(calls.to_capture(), self._lower, whole=False)
 
     def run(self, call: Call, forward: PendingForward) -> Any:
         self.forward = forward

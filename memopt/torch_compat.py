@@ -289,9 +289,11 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def to_fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake of `tensor` (real, meta or fake) on `device`; a parameter's fake is a parameter."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def to_fake(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
     fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)

@@ -12,7 +12,7 @@ from torch import nn
 from memopt.budget.account import distinct_bytes
 from memopt.call_planner import CallPlanner
 from memopt.capture.data_sizes import SizeOutgrown
-from memopt.capture.dynamo import loss_call
+from memopt.capture.dynamo import loss_call, training_call
 from memopt.capture.inputs import Call, check_device
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
@@ -49,6 +49,7 @@ class TrainingCalls:
         if self.unplanned:
             return self.plain(*args, **kwargs)
         check_device((args, kwargs), self.model)
+        self.planner.proposing.check_parameters()
         waiting = self.pending.waiting()
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
@@ -80,14 +81,20 @@ class TrainingCalls:
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the plain model."""
         run: Any = self.own_call or self.model._call_impl
-        return loss_call(run, self.loss_fn)(*args, **kwargs)
+        return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
-    def plan_ahead(self, call: Call, *, gradients_held: bool = False) -> Plan:
-        """Plan a call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients.
+    def to_capture(self) -> Callable[..., Any]:
+        """A training call for Dynamo."""
+        return training_call(self.model, self.loss_fn, self.planner.proposing.floats)
+
+    def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
+        """Plan a call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients; `advise`: have
+        a refusal say what else would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
-        self.latest = self.planner.plan_ahead(call, replace(self._state(), gradients_held=gradients_held))
+        state = replace(self._state(), gradients_held=gradients_held)
+        self.latest = self.planner.plan_ahead(call, state, advise=advise)
         return self.latest
 
     def _state(self) -> State:

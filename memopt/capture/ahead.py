@@ -20,7 +20,7 @@ from memopt.capture.dynamo import (
     parameter_numbers,
     training_call,
 )
-from memopt.capture.fake_model import fake_parameters
+from memopt.capture.fake_model import Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Operators, Rewriting
@@ -58,14 +58,17 @@ def capture(
     hooked: frozenset[int],
     *,
     differentiate_all: bool,
+    narrowed: Narrowed | None = None,
 ) -> Capture:
     """Capture one training call; its joint graphs are traced when they are asked for, with one rewriting or another.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for. A call that is one region is captured once.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for; `narrowed` has parameters and inputs captured
+    in another dtype than they have. A call that is one region is captured once.
     Where the forward breaks into regions, its Python runs once, on fakes, for each rewriting.
     """
     mode = new_fake_mode()
     whole: list[_Whole] = []
+    floats = narrowed.dtype if narrowed else None
 
     def keep(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not differentiate_all:
@@ -73,21 +76,22 @@ def capture(
         whole.append(_Whole(graph_module, inputs, hooked_fakes, tracing_again()))
         raise _Recorded
 
-    with fake_parameters(model, mode, device) as fakes:
+    with fake_parameters(model, mode, device, narrowed) as fakes:
         hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
         args, kwargs = fake_call(call, mode, device)
         reason = PASSED_OVER
         try:
-            compile_call(training_call(model, loss_fn), keep, whole=True)(*args, **kwargs)
+            compile_call(training_call(model, loss_fn, floats), keep, whole=True)(*args, **kwargs)
         except _Recorded:
             pass
         except GraphBreak as broken:
             reason = str(broken)
 
     def in_regions(rewriting: Rewriting) -> CapturedCall:
-        with fake_parameters(model, mode, device) as fakes:
+        with fake_parameters(model, mode, device, narrowed) as fakes:
             hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
-            return _capture_regions(model, (args, kwargs), loss_fn, mode, hooked_fakes, rewriting, reason)
+            run = training_call(model, loss_fn, floats)
+            return _capture_regions(model, (args, kwargs), run, mode, hooked_fakes, rewriting, reason)
 
     def as_one(rewriting: Rewriting) -> CapturedCall:
         joint = whole[0].trace(rewriting)
@@ -132,7 +136,7 @@ def _trace(
 def _capture_regions(
     model: nn.Module,
     call: Call,
-    loss_fn: Callable[..., Any] | None,
+    run: Callable[..., Any],
     mode: FakeTensorMode,
     hooked: set[int],
     rewriting: Rewriting,
@@ -141,7 +145,7 @@ def _capture_regions(
     recorder = _Recorder(hooked, replace(rewriting, needed=""))
     try:
         with mode, recorder.between:
-            compiled = compile_call(training_call(model, loss_fn), recorder.region, whole=False)
+            compiled = compile_call(run, recorder.region, whole=False)
             recorder.differentiate(compiled(*call[0], **call[1]))
     except Exception as failure:
         further = in_brief(failure)

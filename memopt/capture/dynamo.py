@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.inputs import in_dtype
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
     NOTHING,
@@ -43,25 +44,31 @@ Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 _numbers = itertools.count()
 
 
-def training_call(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+def training_call(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None
+) -> Callable[..., Any]:
     """The function that is captured: the model's own call, hooks included, or its loss on `(inputs, targets)`.
 
-    It has a code object of its own, since Dynamo keeps and counts compilations by code object.
+    It has a code object of its own, since Dynamo keeps and counts compilations by code object. `floats`: as for
+    `loss_call`.
     """
     run: Any = model._call_impl  # not the model itself, whose call is memopt's by now
-    call = loss_call(run, loss_fn)
+    call = loss_call(run, loss_fn, floats)
     call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
     return call
 
 
-def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Any:
-    """What is called in training: `run` itself, or the loss of its output."""
+def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None) -> Any:
+    """What is called in training: `run` itself, or the loss of its output. `floats`, if given, is the dtype that the
+    model takes its fp32 inputs in."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = in_dtype((args, kwargs), floats)
         return run(*args, **kwargs)
 
     def loss(inputs: Any, targets: Any) -> Any:
         assert loss_fn is not None
+        inputs = in_dtype(inputs, floats)
         if isinstance(inputs, dict):
             return loss_fn(run(**inputs), targets)
         return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
@@ -204,7 +211,7 @@ def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], rewriting: R
         instead = f"; it runs under torch.autocast with {rewriting.autocast}" if rewriting.autocast else ""
         operators = Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
     else:
-        operators = rewrite(graph, rewriting.deciders)
+        operators = rewrite(graph, rewriting.deciders, rewriting.needed)
     operators.check_needed(rewriting.needed)
     return operators
 

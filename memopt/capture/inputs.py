@@ -53,6 +53,15 @@ def call_signature(call: Call) -> str:
     return repr(tree_map(describe, call))
 
 
+def in_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """The same inputs, however nested, with those in fp32 turned to `dtype`; as they are without one."""
+
+    def turned(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+    return inputs if dtype is None else tree_map(turned, inputs)
+
+
 def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) -> None:
     """Raise `ValueError` where an input lies on another device than the model's parameters.
 

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -68,8 +69,20 @@ class JointGraph:
         return any(is_tangent(node) and node.meta["val"].dim() > 0 for node in self.module.graph.nodes)
 
     @cached_property
+    def has_batch_statistics(self) -> bool:
+        """Whether it normalises by means over the samples of its batch."""
+        calls = (node for node in self.module.graph.nodes if node.op == "call_function")
+        return any(_normalises_batch(str(node.target), node.args) for node in calls)
+
+    @cached_property
     def tensor_positions(self) -> dict[int, int]:
         """Number of an input → its position among the inputs that are tensors: autograd counts no others."""
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         tensors = [number for number, node in enumerate(primals) if isinstance(node.meta["val"], torch.Tensor)]
         return {number: position for position, number in enumerate(tensors)}
+
+
+def _normalises_batch(name: str, args: tuple[Any, ...]) -> bool:
+    forward = "batch_norm" in name and "backward" not in name and "no_training" not in name
+    # (input, weight, bias, running_mean, running_var, training, …); without running statistics (input, …, training, …)
+    return forward and True in args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.author_modes import Untraceable, autocast_is_on, autocast_state
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.torch_compat import enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
@@ -153,11 +154,19 @@ def operator_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int], planned_for: str = ""
 ) -> OperatorGraph:
     """The operator graph of a region that Dynamo is compiling; autocast casts as on the type of device that it is
-    planned for. Raises `Untraceable` where its meaning would be lost."""
-    module = trace_operators(graph_module, inputs, planned_for)
-    _check_targets(module.graph)
-    author_typed = _take_marks(module.graph)
-    return OperatorGraph(module, parameter_inputs, author_typed=author_typed)
+    planned for. Traced once, however many rewritings are tried. Raises `Untraceable` where its meaning would be lost.
+    """
+    key = (parameter_inputs, planned_for, autocast_state())
+    known = _known.setdefault(graph_module, {})
+    if key not in known:
+        module = trace_operators(graph_module, inputs, planned_for)
+        _check_targets(module.graph)
+        author_typed = _take_marks(module.graph)
+        known[key] = OperatorGraph(module, parameter_inputs, author_typed=author_typed)
+    return known[key]
+
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, OperatorGraph]] = weakref.WeakKeyDictionary()
 
 
 def needs_operators(graph_module: fx.GraphModule) -> bool:
@@ -166,8 +175,12 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
     return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
 
 
-def rewrite(graph: OperatorGraph, deciders: Sequence[Decide]) -> Operators:
-    """Run the passes that are decided for a graph. Raises `PassError`."""
+def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
+    """Run the passes that are decided for a graph.
+
+    Raises `PassError`, and `NothingToRewrite`, before later ones run, where the decision of the label that is `needed`
+    has none.
+    """
     stages, decisions = [graph.module], []
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -175,6 +188,8 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide]) -> Operators:
 
     for decide in deciders:
         decisions.append(decide(replace(graph, module=stages[-1])))
+        if needed and decisions[-1].pipeline.label == needed:
+            Operators(decisions=tuple(decisions)).check_needed(needed)
         Pipeline((decisions[-1].pipeline,), observer=keep)(stages[-1])
     notes = (note for decision in decisions for note in decision.notes)
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)

@@ -5,7 +5,7 @@ from memopt.proposals.lever_price import LeverPrice, price_levers
 from memopt.proposals.levers import Levers
 from memopt.proposals.low_bit_backend import Backend, use_low_bit_optimizer
 from memopt.proposals.low_bit_optimizer import LowBitOptimizer
-from memopt.proposals.offers import OPTIMIZER_PROPOSALS, Offer, offers
+from memopt.proposals.offers import BF16_PARAMETERS, OPTIMIZER_PROPOSALS, Offer, offers
 from memopt.proposals.offload_optimizer import OffloadedOptimizer, Where
 from memopt.proposals.optimizer_in_backward import OptimizerInBackward, refuse_what_needs_all_gradients
 from memopt.proposals.proposal import Proposal, StepBytes
@@ -13,6 +13,7 @@ from memopt.proposals.propose import propose
 from memopt.proposals.training_facts import TrainingFacts
 
 __all__ = [
+    "BF16_PARAMETERS",
     "OPTIMIZER_PROPOSALS",
     "BF16ParametersOptimizer",
     "Backend",

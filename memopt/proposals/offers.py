@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
 from memopt.budget.account import Account
+from memopt.proposals.lever_price import LeverPrice
 from memopt.proposals.levers import Levers
 from memopt.proposals.proposal import Proposal
 from memopt.proposals.propose import propose
 from memopt.proposals.training_facts import TrainingFacts
 
+BF16_PARAMETERS = "bf16_parameters"
 OPTIMIZER_PROPOSALS = {
+    BF16_PARAMETERS: "parameters and gradients in bfloat16, rounded by chance when they are stepped",
     "low_bit_optimizer": "Adam's moments in 8 bits",
     "offload_optimizer": "the optimizer's state in the host's memory",
 }
-"""What `allow` takes: these leave the captured step as it is."""
+"""What `allow` takes; all but the first leave the captured step as it is."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +46,24 @@ class Offer:
         return sum(each.host_bytes for each in self.proposals)
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step with the proposals taken."""
-        first, last = self.proposals[0].before, self.proposals[-1].after
-        return replace(
-            account,
-            optimizer_state=account.optimizer_state - first.optimizer_state + last.optimizer_state,
-            optimizer_temporaries=account.optimizer_temporaries
-            - first.optimizer_temporaries
-            + last.optimizer_temporaries,
-        )
+        """The account of the step with the proposals taken, whether the parameters are turned already or not."""
+        return replace(account, **asdict(self.proposals[-1].after))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether parameters, and with them the captured step, change their dtype."""
+        return BF16_PARAMETERS in self.names
 
 
 def offers(facts: TrainingFacts, names: Collection[str]) -> tuple[Offer, ...]:
     """All combinations of the named proposals that fit the optimiser, those that add the least time first."""
-    found = []
+    found: list[Offer] = []
+    known: dict[Levers, LeverPrice] = {}
     for number in range(1, len(names) + 1):
         for chosen in combinations(sorted(names), number):
             levers = Levers.named(chosen)
             try:
-                found.append(Offer(levers, propose(facts, levers)))
+                found.append(Offer(levers, propose(facts, levers, known)))
             except (TypeError, ValueError):  # 8 bits are for Adam alone
                 continue
     return tuple(sorted(found, key=lambda offer: offer.added_seconds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.proposals.lever_price import price_levers
+from memopt.proposals.lever_price import LeverPrice, price_levers
 from memopt.proposals.levers import Levers
 from memopt.proposals.proposal import Proposal
 from memopt.proposals.training_facts import TrainingFacts
@@ -26,16 +26,27 @@ _EXACTNESS = {
 }
 
 
-def propose(facts: TrainingFacts, levers: Levers) -> tuple[Proposal, ...]:
+def propose(
+    facts: TrainingFacts, levers: Levers, known: dict[Levers, LeverPrice] | None = None
+) -> tuple[Proposal, ...]:
     """A receipt: each of `levers`, from the inside out, priced on top of those before it.
+
+    `known` holds prices of combinations with the same facts; those that are new are added.
 
     Raises `ValueError` for an optimiser that cannot be tried, or that the levers do not fit.
     """
     taken: list[str] = []
-    before, found = price_levers(facts, Levers()), []
+    prices = {} if known is None else known
+
+    def price(combination: Levers) -> LeverPrice:
+        if combination not in prices:
+            prices[combination] = price_levers(facts, combination)
+        return prices[combination]
+
+    before, found = price(Levers()), []
     for name in levers.names:
         taken.append(name)
-        after = price_levers(facts, levers.only(taken))
+        after = price(levers.only(taken))
         option = getattr(levers, name)
         words = option if isinstance(option, str) else name
         found.append(

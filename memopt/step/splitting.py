@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from memopt.capture.inputs import call_signature
-from memopt.capture.joint import JointGraph
 from memopt.errors import BudgetError, CaptureError
+from memopt.microbatch import is_series, samples_of, split
 from memopt.options import MICROBATCH
 from memopt.plan import Plan
 from memopt.planned_call import planned_call_of
-from memopt.step.microbatch import is_series, samples_of, split
 from memopt.step.ranks import unwrapped
 
 
@@ -41,7 +40,7 @@ class Splitting:
         least = refused
         for number in _divisors_above(self.pieces(batch), samples_of(batch)):
             try:  # as a piece that comes after others, whose gradients are there
-                plan = planned.plan(split(batch, number)[0], gradients_held=True)
+                plan = planned.plan(split(batch, number)[0], gradients_held=True, advise=False)
             except BudgetError as error:
                 least = min(least, error, key=lambda each: each.smallest_bytes)
                 continue
@@ -60,7 +59,7 @@ class Splitting:
 
     def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
         assert plan.captured is not None
-        if any(map(has_batch_statistics, plan.captured.regions)):
+        if any(region.has_batch_statistics for region in plan.captured.regions):
             instead = (
                 f"{number} microbatches would fit, but batch normalisation would see each by itself: give TrainStep "
                 f"microbatches={number} if that is what you want"
@@ -68,18 +67,6 @@ class Splitting:
             raise BudgetError(
                 refused.budget_bytes, refused.smallest_bytes, refused.dominated_by, further=(*refused.further, instead)
             ) from None
-
-
-def has_batch_statistics(region: JointGraph) -> bool:
-    """Whether a region normalises by means over the samples of its batch."""
-    calls = (node for node in region.module.graph.nodes if node.op == "call_function")
-    return any(_normalises_batch(str(node.target), node.args) for node in calls)
-
-
-def _normalises_batch(name: str, args: tuple[Any, ...]) -> bool:
-    forward = "batch_norm" in name and "backward" not in name and "no_training" not in name
-    # (input, weight, bias, running_mean, running_var, training, …); without running statistics (input, …, training, …)
-    return forward and True in args
 
 
 def _kind_of(batch: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.step.microbatch import samples_of
+from memopt.microbatch import samples_of
 from memopt.step.ranks import unwrapped
 
 IGNORED = -100

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from memopt.errors import BudgetError
+from memopt.microbatch import as_microbatches
 from memopt.options import positive_int
 from memopt.step import gradients
 from memopt.step.effective_batch import EffectiveBatch, as_count
 from memopt.step.follow_up import FollowUp, Outcome
 from memopt.step.loss import batch_loss, has_loss_function
-from memopt.step.microbatch import as_microbatches
 from memopt.step.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
 from memopt.step.ranks import gradients_kept_here, is_parallel
 from memopt.step.scaling import Scaling, check_autocast, check_scaler, scaler_for

@@ -15,14 +15,14 @@ from passes.module_path import module_path
 from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
-USUAL = ("gpt2-sdpa", "resnet", "t5")
-"""Families that every run tries in fp16; `make test-all` tries all."""
+USUAL = {"bf16": ("gpt2-sdpa", "llama", "bert", "vit", "resnet", "t5"), "fp16": ("gpt2-sdpa", "vit")}
+"""Families that every run tries; `make test-all` tries all."""
 
 
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
-        pytest.param(family, name, marks=[pytest.mark.slow] if name == "fp16" and family.name not in USUAL else [])
+        pytest.param(family, name, marks=[] if family.name in USUAL[name] else [pytest.mark.slow])
         for family in FAMILIES
         for name in ("bf16", "fp16")
     ],
@@ -32,7 +32,8 @@ def test_families(family: Family, precision: str) -> None:
     train_in_16_bits(family, precision, {"recompute"})
 
 
-@pytest.mark.parametrize("name", ["gpt2-eager", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-eager", "moe"])
 def test_with_all_levers(name: str) -> None:
     train_in_16_bits(BY_NAME[name], "bf16", DEFAULT_ALLOW)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.options import DEFAULT_ALLOW
+from tests.families import BY_NAME, Batch
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
 LOW_BIT = {*DEFAULT_ALLOW, "low_bit_optimizer"}
@@ -97,6 +99,71 @@ def test_without_proposals_the_optimizer_stays() -> None:
 def test_proposals_are_decided_before_the_first_step() -> None:
     with pytest.raises(ValueError, match=r"'low_bit_optimizer' is pulled is decided .*: give example_inputs"):
         memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
+
+
+def test_nothing_is_pulled_once_the_optimizer_is_made() -> None:
+    """What a larger batch needs comes too late: the optimiser at hand holds its state in full."""
+    large = {name: tokens.repeat(8, 1) for name, tokens in batch().items()}
+    least, model = refusal().smallest_gb, make()
+    with pytest.raises(BudgetError) as refused:
+        memopt.plan(make(), 0.04, large, **OPTIONS)
+    budget = 0.999 * refused.value.smallest_gb
+    assert least < budget
+    memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)
+    assert memopt.plan_of(model).proposals == ()
+    with pytest.raises(BudgetError) as error:
+        model(**large)
+    assert ("low_bit_optimizer",) in error.value.proposals
+
+
+BF16: dict[str, Any] = {"precision": "bf16", "optimizer": torch.optim.AdamW}
+NARROW = {*DEFAULT_ALLOW, "bf16_parameters"}
+
+
+def least(make: Callable[[], nn.Module], batch: Batch, **options: Any) -> BudgetError:
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(make(), 1e-3, batch, **{**BF16, **options})
+    return error.value
+
+
+def resnet() -> nn.Module:
+    """BatchNorm, whose parameters stay in fp32, and images in fp32."""
+    return BY_NAME["resnet"].make()
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(make, batch), (resnet, lambda: BY_NAME["resnet"].batch("usual"))])
+def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Callable[[], Batch]) -> None:
+    plain, narrow = least(make, inputs()), least(make, inputs(), allow=NARROW)
+    assert narrow.smallest_bytes < plain.smallest_bytes
+    model, budget = make(), 1.001 * narrow.smallest_gb
+    memopt.optimize(model, budget, example_inputs=inputs(), allow=NARROW, **BF16)
+    plan = memopt.plan_of(model)
+    assert plan.proposals == ("bf16_parameters",)
+    optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    assert any(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+    step = TrainStep(model, optimizer)
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *inputs().values()])
+    with measure_peak("cpu") as peak:
+        losses = [float(step(inputs()).loss) for _ in range(4)]
+    assert peak.allocated_bytes + held <= budget * GIB
+    assert losses[-1] < losses[0]
+    assert memopt.plan_of(model).account.parameters == plan.account.parameters
+    assert memopt.plan_of(model).account.optimizer_state == plan.account.optimizer_state
+    model.eval()
+    model(**inputs())  # inputs are turned here too
+
+
+def test_training_before_the_parameters_are_turned() -> None:
+    model = make()
+    budget = 1.001 * least(make, batch(), allow=NARROW).smallest_gb
+    memopt.optimize(model, budget, example_inputs=batch(), allow=NARROW, **BF16)
+    with pytest.raises(ValueError, match=r"counts on parameters in bf16, .*memopt\.wrap_optimizer\(model, optimizer\)"):
+        model(**batch())
+
+
+def test_bf16_parameters_need_a_step_in_bf16() -> None:
+    with pytest.raises(ValueError, match=r"'bf16_parameters' in allow needs a step in bf16, .*'fp32'"):
+        memopt.plan(make(), 1, batch(), allow=NARROW, **OPTIONS)
 
 
 def test_a_card_has_a_host_to_go_to() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memopt.step.microbatch import as_microbatches, samples_of, split
+from memopt.microbatch import as_microbatches, samples_of, split
 
 Pair = namedtuple("Pair", ["x", "y"])
 X, Y = torch.arange(24.0).reshape(6, 4), torch.arange(6)

@@ -1,0 +1,93 @@
+"""What would make a refused step fit that is not memopt's to do: said with its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memopt.climb import Step
+from memopt.errors import GIB, BudgetError, CaptureError, round_up
+from memopt.microbatch import samples_of, split
+from memopt.options import MICROBATCH
+from memopt.planner import smallest
+from memopt.proposals.low_rank import RANK, with_low_rank
+
+if TYPE_CHECKING:
+    from memopt.call_planner import CallPlanner
+    from memopt.capture.inputs import Call
+    from memopt.situation import State
+
+
+class Advice:
+    """On one call that was refused. Each piece is looked for only where its figure may come within the budget."""
+
+    def __init__(self, planner: CallPlanner, call: Call, state: State) -> None:
+        self.planner, self.call, self.state = planner, call, state
+        self.options = planner.options
+
+    def __call__(self, steps: Sequence[Step]) -> list[str]:
+        """A sentence each; `steps` is what every rung makes of the call."""
+        found = [*self.in_microbatches(steps), *self.without_state(steps), *self.with_low_rank()]
+        return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
+
+    def fits(self, nbytes: int) -> bool:
+        return nbytes <= self.options.budget_bytes
+
+    def in_microbatches(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+        """One sample at a time, the least that `TrainStep` can make of a batch."""
+        batch: Any = self.call[0] or self.call[1]
+        try:
+            samples = samples_of(batch)
+        except (TypeError, ValueError):
+            return
+        held = replace(steps[0][2], gradients_held=True)
+        apart = any(region.has_batch_statistics for _, captured, _ in steps for region in captured.regions)
+        if MICROBATCH not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
+            return
+        piece = split(batch, samples)[0]
+        call: Call = (piece, {}) if self.call[0] else ((), piece)
+        nbytes = self.least(self.planner, call, replace(self.state, gradients_held=True))
+        if nbytes is not None:
+            yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
+
+    def without_state(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+        """An optimiser that keeps nothing."""
+        if steps[0][2].optimizer_state:
+            plain = self.like(self.planner, optimizer=torch.optim.SGD).account(self.call, self.state)
+            words = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
+            yield (
+                words,
+                min(smallest(captured.joined(accumulating=plain.gradients_held), plain)[0] for _, captured, _ in steps),
+            )
+
+    def with_low_rank(self) -> Iterator[tuple[str, int]]:
+        """Adapters on a frozen model."""
+        if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
+            return
+        twin, number = with_low_rank(self.planner.model)
+        if not number:
+            return
+        planner = self.like(self.planner, twin)
+        account = planner.account(self.call, self.state)
+        if self.fits(account.resident_bytes):
+            nbytes = self.least(planner, self.call, replace(self.state, hooked=frozenset()))
+            if nbytes is not None:
+                yield f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)", nbytes
+
+    @staticmethod
+    def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
+        """One that plans another model, or with other options."""
+        other = replace(planner.options, **options)
+        return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
+
+    def least(self, planner: CallPlanner, call: Call, state: State) -> int | None:
+        """The smallest budget for a call; None for one that cannot be captured."""
+        try:
+            return self.like(planner).plan_ahead(call, state, advise=False).smallest_bytes()
+        except BudgetError as error:
+            return error.smallest_bytes
+        except CaptureError:
+            return None

@@ -1,0 +1,86 @@
+"""What a refusal says that the user may do: its figures prove true when he does."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memopt
+from memopt import BudgetError, TrainStep
+from memopt.proposals.low_rank import LowRank, with_low_rank
+from tests.families import BY_NAME
+
+Batch = dict[str, torch.Tensor]
+
+
+def make() -> nn.Module:
+    """5 MB of parameters."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=2048, n_positions=32, n_embd=192, n_layer=2, n_head=4, use_cache=False, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def batch(samples: int = 1) -> Batch:
+    tokens = torch.randint(0, 2048, (samples, 32), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def refusal(budget_gb: float, batch: Batch) -> str:
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(make(), budget_gb, batch, precision="fp32")
+    return "; ".join(error.value.further)
+
+
+def figure(text: str, words: str) -> float:
+    found = re.search(rf"{words}.*? (\S+) GB would do", text)
+    assert found, text
+    return float(found[1])
+
+
+def test_another_optimizer_or_adapters() -> None:
+    resident = sum(parameter.nbytes for parameter in make().parameters()) / 2**30
+    text = refusal(3 * resident, batch())  # AdamW holds as much again
+    stateless, adapters = figure(text, "with a stateless optimizer"), figure(text, "with LoRA")
+    assert resident < adapters < stateless < 3 * resident
+    assert "microbatches" not in text
+    memopt.plan(make(), stateless, batch(), precision="fp32", optimizer=torch.optim.SGD)
+    memopt.plan(with_low_rank(make())[0], adapters, batch(), precision="fp32")
+
+
+def test_microbatches() -> None:
+    samples = 64
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(make(), 1e-3, batch(samples), precision="fp32")
+    pieces = figure(refusal(0.9 * error.value.smallest_gb, batch(samples)), f"down to one of its {samples} samples")
+    model = memopt.optimize(make(), 1.01 * pieces, precision="fp32")
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(batch(samples))
+    assert any(f"{samples} microbatches" in str(each.message) for each in said)
+
+
+def test_nothing_hopeless_is_said() -> None:
+    assert refusal(1e-3, batch(4)).count("would do") == 0
+
+
+def test_adapters_leave_the_head_and_the_rest_alone() -> None:
+    model = BY_NAME["llama"].make()
+    twin, number = with_low_rank(model, rank=4)
+    layers = len(model.get_submodule("model.layers"))
+    assert number == 7 * layers
+    assert not isinstance(twin.get_submodule("lm_head"), LowRank)
+    learning = {name.rpartition(".")[2] for name, each in twin.named_parameters() if each.requires_grad}
+    assert learning == {"down", "up"}
+    assert all(parameter.device.type == "meta" for parameter in twin.parameters())
+    assert all(parameter.device.type == "cpu" and parameter.requires_grad for parameter in model.parameters())
