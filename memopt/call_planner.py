@@ -87,6 +87,8 @@ class CallPlanner:
         climb.narrowed = self._on_narrow_parameters(call, state)
         if advise:
             climb.advice = Advice(self, call, state)
+        else:
+            climb.offers = self.proposing.offers_allowed
         with self.types():
             self.screen(call, state)
             capture = self._capture(call, state, self.proposing.narrowed)

@@ -58,12 +58,20 @@ class Proposing:
 
     def offers(self) -> tuple[Offer, ...]:
         """All that may still be taken, allowed or not, in the order of their price."""
+        return offers(self.facts, self._possible()) if self.pulled is None else ()
+
+    def offers_allowed(self) -> tuple[Offer, ...]:
+        """Those of them that may be pulled."""
+        names = self._possible() & self.allowed
+        return offers(self.facts, names) if names else ()
+
+    def _possible(self) -> frozenset[str]:
         idle = set()
         if self.card.name == "cpu":  # its memory is the host's: there is nothing to move
             idle.add("offload_optimizer")
         if self.low is not torch.bfloat16:
             idle.add(BF16_PARAMETERS)
-        return offers(self.facts, set(OPTIMIZER_PROPOSALS) - idle) if self.pulled is None else ()
+        return frozenset(OPTIMIZER_PROPOSALS) - idle
 
     @property
     def facts(self) -> TrainingFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from memopt.proposals.low_rank import LowRank, with_low_rank
 from tests.families import BY_NAME
 
 Batch = dict[str, torch.Tensor]
+OPTIONS: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "microbatch"}}
 
 
 def make() -> nn.Module:
@@ -37,7 +39,7 @@ def batch(samples: int = 1) -> Batch:
 
 def refusal(budget_gb: float, batch: Batch) -> str:
     with pytest.raises(BudgetError) as error:
-        memopt.plan(make(), budget_gb, batch, precision="fp32")
+        memopt.plan(make(), budget_gb, batch, **OPTIONS)
     return "; ".join(error.value.further)
 
 
@@ -53,16 +55,16 @@ def test_another_optimizer_or_adapters() -> None:
     stateless, adapters = figure(text, "with a stateless optimizer"), figure(text, "with LoRA")
     assert resident < adapters < stateless < 3 * resident
     assert "microbatches" not in text
-    memopt.plan(make(), stateless, batch(), precision="fp32", optimizer=torch.optim.SGD)
-    memopt.plan(with_low_rank(make())[0], adapters, batch(), precision="fp32")
+    memopt.plan(make(), stateless, batch(), optimizer=torch.optim.SGD, **OPTIONS)
+    memopt.plan(with_low_rank(make())[0], adapters, batch(), **OPTIONS)
 
 
 def test_microbatches() -> None:
-    samples = 64
+    samples = 8
     with pytest.raises(BudgetError) as error:
-        memopt.plan(make(), 1e-3, batch(samples), precision="fp32")
+        memopt.plan(make(), 1e-3, batch(samples), **OPTIONS)
     pieces = figure(refusal(0.9 * error.value.smallest_gb, batch(samples)), f"down to one of its {samples} samples")
-    model = memopt.optimize(make(), 1.01 * pieces, precision="fp32")
+    model = memopt.optimize(make(), 1.01 * pieces, **OPTIONS)
     step = TrainStep(model, torch.optim.AdamW(model.parameters()))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -1,0 +1,72 @@
+"""Levers compose: each pair, on three models, trains within the smallest budget that planning with both names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+import memopt
+from memopt import TrainStep
+from memopt.errors import GIB, BudgetError
+from memopt.meter import measure_peak
+from memopt.microbatch import samples_of, split
+from memopt.options import DEFAULT_ALLOW, check_options
+from memopt.planned_call import PlannedCall
+from memopt.proposals import BF16_PARAMETERS, OPTIMIZER_PROPOSALS
+from tests.end_to_end.test_levers import MODELS, batch, make
+
+# On a CPU there is no host to move anything to.
+LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS)) - {"offload_optimizer", "offload_activations"})
+PAIRS = list(combinations(LEVERS, 2))
+
+
+def options(pair: Collection[str]) -> dict[str, Any]:
+    precision = "bf16" if BF16_PARAMETERS in pair else "fp32"
+    return {"allow": set(pair), "precision": precision, "outputs": "loss_only", "optimizer": torch.optim.AdamW}
+
+
+@cache
+def plain_loss(name: str) -> float:
+    return float(make(name)(**batch()).loss.detach())
+
+
+def example(pair: Collection[str]) -> dict[str, Any]:
+    """What is planned: one sample where TrainStep may go down to that."""
+    return split(batch(), samples_of(batch()))[0] if "microbatch" in pair else batch()
+
+
+def smallest_gb(name: str, pair: Collection[str]) -> float:
+    chosen = options(pair)
+    checked = check_options(
+        1e-3, None, chosen["optimizer"], chosen["precision"], pair, "auto", chosen["outputs"]
+    )  # fmt: skip
+    with pytest.raises(BudgetError) as error:
+        PlannedCall(make(name), checked).plan(example(pair), gradients_held="microbatch" in pair, advise=False)
+    return error.value.smallest_gb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_pairs(name: str, pair: tuple[str, str]) -> None:
+    model, budget_gb = make(name), 1.005 * smallest_gb(name, pair)
+    memopt.optimize(model, budget_gb, example_inputs=example(pair), **options(pair))
+    optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    step = TrainStep(model, optimizer)
+    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *batch().values()])
+    with warnings.catch_warnings(), measure_peak("cpu") as peak:
+        warnings.simplefilter("ignore")  # of microbatches
+        losses = [float(step(batch()).loss) for _ in range(3)]
+    assert peak.allocated_bytes + held <= budget_gb * GIB
+    assert losses[0] == pytest.approx(plain_loss(name), rel=1e-2 if BF16_PARAMETERS in pair else 1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_all_levers_are_tried() -> None:
+    assert {lever for pair in PAIRS for lever in pair} >= DEFAULT_ALLOW - {"offload_activations"}
