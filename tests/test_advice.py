@@ -60,7 +60,7 @@ def test_another_optimizer_or_adapters() -> None:
 
 
 def test_microbatches() -> None:
-    samples = 8
+    samples = 32
     with pytest.raises(BudgetError) as error:
         memopt.plan(make(), 1e-3, batch(samples), **OPTIONS)
     pieces = figure(refusal(0.9 * error.value.smallest_gb, batch(samples)), f"down to one of its {samples} samples")
