@@ -13,6 +13,7 @@ from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
+from passes import HostStay
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,32 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
             if remaining[region] == 0:
                 boundaries[region] = len(evaluations[region])
         seen.add(index)
+    stays = _stays(joined, schedule)
     return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary)
-        for region, names, boundary in zip(captured.regions, evaluations, boundaries, strict=True)
+        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())))
+        for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
     )
+
+
+def _stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
+    """What each region has on the host, by its own evaluations.
+
+    What happens while another region runs is moved to the end of this one's forward, or to the start of its backward:
+    memory is then free sooner and longer than was planned.
+    """
+    if not schedule.offloads:
+        return {}
+    regions = range(len(joined.prices))
+    before = [[0] for _ in regions]  # region → how many of its evaluations come before each position
+    for index in schedule.evaluations:
+        owner, local = joined.owner[index]
+        for region in regions:
+            before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
+    values = [(region, value) for region in regions for value in joined.prices[region].values]
+    stays: dict[int, list[HostStay]] = {}
+    for each in schedule.offloads:
+        region, value = values[each.storage]
+        place = before[region]
+        spots = (place[each.freed_before], place[each.fetch_from], place[each.back_before])
+        stays.setdefault(region, []).append(HostStay(value, place[each.out_after + 1] - 1, *spots))
+    return stays
