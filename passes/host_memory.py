@@ -37,14 +37,13 @@ class Block:
             self.home.wait_event(self.done)
         self.arriving = self.home = None
 
-    def unmap(self) -> None:
-        """Give the memory back to the system. Nothing may look at it any more."""
+    def unpin(self) -> None:
+        """Have CUDA forget it, once the last copy is done; the system has it back when nothing refers to it."""
         if self.done is not None:
             self.done.synchronize()
         if self.pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(self.address)
-        self.memory.close()
 
 
 class HostMemory:
@@ -113,7 +112,7 @@ class HostMemory:
     def _trim(self) -> None:
         """Keep no more free than was ever in use."""
         while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
-            self._free.pop(0).unmap()
+            self._free.pop(0).unpin()
 
 
 def _pin(address: int, nbytes: int) -> bool:

@@ -67,6 +67,33 @@ def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int |
     assert host_memory("cpu").leased_bytes == 0
 
 
+def test_two_forwards_before_their_backwards() -> None:
+    """What two runs of one region have on the host is not mixed up, in whichever order it comes back."""
+    joint = region(3)
+    problem = joined(joint)
+    forward, backward = partition(joint, regions([joint], problem, random_plan(problem.problem, None))[0])
+    saved = [node.name for node in forward.graph.output_node().args[0]]
+    given = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+
+    def inputs(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        values = (node.meta["val"] for node in forward.graph.find_nodes(op="placeholder"))
+        return [torch.randn(value.shape) for value in values]
+
+    def run_backward(returned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        values = {**dict(zip(saved, returned, strict=True)), "tangents_1": torch.ones(())}
+        return backward(*(values[name] for name in given))
+
+    with torch.no_grad():
+        alone = [run_backward(forward(*inputs(seed))) for seed in range(2)]
+        first, second = forward(*inputs(0)), forward(*inputs(1))
+        assert host_memory("cpu").leased_bytes > 0
+        together = [run_backward(second), run_backward(first)][::-1]
+    for ours, theirs in zip(together, alone, strict=True):
+        assert all(map(torch.equal, ours[:-1], theirs[:-1]))
+    assert not torch.equal(alone[0][0], alone[1][0])
+
+
 def live_bytes(graph: fx.Graph, tangents: int) -> list[int]:
     """Device bytes live at each evaluation of a scheduled graph, what is copied out until compute has waited for it and
     what is fetched from its first moment on; the `tangents` from that evaluation on."""
