@@ -94,6 +94,11 @@ class Joined:
         return OffloadPortfolio(replace(self.problem, ops=once))
 
     @cached_property
+    def smallest(self) -> Solution:
+        """The schedule of the smallest peak found."""
+        return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
+
+    @cached_property
     def solved(self) -> dict[tuple[int, str, float], Solution | None]:
         """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
         return {}

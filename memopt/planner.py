@@ -99,8 +99,7 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
-    found = joined.portfolio.smallest() if joined.link is None else joined.offloads.smallest(joined.link)
-    least = breakdown(joined.problem, found.schedule, account)
+    least = breakdown(joined.problem, joined.smallest.schedule, account)
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
     return least.peak_bytes, f"{largest} (at {least.at})"
 
