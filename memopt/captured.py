@@ -62,9 +62,10 @@ class Captured:
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
         nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
         price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
+        least = self.hardware.least_moved_bytes
         return [
-            price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
-            for region in self.regions
+            price(each.module, each.forward_outputs, price_of, each.parameter_gradients if accumulating else (), least)
+            for each in self.regions
         ]
 
 

@@ -44,6 +44,8 @@ class Hardware:
     link_efficiency: float = 0.7
     """Part of it that copies from and to pinned memory reach while both directions are busy: an assumption on the safe
     side, since one direction alone reaches 0.8 to 0.85."""
+    least_moved_bytes: int = 2**20
+    """Smaller values do not go to the host: starting their copies would take the CPU longer than they take the link."""
     host_bytes: int | None = None
     """Room on the host for what is moved there; None: twice the device's memory."""
 
@@ -128,6 +130,7 @@ def _cpu() -> Hardware:
         bytes_per_second=25.6e9,
         launch_seconds=2e-6,
         memory_bytes=_physical_bytes(),
+        least_moved_bytes=4096,
         source=f"{threads} threads, each two AVX2 FMA units at 2.5 GHz, and one channel of DDR4-3200; assumed",
     )
 

@@ -53,13 +53,15 @@ def price(
     forward_outputs: int,
     price_of: Callable[[fx.Node], NodePrice],
     accumulated: Collection[int] = (),
+    least_moved_bytes: int = 0,
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
     `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
+    Values of fewer than `least_moved_bytes` cannot go to the host.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated).run()
+    return _Pricer(joint, forward_outputs, price_of, accumulated, least_moved_bytes).run()
 
 
 class _Pricer:
@@ -69,8 +71,10 @@ class _Pricer:
         forward_outputs: int,
         price_of: Callable[[fx.Node], NodePrice],
         accumulated: Collection[int],
+        least_moved_bytes: int,
     ) -> None:
         self.graph = joint.graph
+        self.least_moved_bytes = least_moved_bytes
         self.price_of = price_of
         self.storages: Storages = find_storages(joint.graph)
         self.resident = {
@@ -150,7 +154,8 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        value = "" if index in self.mutated else self.value_of(index)
+        stays = index in self.mutated or info.bytes < self.least_moved_bytes
+        value = "" if stays else self.value_of(index)
         self.listed.append(Storage(info.name, info.bytes + surplus_bytes, kept=index in self.kept, movable=bool(value)))
         self.values.append(value)
         return self.number[index]

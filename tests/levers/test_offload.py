@@ -28,8 +28,13 @@ GROUND, ONE = Rung((), NOTHING), Rung(("one",), NOTHING)
 ROOMY = 2**30
 
 
+def layers(batch: int) -> Captured:
+    """Six layers on a card that moves values of any size."""
+    return replace(captured(region(6, width=64, batch=batch)), hardware=replace(hardware("h100"), least_moved_bytes=0))
+
+
 def step(link: Link | None = FAST) -> Captured:
-    return replace(captured(region(6, width=64, batch=256)), link=link)
+    return replace(layers(256), link=link)
 
 
 def least(step: Captured) -> int:
@@ -68,6 +73,12 @@ def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
     assert (roomy.moved_bytes, roomy.levers) == (0, ())
 
 
+def test_small_values_stay() -> None:
+    """Those of the layers have 64 kB, and a card moves none below 1 MB unless told otherwise."""
+    large = replace(step(), hardware=hardware("h100"))
+    assert climb(least(step(None)), (GROUND, large)).moved_bytes == 0
+
+
 def test_over_a_slow_link_recomputation_is_faster() -> None:
     plan = climb(int(1.3 * least(step(None))), (GROUND, step(SLOW)))
     assert plan.added_time > 0
@@ -95,11 +106,11 @@ def test_room_on_the_host_is_not_exceeded() -> None:
 
 def test_on_the_rung_where_the_step_is_the_shortest() -> None:
     """A lever that halves the step is pulled, and offload on top of it; neither is where the other alone is faster."""
-    lean = replace(captured(region(6, width=64, batch=128)), link=FAST)
+    lean = replace(layers(128), link=FAST)
     budget = least(step(None)) * 2 // 3
     plan = climb(budget, (GROUND, step()), (ONE, lean))
     assert plan.levers[:1] == ("one",)
-    slow = replace(captured(region(6, width=64, batch=2048)), link=None)
+    slow = replace(layers(2048), link=None)
     plan = climb(least(step(None)), (GROUND, step()), (ONE, slow))
     assert plan.levers == ("offload_activations",)
 
