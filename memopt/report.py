@@ -51,9 +51,10 @@ def _headline(plan: Plan) -> str:
 
 def _host_line(plan: Plan) -> str:
     """What is asked of the host, which is no part of the budget."""
+    waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for the"
     return (
         f"offloaded: {size(plan.moved_bytes)} a step go to the host and come back, at most {size(plan.host_bytes)} at "
-        f"a time; compute waits {duration(plan.stall_seconds)} for copies"
+        f"a time; compute {waits} copies"
     )
 
 

@@ -15,6 +15,7 @@ import memopt
 from memopt.emit import partition
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
+from memopt.options import DEFAULT_ALLOW
 from memopt.plan import make_plan
 from passes import ApplySchedule
 from passes.offload_ops import host_memory
@@ -82,6 +83,27 @@ def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pyt
     memopt.optimize(model, budget_gb, **BOTH)
     assert train_step(model, inputs).peak_bytes > 1.2 * budget_gb * GIB
     assert stays(memopt.plan_of(model)) > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_beside_the_other_levers(precision: str, linked: None) -> None:
+    """Whatever else is pulled, what goes to the host comes back as it was: the bits of the roomy step."""
+    family = BY_NAME["gpt2-sdpa"]
+    options: dict[str, Any] = {"optimizer": None, "precision": precision, "outputs": "loss_only"}
+    allow = DEFAULT_ALLOW - {"recompute"}
+    roomy = memopt.plan(family.make(), 1000, family.batch("usual"), **options)
+    assert roomy.captured is not None
+    budget_gb = 0.5 * roomy.plain_peak_gb
+    steps = []
+    for each in ({*allow, "recompute"}, allow):
+        model = memopt.optimize(family.make(), budget_gb, **options, allow=each)
+        steps.append(train_step(model, family.batch("usual")))
+        made = memopt.plan_of(model)
+        assert {"chunked_loss", "offload_activations"} <= {*made.levers}
+        assert steps[-1].peak_bytes <= made.predicted_peak_bytes <= budget_gb * GIB
+    assert_equal(*steps)
+    if precision == "fp32":
+        assert_equal(steps[0], train_step(family.make(), family.batch("usual")), 1e-5)
 
 
 def test_instead_of_recomputation(linked: None) -> None:
