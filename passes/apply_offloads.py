@@ -40,13 +40,14 @@ class ApplyOffloads(ApplySchedule):
 
     Before:
         relu = aten.relu(addmm)
-        neg = aten.neg(tangents_1)
-        mm_1 = aten.mm(neg, relu)
-    After (`evaluations=("relu", "neg", "mm_1")`, `boundary=1`, `stays=(HostStay("relu", 0, 1, 1, 2),)`):
-        relu_host = memopt.await_out(memopt.copy_out(relu), relu)
-        relu_fetched = memopt.copy_back(relu_host, device(type='cuda'))
-        neg = aten.neg(tangents_1)
-        mm_1 = aten.mm(neg, memopt.await_back(relu_fetched, relu_host))
+        mm_1 = aten.mm(tangents_1, relu)
+    After (`evaluations=("relu", "mm_1")`, `boundary=1`, `stays=(HostStay("relu", 0, 1, 1, 1),)`):
+        relu = aten.relu(addmm)
+        relu_out = memopt.copy_out(relu)
+        relu_host = memopt.await_out(relu_out, relu)
+        relu_fetched = memopt.copy_back(relu_host, cpu)
+        relu_back = memopt.await_back(relu_fetched, relu_host)
+        mm_1 = aten.mm(tangents_1, relu_back)
     """
 
     stays: tuple[HostStay, ...] = ()

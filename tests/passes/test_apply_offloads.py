@@ -6,9 +6,28 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from passes import ApplyOffloads, ApplySchedule, HostStay, PassError, format_graph
+from passes import (
+    ApplyOffloads,
+    ApplySchedule,
+    FreeFirst,
+    HostStay,
+    PassError,
+    Reinplace,
+    find_reuses,
+    format_graph,
+)
 from passes.apply_schedule import BACKWARD, FORWARD
-from tests.passes.capture import Captured, assert_bitwise_equal, gpt2, resnet, rows_above_zero, with_inputs
+from passes.verify import verify
+from tests.passes.capture import (
+    Captured,
+    Sketch,
+    assert_bitwise_equal,
+    aten,
+    gpt2,
+    resnet,
+    rows_above_zero,
+    with_inputs,
+)
 from tests.passes.test_apply_schedule import ONCE, layer, plain_schedule
 
 
@@ -51,6 +70,24 @@ neg: f32[4, 2] = aten.neg(view_2)
 return (sum_1, view_3, mm, neg)""",
     )
     assert_bitwise_equal(with_inputs(layer()), layer(), after)
+    verify(after)
+
+
+def test_other_passes_leave_what_is_copied_alone() -> None:
+    """`Reinplace` writes over what is back, not over what is on its way out; `FreeFirst` moves nothing past a copy."""
+    sketch = Sketch()
+    sin = sketch.call(aten.sin.default, sketch.input("primals_1", 4, 4))
+    neg = sketch.call(aten.neg.default, sin)
+    total = sketch.call(aten.sum.default, neg)
+    module = sketch.returns(total, sketch.call(aten.mul.Tensor, sin, total))
+    evaluations = ("sin", "neg", "sum_1", "mul")
+    free = ApplyOffloads(evaluations, 3, 1, ())(module)
+    assert [str(each) for each in find_reuses(free)] == ["mul: over sin"]
+    moved = ApplyOffloads(evaluations, 3, 1, (HostStay("sin", 0, 2, 3, 3),))(module)
+    assert [str(each) for each in find_reuses(moved)] == ["mul: over sin_back"]
+    after = FreeFirst()(Reinplace()(moved))
+    assert [node.name for node in after.graph.nodes][:-2] == [node.name for node in moved.graph.nodes][:-2]
+    assert_bitwise_equal(with_inputs(module), module, after)
 
 
 def test_each_half_does_its_own_part() -> None:
