@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # A block serves what needs at least this share of it, so that other shapes find the blocks of the last ones.
-_LEAST_USED = 0.5
+_LEAST_USED = 0.8
 
 
 class Block:

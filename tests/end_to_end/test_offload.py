@@ -67,7 +67,7 @@ def test_less_than_recomputation_alone_reaches(name: str, linked: None) -> None:
     assert made.levers == ("offload_activations",)
     assert made.added_time < recomputed.added_time
     host = host_memory("cpu")
-    assert made.host_bytes <= host.most_leased_bytes <= made.host_bytes + stays(made) * mmap.PAGESIZE
+    assert made.host_bytes <= host.most_leased_bytes <= made.host_bytes / 0.8 + stays(made) * mmap.PAGESIZE
     assert host.leased_bytes == 0
 
 

@@ -80,18 +80,21 @@ def test_hooks_on_saved_tensors_are_refused() -> None:
 
 def test_blocks_are_used_again() -> None:
     memory = HostMemory(pinned=False)
-    first, block = memory.lease(3 * PAGE)
+    first, block = memory.lease(10 * PAGE)
     view = first[10:]
     del first
-    assert memory.leased_bytes == 3 * PAGE
+    assert memory.leased_bytes == 10 * PAGE
     del view
-    assert (memory.leased_bytes, memory.mapped_bytes) == (0, 3 * PAGE)
-    again, same = memory.lease(2 * PAGE)
+    assert (memory.leased_bytes, memory.mapped_bytes) == (0, 10 * PAGE)
+    again, same = memory.lease(9 * PAGE)
     assert same is block
-    assert again.nbytes == 2 * PAGE
-    _other, another = memory.lease(2 * PAGE)
+    assert again.nbytes == 9 * PAGE
+    _other, another = memory.lease(9 * PAGE)
     assert another is not block
-    assert memory.most_leased_bytes == 5 * PAGE
+    assert memory.most_leased_bytes == 19 * PAGE
+    del again
+    _small, fresh = memory.lease(2 * PAGE)
+    assert fresh is not block, "it would hold five times as much as is asked for"
 
 
 def test_no_more_is_kept_than_was_ever_in_use() -> None:
