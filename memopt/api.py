@@ -56,7 +56,8 @@ def optimize(
             a dtype by operator, module or node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`.
             Within the caller's own `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
         allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
-            "recompute" (bitwise exact), "fused_ops", "fused_attention", "chunked_loss" (exact but for rounding). With
+            "recompute" (bitwise exact), "fused_ops", "fused_attention", "chunked_loss" (exact but for rounding), and
+            "offload_activations" (bitwise exact: the host's memory, where the card has a link to it). With
             `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off
             by default, runs a model unplanned that cannot be captured. Also off by default are the proposals
             "bf16_parameters" (for steps in bf16), "low_bit_optimizer" and "offload_optimizer", pulled where nothing

@@ -22,7 +22,7 @@ from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.captured import Captured
 from memopt.climb import Climb, Step
 from memopt.errors import CaptureError
-from memopt.levers import Rung, ladder
+from memopt.levers import Rung, ladder, offload_link
 from memopt.options import Options
 from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
@@ -176,6 +176,7 @@ class CallPlanner:
                 self.options.calibrate,
                 rewriting,
                 "recompute" in self.options.allow,
+                offload_link(self.card, self.options.allow),
             )
         return self.known[key]
 

@@ -13,7 +13,7 @@ from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
-from memopt.solver import Op, Portfolio, RematProblem, SaveAll
+from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
 from memopt.torch_compat import known_sizes
 
 
@@ -32,6 +32,8 @@ class Captured:
     """What was done to the regions' operator graphs."""
     recompute: bool = True
     """Whether anything may be evaluated again."""
+    link: Link | None = None
+    """The road over which activations may wait on the host; None: they may not."""
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -54,15 +56,16 @@ class Captured:
         key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
-                self._joined[key] = replace(join(self._prices(accumulating)), recompute=self.recompute)
+                self._joined[key] = replace(join(self._prices(accumulating)), recompute=self.recompute, link=self.link)
         return self._joined[key]
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
         nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
         price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
+        least = self.hardware.least_moved_bytes
         return [
-            price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
-            for region in self.regions
+            price(each.module, each.forward_outputs, price_of, each.parameter_gradients if accumulating else (), least)
+            for each in self.regions
         ]
 
 
@@ -76,10 +79,30 @@ class Joined:
     prices: tuple[PricedGraph, ...]
     recompute: bool = True
     """Whether anything may be evaluated again."""
+    link: Link | None = None
+    """The road over which activations may wait on the host; None: they may not."""
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:
         return Portfolio(self.problem) if self.recompute else SaveAll(self.problem)
+
+    @cached_property
+    def offloads(self) -> OffloadPortfolio:
+        """What weighs waiting on the host too. Where nothing may be evaluated again, it looks at ops that cannot be."""
+        if isinstance(self.portfolio, Portfolio):
+            return OffloadPortfolio(self.problem, self.portfolio)
+        once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
+        return OffloadPortfolio(replace(self.problem, ops=once))
+
+    @cached_property
+    def smallest(self) -> Solution:
+        """The schedule of the smallest peak found."""
+        return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
+
+    @cached_property
+    def solved(self) -> dict[tuple[int, str, float], Solution | None]:
+        """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
+        return {}
 
 
 def join(prices: Sequence[PricedGraph]) -> Joined:

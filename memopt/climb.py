@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.budget.account import Account
 from memopt.captured import Captured
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.levers import Rung
+from memopt.levers import OFFLOAD_ACTIVATIONS, Rung
 from memopt.options import Effort
-from memopt.plan import Plan, make_plan, plain_row
-from memopt.planner import smallest
+from memopt.plan import Plan, make_plan, plain_row, schedule_rows
+from memopt.planner import LITTLE, smallest
 from memopt.proposals import Offer
 from memopt.receipt import ReceiptRow
 
@@ -20,8 +22,6 @@ Step = tuple[Rung, Captured, Account]
 
 # How many offers a refusal describes.
 _SHOWN = 3
-# Recomputation that adds less than this share of the step is no reason to pull another lever.
-_LITTLE = 5e-3
 
 
 @dataclass
@@ -54,24 +54,42 @@ class Climb:
         self._notes |= dict.fromkeys(notes)
 
     def weigh(self, rung: Rung, captured: Captured, account: Account) -> Plan | None:
-        """The plan on a rung, if it leaves no reason to climb any further; None where others are to be tried."""
+        """The plan on a rung, if it leaves no reason to climb any further; None where others are to be tried.
+
+        Nothing waits on the host yet.
+        """
         self._steps.append((rung, captured, account))
         self._rows[rung.levers] = plain_row(rung.levers[-1] if rung.levers else "", captured, account)
         try:
-            plan = make_plan(captured, account, self.budget_bytes, self.effort)
+            plan = make_plan(captured, account, self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
             self._refused.append(error)
             return None
         self._plans.append((plan, rung))
-        return self._with_receipt(plan, rung) if plan.added_time <= _LITTLE else None
+        return self._with_receipt(plan, rung) if plan.added_time <= LITTLE else None
 
     def best(self) -> tuple[Plan, Rung]:
-        """The plan with the shortest step of all that were weighed, with its rung.
+        """The plan with the shortest step of all that were weighed, with and without values that wait on the host, and
+        its rung.
 
         Where none fits, those with the first offer that is allowed and helps. Raises `BudgetError` where none does,
         with the smallest budget of all, and with the cheapest offers that would help.
         """
+        self._offload()
         return self._fastest() if self._plans else self._with_offer()
+
+    def _offload(self) -> None:
+        """Plan the rungs with values that wait on the host, unless the step alone takes longer than the best plan."""
+
+        def step_seconds(step: Step) -> float:
+            return step[1].joined(accumulating=step[2].gradients_held).problem.seconds
+
+        for rung, captured, account in sorted(self._steps, key=step_seconds):
+            best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
+            if captured.link is None or step_seconds((rung, captured, account)) >= best:
+                continue
+            with contextlib.suppress(BudgetError):
+                self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), rung))
 
     def _with_offer(self) -> tuple[Plan, Rung]:
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
@@ -138,22 +156,26 @@ class Climb:
         return replace(plan, notes=plan.notes + notes), rung
 
     def _fastest(self) -> tuple[Plan, Rung]:
-        plan, rung = min(self._plans, key=lambda each: each[0].step_seconds + each[0].added_seconds)
+        plan, rung = min(self._plans, key=lambda each: _seconds(each[0]))
         return self._with_receipt(plan, rung), rung
 
     def _with_receipt(self, plan: Plan, rung: Rung) -> Plan:
         rows = [row for levers, row in self._rows.items() if levers == rung.levers[: len(levers)]]
-        if plan.added_seconds:
-            seconds = plan.step_seconds + plan.added_seconds
-            rows.append(ReceiptRow("recompute", plan.predicted_peak_bytes, seconds))
+        rows += schedule_rows(plan)
         fresh = tuple(note for note in self._notes if note not in plan.notes)
         pulled = tuple(lever for lever in rung.levers if lever not in self._idle)
+        pulled += (OFFLOAD_ACTIVATIONS,) if plan.moved_bytes else ()
         return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
 
 
 def _smallest(step: Step) -> tuple[int, str]:
     _, captured, account = step
     return smallest(captured.joined(accumulating=account.gradients_held), account)
+
+
+def _seconds(plan: Plan) -> float:
+    """The whole step's."""
+    return plan.step_seconds + plan.added_seconds
 
 
 def _proposed(offer: Offer, least_bytes: int) -> str:

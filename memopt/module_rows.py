@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from memopt.budget.breakdown import is_receipt, live_versions
@@ -11,7 +12,8 @@ from memopt.solver import RematProblem, Schedule
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One module's share of the plan: bytes saved for the backward, bytes and ops evaluated again, seconds of each."""
+    """One module's share of the plan: bytes saved on the device for the backward, bytes and ops evaluated again,
+    seconds of each, bytes that wait on the host."""
 
     path: str
     ops: int = 0
@@ -20,6 +22,7 @@ class ModuleRow:
     recomputed_ops: int = 0
     seconds: float = 0.0
     added_seconds: float = 0.0
+    offloaded_bytes: int = 0
 
 
 def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
@@ -33,6 +36,8 @@ def _rows(joined: Joined, schedule: Schedule) -> dict[str, ModuleRow]:
     again = schedule.recomputed()
     read_later = {s for index in schedule.evaluations[boundary:] for s in problem.ops[index].reads}
     made_again = {s for index in again for s in problem.ops[index].makes}
+    moved = Counter(stay.storage for stay in schedule.offloads)
+    read_later -= {stay.storage for stay in schedule.offloads if stay.freed_before <= boundary <= stay.fetch_from}
     rows: dict[str, ModuleRow] = {}
     for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
         if is_receipt(problem.ops[index]):
@@ -50,6 +55,7 @@ def _rows(joined: Joined, schedule: Schedule) -> dict[str, ModuleRow]:
             row.recomputed_ops + times,
             row.seconds + op.seconds,
             row.added_seconds + op.seconds * times,
+            row.offloaded_bytes + sum(problem.storages[s].bytes * moved[s] for s in op.makes),
         )
     return rows
 

@@ -12,7 +12,7 @@ import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
-from memopt.levers import OPERATOR_LEVERS
+from memopt.levers import OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS
 from memopt.precision import Policy, check_policy
 from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.solver import Effort as EffortName
@@ -23,10 +23,12 @@ LEVERS = {
     **OPERATOR_LEVERS,
     MICROBATCH: "has TrainStep split a batch that fits in no other way; exact but for rounding and for which samples "
     "dropout draws what for",
+    OFFLOAD_ACTIVATIONS: "has activations wait in the host's memory, copied there and back beside compute, where the "
+    "card has a link to it; bitwise exact",
     **OPTIMIZER_PROPOSALS,
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
-DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH})
+DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
 BACKENDS = ("auto", "aten")
 OUTPUTS = ("loss", "all", "loss_only")
 

@@ -109,10 +109,16 @@ class PendingForwards:
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
-    """The step's peak where nothing that is saved for the backward is freed before its end."""
+    """The step's peak where nothing that is saved for the backward is freed before its end.
+
+    What is saved on the device and would go to the host in the backward stays, beside what comes back of it.
+    """
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
     saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
     storages = tuple(replace(each, kept=each.kept or number in saved) for number, each in enumerate(problem.storages))
-    return breakdown(replace(problem, storages=storages), schedule, plan.account).peak_bytes
+    late = [stay for stay in schedule.offloads if stay.storage in saved]
+    there = replace(schedule, offloads=tuple(stay for stay in schedule.offloads if stay.storage not in saved))
+    peak = breakdown(replace(problem, storages=storages), there, plan.account).peak_bytes
+    return peak + sum(problem.storages[stay.storage].bytes for stay in late)

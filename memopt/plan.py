@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from memopt.budget.breakdown import Breakdown, breakdown
 from memopt.captured import Captured, Joined
 from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
+from memopt.levers import OFFLOAD_ACTIVATIONS
 from memopt.module_rows import ModuleRow, held_after_forward, module_rows
 from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.pareto.frontier import Frontier
@@ -24,7 +26,7 @@ from memopt.progress import stage
 from memopt.receipt import ReceiptRow
 from memopt.report import render
 from memopt.solver import Effort as EffortName
-from memopt.solver import Schedule, warm_up
+from memopt.solver import OffloadSolution, Schedule, Solution, warm_up
 from passes import GraphDiff, diff_graphs
 
 FORMAT = 1
@@ -37,14 +39,18 @@ class PlanDiff:
 
     regions: tuple[GraphDiff, ...]
     evaluated_again: int
+    on_host: int = 0
+    """How many values wait on the host."""
 
     def __bool__(self) -> bool:
         return any(self.regions)
 
     def summary(self) -> str:
-        """What passes did, or how many ops are evaluated again; the views that lead to and from them move with them."""
-        if self.evaluated_again:
-            return f"{self.evaluated_again} evaluated again"
+        """What passes did, or how many ops are evaluated again and values offloaded; the views that lead to and from
+        them move with them."""
+        counts = {"evaluated again": self.evaluated_again, "offloaded": self.on_host}
+        if any(counts.values()):
+            return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return "; ".join(dict.fromkeys(region.summary() for region in self.regions if region)) or "no change"
 
     def __str__(self) -> str:
@@ -79,11 +85,17 @@ class Plan:
     notes: tuple[str, ...] = ()
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
-    """Those that were pulled beside recomputation: they change the captured step itself."""
+    """Those that were pulled beside recomputation: they change the captured step itself, but for offload."""
     proposals: tuple[str, ...] = ()
     """Those about the optimiser that were pulled: `memopt.wrap_optimizer` puts them around it."""
     receipt: tuple[ReceiptRow, ...] = ()
-    """The step as captured, and with one lever more a row, recomputation last."""
+    """The step as captured, and with one lever more a row, recomputation and offload last."""
+    host_bytes: int = 0
+    """The most that waits on the host at a time: host memory that the step asks for, no part of the budget."""
+    moved_bytes: int = 0
+    """What a step copies to the host, and back."""
+    stall_seconds: float = 0.0
+    """Part of `added_seconds`: compute waits for those copies."""
     torch_version: str = torch.__version__
     captured: Captured | None = field(default=None, compare=False, repr=False)
     joined: Joined | None = field(default=None, compare=False, repr=False)
@@ -106,7 +118,7 @@ class Plan:
 
     @property
     def added_time(self) -> float:
-        """Recomputation as a fraction of the plain step's time, by the time model."""
+        """Recomputation, and waiting for the host, as a fraction of the plain step's time, by the time model."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -144,7 +156,8 @@ class Plan:
         if stage in (None, "scheduled"):
             graphs = self.graphs
             again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
-            return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again)
+            stays = sum(len(each.stays) for each in self.regions)
+            return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again, stays)
         operators = self._live().operators
         if stage == "operators" and operators:
             return PlanDiff(tuple(diff_graphs(each.stages[0], each.stages[-1]) for each in operators), 0)
@@ -227,13 +240,38 @@ def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
     return ReceiptRow(lever, peak, seen.problem.seconds)
 
 
-def make_plan(captured: Captured, account: Account, budget_bytes: int, effort: Effort = DEFAULT_EFFORT) -> Plan:
-    """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`."""
+def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
+    """What recomputing does to the plan's step, and what waiting on the host does then, as rows of a receipt."""
+    assert plan.captured is not None
+    assert plan.schedule is not None
+    rows = []
+    seconds = plan.step_seconds + plan.added_seconds
+    if plan.added_seconds > plan.stall_seconds:
+        seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
+        recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
+        rows.append(ReceiptRow("recompute", recomputed.peak_bytes, seconds - plan.stall_seconds))
+    if plan.moved_bytes:
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
+    return tuple(rows)
+
+
+def make_plan(
+    captured: Captured,
+    account: Account,
+    budget_bytes: int,
+    effort: Effort = DEFAULT_EFFORT,
+    *,
+    offload: bool = True,
+) -> Plan:
+    """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`.
+
+    With `offload`, values may wait on the host where there is a link to it and that is faster than recomputation.
+    """
     joined = captured.joined(accumulating=account.gradients_held)
     with stage("loading the solver"):
         warm_up()
     with stage("solving") as tell:
-        solution = solve(joined, account, budget_bytes, effort, tell)
+        solution = solve(joined, account, budget_bytes, effort, tell, offload=offload)
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
     return Plan(
         model=captured.model_name,
@@ -252,7 +290,20 @@ def make_plan(captured: Captured, account: Account, budget_bytes: int, effort: E
         modules=module_rows(joined, solution.schedule),
         notes=captured.all_notes,
         effort=effort,
+        **_offloading(joined, solution),
         captured=captured,
         joined=joined,
         schedule=solution.schedule,
     )
+
+
+def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
+    """The plan's fields that are about the host."""
+    if not isinstance(solution, OffloadSolution):
+        return {}
+    storages = joined.problem.storages
+    return {
+        "host_bytes": solution.host_bytes,
+        "moved_bytes": sum(storages[each.storage].bytes for each in solution.schedule.offloads),
+        "stall_seconds": solution.stall_seconds,
+    }

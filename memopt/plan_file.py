@@ -11,6 +11,7 @@ from memopt.emit.partition import RegionSchedule
 from memopt.module_rows import ModuleRow
 from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.receipt import ReceiptRow
+from passes import HostStay
 
 if TYPE_CHECKING:
     from memopt.plan import Plan
@@ -35,7 +36,8 @@ def fields_from(values: dict[str, Any]) -> dict[str, Any]:
         return Breakdown(row["peak_bytes"], row["at"], tuple((name, size) for name, size in row["rows"]))
 
     def region(row: dict[str, Any]) -> RegionSchedule:
-        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"])
+        stays = tuple(HostStay(**stay) for stay in row.get("stays", ()))
+        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], stays)
 
     return {
         **values,

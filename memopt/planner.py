@@ -13,6 +13,10 @@ from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
+from passes import HostStay
+
+# Recomputation that adds less than this share of the step is no reason to pull another lever.
+LITTLE = 5e-3
 
 
 @dataclass(frozen=True)
@@ -30,24 +34,52 @@ def solve(
     budget_bytes: int,
     effort: Effort = DEFAULT_EFFORT,
     tell: Callable[[str], None] | None = None,
+    *,
+    offload: bool = True,
 ) -> Solution:
     """Solve for what the resident bytes leave of the budget; `tell` gets a line on how far the best effort has come.
 
+    With `offload`, values may wait on the host if there is a link to it: an `OffloadSolution` where recomputation alone
+    adds more than a little.
+
     Raises `BudgetError`, also where the optimiser's own step is above the budget.
     """
+    if account.optimizer_step_bytes(output_bytes(joined.problem)) > budget_bytes:
+        raise BudgetError(budget_bytes, *smallest(joined, account))
+    graph_bytes = budget_bytes - account.resident_bytes
+    plain = _recomputing(joined, graph_bytes, effort, tell)
+    little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
+    if offload and joined.link is not None and not little:
+        try:
+            return joined.offloads.solve(
+                graph_bytes, joined.link, effort.name, plain=plain, limit_seconds=effort.limit_seconds
+            )
+        except Infeasible:
+            plain = None
+    if plain is None:
+        raise BudgetError(budget_bytes, *smallest(joined, account))
+    return plain
+
+
+def _recomputing(
+    joined: Joined, graph_bytes: int, effort: Effort, tell: Callable[[str], None] | None
+) -> Solution | None:
+    """What recomputation alone makes of the budget, asked once; None where nothing fits."""
 
     def report(progress: Progress) -> None:
         if tell is not None:
             tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
 
-    if account.optimizer_step_bytes(output_bytes(joined.problem)) > budget_bytes:
-        raise BudgetError(budget_bytes, *smallest(joined, account))
-    try:
-        return joined.portfolio.solve(
-            budget_bytes - account.resident_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
-        )
-    except Infeasible:
-        raise BudgetError(budget_bytes, *smallest(joined, account)) from None
+    key = graph_bytes, effort.name, effort.limit_seconds
+    if key not in joined.solved:
+        try:
+            found: Solution | None = joined.portfolio.solve(
+                graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
+            )
+        except Infeasible:
+            found = None
+        joined.solved[key] = found
+    return joined.solved[key]
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
@@ -67,7 +99,7 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
-    least = breakdown(joined.problem, joined.portfolio.smallest().schedule, account)
+    least = breakdown(joined.problem, joined.smallest.schedule, account)
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
     return least.peak_bytes, f"{largest} (at {least.at})"
 
@@ -100,7 +132,32 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
             if remaining[region] == 0:
                 boundaries[region] = len(evaluations[region])
         seen.add(index)
+    stays = _stays(joined, schedule)
     return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary)
-        for region, names, boundary in zip(captured.regions, evaluations, boundaries, strict=True)
+        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())))
+        for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
     )
+
+
+def _stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
+    """What each region has on the host, by its own evaluations.
+
+    What happens while another region runs is moved to the end of this one's forward, or to the start of its backward:
+    memory is then free sooner and longer than was planned.
+    """
+    if not schedule.offloads:
+        return {}
+    regions = range(len(joined.prices))
+    before = [[0] for _ in regions]  # region → how many of its evaluations come before each position
+    for index in schedule.evaluations:
+        owner, local = joined.owner[index]
+        for region in regions:
+            before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
+    values = [(region, value) for region in regions for value in joined.prices[region].values]
+    stays: dict[int, list[HostStay]] = {}
+    for each in schedule.offloads:
+        region, value = values[each.storage]
+        place = before[region]
+        spots = (place[each.freed_before], place[each.fetch_from], place[each.back_before])
+        stays.setdefault(region, []).append(HostStay(value, place[each.out_after + 1] - 1, *spots))
+    return stays

@@ -26,7 +26,8 @@ def render(plan: Plan, width: int = 110) -> str:
     """The plan's tables as plain text, `width` columns wide."""
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
-    return as_text(_headline(plan), _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
+    host = [_host_line(plan)] if plan.moved_bytes else []
+    return as_text(_headline(plan), *host, _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -48,6 +49,15 @@ def _headline(plan: Plan) -> str:
     )
 
 
+def _host_line(plan: Plan) -> str:
+    """What is asked of the host, which is no part of the budget."""
+    waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for the"
+    return (
+        f"offloaded: {size(plan.moved_bytes)} a step go to the host and come back, at most {size(plan.host_bytes)} at "
+        f"a time; compute {waits} copies"
+    )
+
+
 def _bytes_table(plan: Plan) -> Table:
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
@@ -59,13 +69,17 @@ def _bytes_table(plan: Plan) -> Table:
     table.add_section()
     table.add_row("peak", size(plan.plain.peak_bytes), size(plan.planned.peak_bytes))
     table.add_row("at", plan.plain.at, plan.planned.at)
+    if plan.moved_bytes:
+        table.add_section()
+        table.add_row("host memory asked for", size(0), size(plan.host_bytes))
     return table
 
 
 def _module_table(plan: Plan) -> Table:
     table = Table(title="What each module keeps for the backward, and evaluates again", title_justify="left")
     table.add_column("module", overflow="fold")
-    for title in ("ops", "saved", "again", "recomputed", "time", "added"):
+    offloads = bool(plan.moved_bytes)
+    for title in ("ops", "saved", *["offloaded"] * offloads, "again", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
     for row, last, times in alike(folded(plan.modules)):
         each = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
@@ -73,6 +87,7 @@ def _module_table(plan: Plan) -> Table:
             (row.path or "(model)") + each,
             str(row.ops),
             size(row.saved_bytes),
+            *[size(row.offloaded_bytes)] * offloads,
             str(row.recomputed_ops or "–"),
             size(row.recomputed_bytes),
             duration(row.seconds),

@@ -1,5 +1,6 @@
 """Rewrites of operator graphs, graph module to graph module, each checked by itself after it ran."""
 
+from passes.apply_offloads import ApplyOffloads, HostStay
 from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
@@ -24,6 +25,7 @@ from passes.verify import VerifyError
 
 __all__ = [
     "CANONICAL",
+    "ApplyOffloads",
     "ApplySchedule",
     "ChunkLoss",
     "EliminateDeadCode",
@@ -38,6 +40,7 @@ __all__ = [
     "FuseNorms",
     "GraphDiff",
     "HoistGetitems",
+    "HostStay",
     "InsertCasts",
     "MergeCasts",
     "MergeCommonSubexpressions",

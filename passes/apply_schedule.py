@@ -48,7 +48,7 @@ class ApplySchedule(Pass):
 
     def __repr__(self) -> str:
         repeated = len(self.evaluations) - len(set(self.evaluations))
-        return f"ApplySchedule({len(self.evaluations)} evaluations, {repeated} of them again)"
+        return f"{self.name}({len(self.evaluations)} evaluations, {repeated} of them again)"
 
     def requires(self, graph_module: fx.GraphModule) -> None:
         super().requires(graph_module)
@@ -66,11 +66,14 @@ class ApplySchedule(Pass):
                     raise PassError(self.name, node.name, "its effects must not be repeated", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        return fx.GraphModule(graph_module, _Rewriter(self, graph_module.graph).run())
+        return fx.GraphModule(graph_module, Rewriter(self, graph_module.graph).run())
 
 
-class _Rewriter:
-    """One walk over the schedule; `latest` binds each node of the old graph to its newest evaluation."""
+class Rewriter:
+    """One walk over the schedule; `latest` binds each node of the old graph to its newest evaluation.
+
+    Made to be derived from: `before` and `after` are called at each evaluation, `end_forward` where the forward ends.
+    """
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
         self.schedule = schedule
@@ -88,14 +91,13 @@ class _Rewriter:
         for node in self.old.values():
             if node.op == "placeholder":
                 self.latest[node] = self.new.node_copy(node)
-        for name in self.schedule.evaluations[: self.schedule.boundary]:
-            self.evaluate(self.old[name])
+        self.evaluate_from(0, self.schedule.boundary)
+        self.end_forward()
         results = self.results()
         outputs = [self.bind(value) for value in results[: self.schedule.forward_outputs]]
         self.forget_followers()
         self.tag = BACKWARD
-        for name in self.schedule.evaluations[self.schedule.boundary :]:
-            self.evaluate(self.old[name])
+        self.evaluate_from(self.schedule.boundary, len(self.schedule.evaluations))
         outputs += [self.bind(value) for value in results[self.schedule.forward_outputs :]]
         returned = outputs if isinstance(self.result.args[0], list) else tuple(outputs)
         self.new.output(returned).meta.update(self.result.meta)
@@ -106,6 +108,21 @@ class _Rewriter:
         values = self.result.args[0]
         assert isinstance(values, (list, tuple)), "a joint graph returns its results in a row"
         return values
+
+    def evaluate_from(self, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self.before(position)
+            self.evaluate(self.old[self.schedule.evaluations[position]])
+            self.after(position)
+
+    def before(self, position: int) -> None:
+        """What comes in front of an evaluation."""
+
+    def after(self, position: int) -> None:
+        """What comes behind it."""
+
+    def end_forward(self) -> None:
+        """What comes behind the forward's last evaluation."""
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest

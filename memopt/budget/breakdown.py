@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.budget.account import Account
-from memopt.solver import Op, RematProblem, Schedule, simulate
+from memopt.solver import Link, Offload, Op, RematProblem, Schedule, simulate
+
+ANY_LINK = Link(math.inf)
+"""Stands for the link of a schedule of which only the bytes are asked: they do not depend on how fast it is."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
 
     `problem.resident_bytes` is ignored: what is resident comes from `account`.
     """
-    simulation = simulate(problem, schedule)
+    simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
     outputs = output_bytes(problem)
     graph_peak = account.resident_bytes + moving
@@ -63,6 +67,8 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         first = schedule.evaluations.index(maker) == evaluation
         if problem.storages[storage].kept and first:
             kind = "outputs" if in_forward or is_receipt(problem.ops[maker]) else "gradients"
+        elif schedule.evaluations[evaluation] != maker:
+            kind = "fetched activations"
         elif not in_forward:
             kind = "backward temporaries"
         else:
@@ -73,12 +79,17 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
-    """The storages live while evaluation `position` runs, each with the evaluation that made its version."""
+    """The storages live while evaluation `position` runs, each with the evaluation that made its version, or from which
+    on it is fetched from the host."""
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
+    back, out = _by_position(schedule, "back_before"), _by_position(schedule, "out_after")
     for now, index in enumerate(schedule.evaluations):
         op = problem.ops[index]
+        for stay in back.get(now, ()):
+            made_at[stay.storage] = stay.fetch_from
+            live_until[stay.storage, stay.fetch_from] = now
         for storage in op.reads:
             version = storage, made_at[storage]
             live_until[version] = max(live_until[version], now)
@@ -86,9 +97,19 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
             is_result = problem.storages[storage].kept and storage not in made_at
             made_at[storage] = now
             live_until[storage, now] = end if is_result else now
+        for stay in out.get(now, ()):
+            version = stay.storage, made_at[stay.storage]
+            live_until[version] = max(live_until[version], stay.freed_before - 1)
     for (storage, made), last in live_until.items():
         if made <= position <= last:
             yield storage, made
+
+
+def _by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
+    found: dict[int, list[Offload]] = {}
+    for stay in schedule.offloads:
+        found.setdefault(getattr(stay, field), []).append(stay)
+    return found
 
 
 def output_bytes(problem: RematProblem) -> int:

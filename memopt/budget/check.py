@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.budget.account import CUDA_CONTEXT_BYTES, distinct_bytes
 from memopt.budget.account_check import AccountCheck, AccountRow
-from memopt.budget.breakdown import output_bytes
+from memopt.budget.breakdown import ANY_LINK, output_bytes
 from memopt.budget.optimizer_state import OptimizerState, state_tensors
 from memopt.budget.phases import PhaseMeter
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
@@ -77,7 +77,7 @@ def predicted_rows(plan: Plan, unseen_bytes: int = 0) -> Rows:
     assert plan.schedule is not None
     account = plan.account
     problem = plan.captured.joined(accumulating=account.gradients_held, as_seen=True).problem
-    moving = simulate(problem, plan.schedule).peak_bytes - problem.resident_bytes + account.between_regions
+    moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes + account.between_regions
     return {
         "parameters": account.parameters,
         "buffers": account.buffers,

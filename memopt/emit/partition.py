@@ -10,23 +10,26 @@ from torch import fx
 from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.torch_compat import extract_halves
-from passes import ApplySchedule
+from passes import ApplyOffloads, ApplySchedule, HostStay
 from passes.apply_schedule import BACKWARD
 from passes.node_facts import is_tangent
 
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """The schedule of one region: node names in the order of their evaluation, the first `boundary` in the forward."""
+    """The schedule of one region: node names in the order of their evaluation, the first `boundary` in the forward, and
+    what waits on the host in the meantime."""
 
     fingerprint: str
     evaluations: tuple[str, ...]
     boundary: int
+    stays: tuple[HostStay, ...] = ()
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
-    """The joint graph with every evaluation of the schedule as a node of its own."""
-    return ApplySchedule(schedule.evaluations, schedule.boundary, joint.forward_outputs)(joint.module)
+    """The joint graph with every evaluation of the schedule as a node of its own, and every copy to the host."""
+    how = schedule.evaluations, schedule.boundary, joint.forward_outputs
+    return (ApplyOffloads(*how, schedule.stays) if schedule.stays else ApplySchedule(*how))(joint.module)
 
 
 def partition(
@@ -44,7 +47,7 @@ def partition(
 
 
 def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What the forward has and the backward reads or returns: tensors, and sizes."""
+    """What the forward has and the backward reads or returns: tensors, those on the host among them, and sizes."""
     results = graph.output_node()
     returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
     tensors: list[fx.Node] = []

@@ -1,5 +1,6 @@
-"""Levers on operator graphs, and the ladder on which they are pulled: one after another, until the step fits."""
+"""Levers on operator graphs, the ladder on which they are pulled, one after another, until the step fits; offload."""
 
 from memopt.levers.ladder import OPERATOR_LEVERS, Rung, ladder
+from memopt.levers.offload import OFFLOAD_ACTIVATIONS, offload_link
 
-__all__ = ["OPERATOR_LEVERS", "Rung", "ladder"]
+__all__ = ["OFFLOAD_ACTIVATIONS", "OPERATOR_LEVERS", "Rung", "ladder", "offload_link"]

@@ -9,8 +9,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memopt.solver import Link
+
 GIB = 1024**3
 TERA = 1e12
+
+# Bytes per second of 16 lanes of PCIe, in each direction, by generation: 8, 16 and 32 GT/s with 128b/130b coding.
+PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
+# What starting a copy and waiting for it costs, over and above its bytes; an assumption.
+_COPY_SECONDS = 20e-6
+# The host of a card that is not here: with room for activations of so many times the card's own memory.
+_HOST_SHARE = 2
 
 
 @dataclass(frozen=True)
@@ -30,16 +39,31 @@ class Hardware:
     """Part of the peak that large matmuls reach: 0.80 on an H100 SXM, 0.86 on an A100 SXM (mag-/gpu_benchmark)."""
     bandwidth_efficiency: float = 0.85
     """Part of the bandwidth that elementwise kernels reach; an assumption, to be replaced by measuring."""
+    link_bytes_per_second: float = 0.0
+    """To the host's memory and, at the same time, back; 0 where that is the device's own."""
+    link_efficiency: float = 0.7
+    """Part of it that copies from and to pinned memory reach while both directions are busy: an assumption on the safe
+    side, since one direction alone reaches 0.8 to 0.85."""
+    least_moved_bytes: int = 2**20
+    """Smaller values do not go to the host: starting their copies would take the CPU longer than they take the link."""
+    host_bytes: int | None = None
+    """Room on the host for what is moved there; None: twice the device's memory."""
+
+    @property
+    def link(self) -> Link:
+        """The road to the host's memory."""
+        room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
+        return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for a dtype; one that the device has no units for runs at float32's rate."""
         return self.flops.get(dtype, self.flops["float32"])
 
 
-def _gpu(name: str, terabytes_per_second: float, gib: int, source: str, **teraflops: float) -> Hardware:
+def _gpu(name: str, terabytes_per_second: float, gib: int, pcie: int, source: str, **teraflops: float) -> Hardware:
     flops = {dtype: TERA * value for dtype, value in teraflops.items()}
     # An eager op costs the host about 5 µs to dispatch and launch, whatever the GPU.
-    return Hardware(name, flops, TERA * terabytes_per_second, 5e-6, gib * GIB, source)
+    return Hardware(name, flops, TERA * terabytes_per_second, 5e-6, gib * GIB, source, link_bytes_per_second=PCIE[pcie])
 
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0}
@@ -53,28 +77,28 @@ _HOPPER = {
     "float8_e5m2": 1979.0,
 }
 _GPUS = (
-    _gpu("a100-40", 1.555, 40, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
-    _gpu("a100-80", 2.039, 80, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
-    _gpu("h100", 3.35, 80, "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
-    _gpu("h200", 4.8, 141, "NVIDIA H200 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
+    _gpu("a100-40", 1.555, 40, 4, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
+    _gpu("a100-80", 2.039, 80, 4, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
+    _gpu("h100", 3.35, 80, 5, "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
+    _gpu("h200", 4.8, 141, 5, "NVIDIA H200 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
     _gpu(
-        "l4", 0.3, 24, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
+        "l4", 0.3, 24, 4, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5, float8_e5m2=242.5,
     ),
-    _gpu("t4", 0.32, 16, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no BF16 units", float32=8.1, float16=65.0),
+    _gpu("t4", 0.32, 16, 3, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no BF16 units", float32=8.1, float16=65.0),
     _gpu(
-        "rtx-3060", 0.36, 12,
+        "rtx-3060", 0.36, 12, 4,
         "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "
         "accumulation, GA102 whitepaper",
         float32=12.7, tfloat32=12.7, float16=25.5, bfloat16=25.5,
     ),
     _gpu(
-        "rtx-3090", 0.936, 24,
+        "rtx-3090", 0.936, 24, 4,
         "NVIDIA GA102 whitepaper, RTX 3090: 71 TFLOPS FP16 with FP32 accumulation, 936 GB/s",
         float32=35.6, tfloat32=35.6, float16=71.0, bfloat16=71.0,
     ),
     _gpu(
-        "rtx-4090", 1.008, 24,
+        "rtx-4090", 1.008, 24, 4,
         "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
         float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3, float8_e5m2=330.3,
     ),
@@ -105,9 +129,15 @@ def _cpu() -> Hardware:
         flops={dtype: threads * rate for dtype, rate in rates.items()},
         bytes_per_second=25.6e9,
         launch_seconds=2e-6,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=_physical_bytes(),
+        least_moved_bytes=4096,
         source=f"{threads} threads, each two AVX2 FMA units at 2.5 GHz, and one channel of DDR4-3200; assumed",
     )
+
+
+def _physical_bytes() -> int:
+    """This machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def hardware(name: str) -> Hardware:
@@ -124,7 +154,8 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The table's entry for a torch device, with the memory that the device reports.
+    """The table's entry for a torch device, with the memory that the device reports, and half of this machine's as room
+    on the host.
 
     Raises ValueError for a device that the table does not list: `measure_hardware` serves any.
     """
@@ -135,7 +166,8 @@ def hardware_of(device: torch.device) -> Hardware:
     reported = torch.cuda.get_device_name(device)
     for pattern, name in _CUDA_NAMES.items():
         if re.fullmatch(pattern, reported):
-            return replace(_BY_NAME[name], memory_bytes=torch.cuda.get_device_properties(device).total_memory)
+            total = torch.cuda.get_device_properties(device).total_memory
+            return replace(_BY_NAME[name], memory_bytes=total, host_bytes=_physical_bytes() // 2)
     raise ValueError(
         f"{reported} is not in the hardware table; measure it with memopt.pricing.measure_hardware, "
         f"or name the nearest of {', '.join(known_hardware())}"

@@ -15,6 +15,7 @@ from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
 from passes.module_path import module_path
 from passes.node_facts import backward_nodes, binds_new_symbols, is_tangent
+from passes.offload_ops import TRANSFERS
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -43,6 +44,8 @@ class PricedGraph:
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
     """The module path of each op, "" where none is known."""
+    values: tuple[str, ...] = ()
+    """The node whose tensor each storage is, "" for what cannot be moved elsewhere (`Storage.movable`)."""
 
 
 def price(
@@ -50,13 +53,15 @@ def price(
     forward_outputs: int,
     price_of: Callable[[fx.Node], NodePrice],
     accumulated: Collection[int] = (),
+    least_moved_bytes: int = 0,
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
     `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
+    Values of fewer than `least_moved_bytes` cannot go to the host.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated).run()
+    return _Pricer(joint, forward_outputs, price_of, accumulated, least_moved_bytes).run()
 
 
 class _Pricer:
@@ -66,8 +71,10 @@ class _Pricer:
         forward_outputs: int,
         price_of: Callable[[fx.Node], NodePrice],
         accumulated: Collection[int],
+        least_moved_bytes: int,
     ) -> None:
         self.graph = joint.graph
+        self.least_moved_bytes = least_moved_bytes
         self.price_of = price_of
         self.storages: Storages = find_storages(joint.graph)
         self.resident = {
@@ -96,6 +103,7 @@ class _Pricer:
         self.ops: list[Op] = []
         self.nodes: list[str] = []
         self.modules: list[str] = []
+        self.values: list[str] = []
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph)
@@ -111,7 +119,7 @@ class _Pricer:
             self.add(node, paths[node], -1, recomputable=False)
         self.add_hand_over()
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules))
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values))
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         price = self.price_of(node)
@@ -146,15 +154,27 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        self.listed.append(Storage(info.name, info.bytes + surplus_bytes, kept=index in self.kept))
+        stays = index in self.mutated or info.bytes < self.least_moved_bytes
+        value = "" if stays else self.value_of(index)
+        self.listed.append(Storage(info.name, info.bytes + surplus_bytes, kept=index in self.kept, movable=bool(value)))
+        self.values.append(value)
         return self.number[index]
+
+    def value_of(self, index: int) -> str:
+        """The node whose tensor a storage is: its maker, or an element of what that returns."""
+        maker = self.storages.infos[index].maker
+        if is_tangent(maker):
+            return ""
+        nodes = [maker] if isinstance(maker.meta.get("val"), torch.Tensor) else list(maker.users)
+        return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
         """What a random op must keep to be repeated: an op of its own, so that keeping it is the schedule's choice."""
         if not self.recomputable(node):
             return
         device = _device_type(node)
-        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES[device]))
+        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES[device], movable=False))
+        self.values.append("")
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_tangents(self) -> None:
@@ -198,8 +218,8 @@ def split_halves(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def is_scheduled(node: fx.Node) -> bool:
-    """Whether a schedule names the node; the others follow what they read."""
-    if node.op != "call_function":
+    """Whether a schedule names the node; the others follow what they read, or run beside compute."""
+    if node.op != "call_function" or node.target in TRANSFERS:
         return False
     return is_mutation(node) or not (is_view(node) or node.target is operator.getitem)
 

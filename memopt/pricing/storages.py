@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from memopt.torch_compat import upper_bound
+from passes.offload_ops import COPY_OUT
 
 # Share their input's memory although their schema does not say so.
 _SILENT_VIEWS = {
@@ -48,7 +49,7 @@ def find_storages(graph: fx.Graph) -> Storages:
     """Follow every tensor of a functional ATen graph to the memory that holds it.
 
     Views and aliases (by their schema) share the storage of what they view; every other tensor result is a storage of
-    its own, as large as its fake tensor's.
+    its own, as large as its fake tensor's. What is copied to the host (`memopt::copy_out`) holds nothing here.
     """
     found = Storages()
     for node in graph.nodes:
@@ -57,6 +58,8 @@ def find_storages(graph: fx.Graph) -> Storages:
         if node.target is operator.getitem:
             found.of[node] = _element(found, node)
             found.views.add(node)
+        elif node.target is COPY_OUT:
+            found.of[node] = ()
         elif node.op == "call_function" and (viewed := _viewed_argument(node)) is not None:
             shared = found.of.get(viewed, ())[:1]
             found.of[node] = shared * max(1, len(list(tensors_of(node))))

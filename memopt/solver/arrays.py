@@ -32,6 +32,8 @@ class Arrays(NamedTuple):
     size: Ints
     """Per storage, bytes."""
     kept: Flags
+    movable: Flags
+    """Per storage: not kept, and may wait on the host."""
     producer: Ints
     slot: Ints
     """Per storage: its place among what its producer makes."""
@@ -74,6 +76,7 @@ def arrays_of(problem: RematProblem) -> Arrays:
         makes=makes,
         size=np.array([storage.bytes for storage in problem.storages], np.int64),
         kept=np.array([storage.kept for storage in problem.storages], np.bool_),
+        movable=np.array([storage.movable and not storage.kept for storage in problem.storages], np.bool_),
         producer=np.array(problem.producer, np.int64),
         slot=slot,
         reader_start=reader_start,

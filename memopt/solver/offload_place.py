@@ -100,7 +100,7 @@ def _find_gaps(arrays: Arrays, evaluations: Ints, used: Ints, gaps: Gaps) -> int
         op = evaluations[position]
         for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
             storage = arrays.reads[at]
-            if position > used[storage] + 1 and not arrays.kept[storage] and arrays.size[storage] > 0:
+            if position > used[storage] + 1 and arrays.movable[storage] and arrays.size[storage] > 0:
                 gaps.storage[count] = storage
                 gaps.start[count] = used[storage]
                 gaps.stop[count] = position

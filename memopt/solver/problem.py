@@ -18,6 +18,8 @@ class Storage:
     bytes: int
     kept: bool = False
     """A result of the step (an output, a gradient): alive from its making to the end of the schedule."""
+    movable: bool = True
+    """False for what cannot wait on the host: a generator's state, memory that is written to again."""
 
 
 @dataclass(frozen=True, slots=True)

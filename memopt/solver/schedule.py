@@ -79,8 +79,9 @@ class Schedule:
             if not 0 <= each.storage < len(problem.storages):
                 raise ValueError(f"{each} is of a storage that is not in the problem, with {len(problem.storages)}")
             storage = problem.storages[each.storage]
-            if storage.kept:
-                raise ValueError(f"{each} is of {storage.name}, a result of the step, which must stay on the device")
+            if storage.kept or not storage.movable:
+                why = "a result of the step, which must stay on the device" if storage.kept else "which cannot be moved"
+                raise ValueError(f"{each} is of {storage.name}, {why}")
             if not each.out_after < each.freed_before <= each.fetch_from <= each.back_before < len(self.evaluations):
                 raise ValueError(f"{each} must go out, be freed, be fetched and be back in this order, within the step")
             if each.out_after < made_at[each.storage]:

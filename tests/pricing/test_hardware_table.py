@@ -25,6 +25,17 @@ def test_figures_are_dense_and_with_fp32_accumulation() -> None:
     assert hardware("rtx-4090").flops["float16"] == pytest.approx(165.2e12)
 
 
+def test_every_card_has_a_road_to_its_host() -> None:
+    for name in known_hardware():
+        entry = hardware(name)
+        if name == "cpu":
+            assert entry.link.bytes_per_second == 0
+            continue
+        assert 1e10 < entry.link.bytes_per_second < 0.8 * entry.link_bytes_per_second
+        assert entry.link.host_bytes == 2 * entry.memory_bytes
+    assert hardware("h100").link_bytes_per_second == 2 * hardware("a100-80").link_bytes_per_second
+
+
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"unknown hardware 'rtx-9999'; known are a100-40, .*rtx-4090.*, cpu"):
         hardware("rtx-9999")

@@ -1,0 +1,113 @@
+"""Write a schedule with stays on the host into a joint graph: copies out and back, and where compute waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from passes.apply_schedule import ApplySchedule, Rewriter
+from passes.graph_pass import PassError
+from passes.node_facts import tensors
+from passes.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
+from passes.propagate import on_stored_values
+
+
+@dataclass(frozen=True)
+class HostStay:
+    """A value's stay on the host; positions count the evaluations of its graph from 0."""
+
+    value: str
+    """The node whose tensor goes: an evaluation, or an element of what one returns."""
+    out_after: int
+    """The copy out starts behind this evaluation, of what the value is then."""
+    freed_before: int
+    """In front of this evaluation compute waits for that copy, and the device's memory is free."""
+    fetch_from: int
+    """The copy back starts in front of this one, into new memory."""
+    back_before: int
+    """In front of this one compute waits for that copy; from here on the value is read from it."""
+
+
+@dataclass(frozen=True)
+class ApplyOffloads(ApplySchedule):
+    """Evaluate the nodes as `ApplySchedule` does, and have values wait on the host as `stays` says.
+
+    What would be freed where the forward ends (`boundary`) is freed in the forward; what would be fetched there, in the
+    backward.
+
+    Before:
+        relu = aten.relu(addmm)
+        mm_1 = aten.mm(tangents_1, relu)
+    After (`evaluations=("relu", "mm_1")`, `boundary=1`, `stays=(HostStay("relu", 0, 1, 1, 1),)`):
+        relu = aten.relu(addmm)
+        relu_out = memopt.copy_out(relu)
+        relu_host = memopt.await_out(relu_out, relu)
+        relu_fetched = memopt.copy_back(relu_host, cpu)
+        relu_back = memopt.await_back(relu_fetched, relu_host)
+        mm_1 = aten.mm(tangents_1, relu_back)
+    """
+
+    stays: tuple[HostStay, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {len(self.stays)} stays on the host)"
+
+    def requires(self, graph_module: fx.GraphModule) -> None:
+        super().requires(graph_module)
+        nodes = {node.name: node for node in graph_module.graph.nodes}
+        mend = "make the schedule from this very graph"
+        for stay in self.stays:
+            if stay.value not in nodes:
+                raise PassError(self.name, stay.value, "the graph has no such node to offload", mend)
+            if not 0 <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
+                raise PassError(self.name, stay.value, f"{stay} does not go out, come free and back in order", mend)
+
+    def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        with on_stored_values(graph_module.graph):
+            return fx.GraphModule(graph_module, _OffloadRewriter(self, graph_module.graph).run())
+
+
+class _OffloadRewriter(Rewriter):
+    """The walk, with what each stay has come to: the value that went, and its copies."""
+
+    def __init__(self, schedule: ApplyOffloads, graph: fx.Graph) -> None:
+        super().__init__(schedule, graph)
+        self.stays = schedule.stays
+        self.went: dict[HostStay, fx.Node] = {}
+        self.host: dict[HostStay, fx.Node] = {}
+        self.fetched: dict[HostStay, fx.Node] = {}
+
+    def before(self, position: int) -> None:
+        if position != self.schedule.boundary:
+            self.free(position)
+        for stay in self.due(lambda stay: stay.fetch_from == position, lambda stay: stay.back_before):
+            device = next(tensors(self.old[stay.value].meta["val"])).device
+            self.fetched[stay] = self.transfer(stay, COPY_BACK, (self.host[stay], device), "fetched")
+        for stay in self.due(lambda stay: stay.back_before == position, lambda stay: stay.fetch_from):
+            value = self.old[stay.value]
+            self.latest[value] = self.transfer(stay, AWAIT_BACK, (self.fetched[stay], self.host[stay]), "back")
+            self.forget_followers(value)
+
+    def after(self, position: int) -> None:
+        for stay in self.due(lambda stay: stay.out_after == position, lambda stay: stay.freed_before):
+            self.went[stay] = self.newest(self.old[stay.value])
+            self.host[stay] = self.transfer(stay, COPY_OUT, (self.went[stay],), "out")
+
+    def end_forward(self) -> None:
+        self.free(self.schedule.boundary)
+
+    def free(self, position: int) -> None:
+        for stay in self.due(lambda stay: stay.freed_before == position, lambda stay: stay.out_after):
+            self.host[stay] = self.transfer(stay, AWAIT_OUT, (self.host[stay], self.went[stay]), "host")
+
+    def due(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:
+        """The stays that are due now; those by their deadlines that a queue takes together, as the solver has it."""
+        return sorted(filter(now, self.stays), key=first)
+
+    def transfer(self, stay: HostStay, target: Any, args: tuple[Any, ...], what: str) -> fx.Node:
+        node = self.add(self.old[stay.value], target, args, {}, f"{stay.value}_{what}")
+        node.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
+        return node

@@ -1,0 +1,28 @@
+"""A CPU with a road to another memory: values then wait in memory that the CPU's meter does not count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memopt import call_planner
+from memopt.pricing import Hardware, hardware_of
+from passes.offload_ops import host_memory
+
+RATE = 20e9
+ALLOW = {"recompute", "offload_activations"}
+
+
+def linked_cpu(device: torch.device) -> Hardware:
+    return replace(hardware_of(device), link_bytes_per_second=RATE, link_efficiency=1.0)
+
+
+@pytest.fixture
+def linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans made for the device at hand may offload; the host's memory counts from here on."""
+    monkeypatch.setattr(call_planner, "hardware_of", linked_cpu)
+    memory = host_memory("cpu")
+    assert memory.leased_bytes == 0, "an earlier test left values on the host"
+    memory.most_leased_bytes = 0
