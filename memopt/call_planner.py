@@ -23,6 +23,7 @@ from memopt.captured import Captured
 from memopt.climb import Climb, Step
 from memopt.errors import CaptureError
 from memopt.levers import Rung, ladder
+from memopt.lowering import Lowering, lowering_for
 from memopt.options import Options
 from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
@@ -60,6 +61,11 @@ class CallPlanner:
         if home.type != "meta":
             return home
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def lowering(self) -> Lowering:
+        """What makes planned graphs callable."""
+        return lowering_for(self.options.backend, self.device())
 
     def account(self, call: Call, state: State) -> Account:
         device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
@@ -130,6 +136,7 @@ class CallPlanner:
                 state.hooked,
                 differentiate_all=self.differentiate_all,
                 narrowed=narrowed,
+                lowering=self.lowering,
             )
 
         def captured(rewriting: Rewriting) -> tuple[Captured, Account]:

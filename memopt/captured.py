@@ -61,7 +61,12 @@ class Captured:
         nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
         price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
         return [
-            price(region.module, region.forward_outputs, price_of, region.parameter_gradients if accumulating else ())
+            price(
+                region.module,
+                region.forward_outputs,
+                price_of,
+                region.parameter_gradients if accumulating and not region.fused else (),
+            )
             for region in self.regions
         ]
 

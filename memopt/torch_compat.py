@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import logging
@@ -54,6 +55,7 @@ __all__ = [
     "before_tracing",
     "boxed",
     "capture_settings",
+    "compile_by_inductor",
     "compile_with",
     "composite_kernel",
     "current_backward",
@@ -277,6 +279,44 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def compile_by_inductor(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    made: Callable[[Callable[..., Any], fx.GraphModule, bool], Callable[..., Any]],
+    plan_hash: Callable[[], str],
+) -> Callable[..., Any]:
+    """A region as torch.compile's own backend makes it callable, its joint graph cut by `partition` after inductor's
+    decompositions and joint passes. Takes the graph module over.
+
+    `made(compiled, half, is_backward)` gets each half as compiled, with `source_code` as text, and its graph; what it
+    returns runs in its place. Both halves are compiled at once. The cache of whole regions would pass the partition
+    over and is off; that of compiled graphs goes by their text, and by `plan_hash`.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow to import: only where it is used
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return plan_hash()
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (plan_hash(),)  # as part of inductor's settings it is pickled into the cache's key
+
+    def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        graph = fx.GraphModule(half, copy.copy(half.graph))  # compiling rewrites what it is given
+        return made(compile_fx_inner(half, example_inputs, **options), graph, bool(options.get("is_backward")))
+
+    at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with functorch_config.patch(at_once):
+        patches = {"custom_partitioner_fn": Partitioner()}
+        compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+        return compiled
 
 
 def without_autocast() -> AbstractContextManager[None]:

@@ -26,6 +26,8 @@ class JointGraph:
     """Which of the `primals_*`, counted from 0, are parameters whose gradient this region alone makes, no hook sees."""
     operators: Operators | None = field(default=None, repr=False, compare=False)
     """The operator graph that this one was traced from, before and after each pass; None where none was made."""
+    fused: bool = False
+    """Whether it is lowered by a backend that fuses elementwise operators with those that read them."""
 
     @classmethod
     def of(
@@ -35,12 +37,14 @@ class JointGraph:
         parameter_inputs: frozenset[int],
         operators: Operators | None = None,
         decide: DecideJoint | None = None,
+        *,
+        fused: bool = False,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`."""
         module = CANONICAL(traced)
         if decide is not None:
             module = CANONICAL(decide(module, forward_outputs)(module))
-        return cls(module, forward_outputs, parameter_inputs, operators)
+        return cls(module, forward_outputs, parameter_inputs, operators, fused)
 
     @cached_property
     def fingerprint(self) -> str:
