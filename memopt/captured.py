@@ -58,14 +58,16 @@ class Captured:
         return self._joined[key]
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
-        nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
-        price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
+        held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
+        generated = frozenset().union(*(region.generated for region in self.regions))
+        price_of = price_nodes(held, self.hardware, timed=self.timed, generated=generated).__getitem__
         return [
             price(
                 region.module,
                 region.forward_outputs,
                 price_of,
                 region.parameter_gradients if accumulating and not region.fused else (),
+                region.fused_away,
             )
             for region in self.regions
         ]

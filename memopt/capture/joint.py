@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators
+from memopt.pricing.fusion import can_inline, fused_away
 from passes import CANONICAL, format_graph
 from passes.node_facts import is_tangent
 
@@ -50,6 +51,21 @@ class JointGraph:
     def fingerprint(self) -> str:
         """A hash of the graph's text: equal for captures of the same region with the same shapes and types."""
         return hashlib.sha256(format_graph(self.module.graph).encode()).hexdigest()[:16]
+
+    @cached_property
+    def fused_away(self) -> frozenset[fx.Node]:
+        """The nodes whose values are never held, since each kernel that reads them computes them."""
+        return fused_away(self.module.graph) if self.fused else frozenset()
+
+    @property
+    def held_nodes(self) -> list[fx.Node]:
+        """All others."""
+        return [node for node in self.module.graph.nodes if node not in self.fused_away]
+
+    @cached_property
+    def generated(self) -> frozenset[fx.Node]:
+        """The nodes that run in kernels which are generated for them, not in those of ATen."""
+        return frozenset(node for node in self.held_nodes if can_inline(node)) if self.fused else frozenset()
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:

@@ -20,7 +20,7 @@ _ALLOCATE = ("empty_strided_cpu", "empty_strided_cuda")
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts, while it is active, the bytes of the storages that are made and still alive.
 
-    `peak_bytes` is the most at any call, the call's own temporaries included. Storages that it is told to `know` are not counted.
+    `peak_bytes` is the most at any call, the call's own temporaries included; what it is told to `know` is left out.
     """
 
     supports_higher_order_operators = True

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from memopt.lowering.footprint import Footprint, Half, footprint
+from memopt.lowering.keep_order import keep_products_early
 from memopt.lowering.lowering import Lowered, Lowering, PartitionTraced
 from memopt.torch_compat import compile_by_inductor, without_autocast
 from passes import copy_graph_module, format_graph
@@ -42,6 +43,8 @@ class _Halves:
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         self.outputs = options["num_fwd_outputs"]
         halves = self.cut(joint, joint_inputs, **options)
+        for half in halves:
+            keep_products_early(half)
         self.hash = hashlib.sha256("".join(format_graph(half.graph) for half in halves).encode()).hexdigest()
         return halves
 
