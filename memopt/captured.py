@@ -66,7 +66,7 @@ class Captured:
                 region.module,
                 region.forward_outputs,
                 price_of,
-                region.parameter_gradients if accumulating and not region.fused else (),
+                region.parameter_gradients if accumulating else (),
                 region.fused_away,
             )
             for region in self.regions

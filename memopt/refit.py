@@ -15,7 +15,7 @@ ROUNDS = 4
 """How often a step is planned and lowered at most: each time is a compilation."""
 # Room that is left of the budget is used by another round from this share on, where the plan recomputes so much of the
 # step that it could pay.
-_ROOM = 0.03
+_ROOM = 0.06
 _ADDED = 0.01
 
 Made = TypeVar("Made")

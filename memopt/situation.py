@@ -181,7 +181,9 @@ class Situation:
             else:
                 plan = decide
             plans.append(plan)
-            forward, backward = partition(joint, plan.regions[0], self.calls.accumulation)
+            # Code that is compiled takes a copy of a gradient that it cannot add to one that is there.
+            accumulation = self.calls.accumulation if self.state.gradients_held or not joint.fused else None
+            forward, backward = partition(joint, plan.regions[0], accumulation)
             guard_sizes(forward, captured.data_sizes.allowed)
             return forward, backward
 

@@ -36,7 +36,7 @@ def partition(
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
-    if accumulation is not None and not joint.fused:
+    if accumulation is not None:
         first, tensors = joint.forward_outputs, joint.tensor_positions
         inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
         accumulate_in_place(backward, inputs, accumulation)

@@ -138,7 +138,7 @@ def _storages(tensors: Any) -> list[tuple[StorageWeakRef, int]]:
 
 
 def _workspace(func: Any, args: Any, kwargs: Any, result: Any, device: str) -> int:
-    """Bytes of the kernel's own temporaries; views and empty tensors have none."""
-    if func.is_view or func.namespace != "aten" or "empty" in func.name():
+    """Bytes of the kernel's own temporaries; views, and tensors that are only made, have none."""
+    if func.is_view or "empty" in func.name():
         return 0
     return call_workspace_bytes(describe(func, args, kwargs, result), device)

@@ -16,13 +16,10 @@ from passes.node_facts import is_tangent
 
 @dataclass(frozen=True)
 class Half:
-    """A forward or a backward: the code that inductor wrote for it, and the graph that it was written from."""
+    """A forward or a backward: the code that inductor wrote for it, and the inputs of the graph that it is of."""
 
     source: str = field(repr=False)
-    graph_module: fx.GraphModule = field(repr=False)
-
-    def inputs(self) -> list[fx.Node]:
-        return [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+    inputs: Sequence[fx.Node] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Footprint:
 def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     """Run both halves dry; the forward's first `outputs` results are its caller's, who holds them to the end."""
     mode = FakeTensorMode()
-    given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs()]
+    given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = next((each.device.type for each in given if isinstance(each, torch.Tensor)), "cpu")
     ledger = Ledger(device)
     ledger.know(given)
@@ -50,7 +47,7 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes()
     kept, saved = results[:outputs], results[outputs:]
     del results
-    tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs() if is_tangent(node)]
+    tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
     ledger.peak_bytes = 0
     ledger.count(tangents)
     arguments = _arguments(backward, saved, tangents)
@@ -65,7 +62,7 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """What the backward is called with: what was saved, in the order of the forward's results, and tangents."""
     remaining, gradients = iter(saved), iter(tangents)
-    return [next(gradients) if is_tangent(node) else next(remaining) for node in backward.inputs()]
+    return [next(gradients) if is_tangent(node) else next(remaining) for node in backward.inputs]
 
 
 def _fresh(value: Any, mode: FakeTensorMode) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from memopt.lowering.footprint import Footprint, Half, footprint
+from memopt.lowering.gradients import Handing
 from memopt.lowering.keep_order import keep_products_early
 from memopt.lowering.lowering import Lowered, Lowering, PartitionTraced
 from memopt.torch_compat import compile_by_inductor, without_autocast
@@ -27,7 +28,7 @@ class InductorLowering:
         # Inductor takes over what it compiles, and a region may be lowered again by another plan.
         module = copy_graph_module(graph_module)
         run = compile_by_inductor(module, list(inputs), halves.partition, halves.made, halves.plan_hash)
-        return Lowered(run, halves.footprint() if halves.backward else None)
+        return Lowered(run, halves.footprint())
 
 
 @dataclass
@@ -37,39 +38,59 @@ class _Halves:
     cut: PartitionTraced
     forward: Half | None = None
     backward: Half | None = None
+    handing: Handing | None = None
     hash: str = ""
-    outputs: int = field(default=0)
+    outputs: int = 0
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        forward, backward = self.cut(joint, joint_inputs, **options)
         self.outputs = options["num_fwd_outputs"]
-        halves = self.cut(joint, joint_inputs, **options)
-        for half in halves:
+        self.handing = Handing(backward)
+        for half in (forward, backward):
             keep_products_early(half)
-        self.hash = hashlib.sha256("".join(format_graph(half.graph) for half in halves).encode()).hexdigest()
-        return halves
+        texts = format_graph(forward.graph), format_graph(backward.graph)
+        self.hash = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        return forward, backward
 
     def plan_hash(self) -> str:
         """Names the plan by which the region was cut; a region without gradients has none."""
         return self.hash or "no plan"
 
-    def made(self, compiled: Any, graph: fx.GraphModule, is_backward: bool) -> Callable[..., Any]:
-        half = Half(compiled.source_code, graph)
+    def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
+        half = Half(compiled.source_code, inputs)
         if is_backward:
             self.backward = half
-        else:
-            self.forward = half
+            return _boxed(_taking_gradients(compiled, self.handing))
+        self.forward = half
+        return _boxed(compiled)
 
-        def run(arguments: list[Any]) -> Any:
-            with without_autocast():
-                return compiled(arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def footprint(self) -> Footprint:
-        assert self.forward is not None
-        assert self.backward is not None
+    def footprint(self) -> Footprint | None:
+        """None for a region without gradients."""
+        if self.forward is None or self.backward is None:
+            return None
         return footprint(self.forward, self.backward, self.outputs)
+
+
+def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:
+    """A compiled backward whose gradients are taken as they come."""
+    if handing is None or not handing.modules:
+        return compiled
+
+    def run(arguments: list[Any]) -> Any:
+        with handing.active() as handed_on:
+            computed = compiled(arguments)
+            return handing.results(computed, handed_on)
+
+    return run
+
+
+def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def run(arguments: list[Any]) -> Any:
+        with without_autocast():
+            return compiled(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 INDUCTOR: Lowering = InductorLowering()
