@@ -37,7 +37,7 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + F.dropout(block(x), 0.2)
+            x = x + F.dropout(block(x), 0.2, self.training)
         return F.cross_entropy(self.head(x), labels)
 
 
