@@ -18,8 +18,8 @@ def price_nodes(
     """Seconds and workspace of one evaluation of each node on `card`.
 
     On the CPU each kind of op is run once to see what its kernel allocates and, where the plan is to be `timed`, how
-    long it takes, unless it is large: those, and all ops of other cards, are estimated. Kernels that
-    are `generated` have no temporaries.
+    long it takes, unless it is large: those, and all ops of other cards, are estimated. Nodes that are `generated` run
+    in kernels without temporaries.
     """
     if generated:
         prices = price_nodes([node for node in nodes if node not in generated], card, timed=timed)

@@ -198,7 +198,7 @@ class _Pricer:
         return trains or not reads_mutated
 
 
-def split_halves(graph: fx.Graph, fused: frozenset[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes to schedule (those that make memory or have effects), forward and backward, each in program order."""
     late = backward_nodes(graph)
     scheduled = [node for node in graph.nodes if is_scheduled(node) and node not in fused]
