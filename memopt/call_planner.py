@@ -41,6 +41,11 @@ LOSS_OUTSIDE = (
     "model return its loss"
 )
 
+NOT_FUSED = (
+    "a forward that breaks into regions, or has sizes that depend on data, runs as plain operators and not through "
+    "inductor"
+)
+
 
 class CallPlanner:
     """What is known of a model's training calls before they run; `plain` is the call of the plain model."""
@@ -174,6 +179,8 @@ class CallPlanner:
             if len(regions) == 1:
                 sizes = self._sizes(regions[0], call)
                 notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
+            if self.lowering.fuses and not all(region.fused for region in regions):
+                notes += (NOT_FUSED,)
             self.known[key] = Captured(
                 type(self.model).__name__,
                 regions,

@@ -48,6 +48,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Fate",
+    "InductorFailed",
     "RecompileLimit",
     "TorchDispatchMode",
     "aot_autograd",
@@ -281,6 +282,10 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return call
 
 
+class InductorFailed(Exception):
+    """Inductor, or a compiler that it calls, gave up."""
+
+
 def compile_by_inductor(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -293,10 +298,12 @@ def compile_by_inductor(
 
     `made(compiled, inputs, is_backward)` gets each half as compiled, with its `source_code`, and the inputs of its
     graph; what it returns runs in its place. Both halves are compiled at once. The cache of whole regions would pass
-    the partition over and is off; that of compiled graphs goes by their text, and by `plan_hash`.
+    the partition over and is off; that of compiled graphs goes by their text, and by `plan_hash`. Raises what
+    `partition` raises, and `InductorFailed`.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow to import: only where it is used
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.exc import InductorError
     from torch._inductor.virtualized import V
 
     class Partitioner(CustomPartitionerFn):
@@ -318,7 +325,10 @@ def compile_by_inductor(
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with functorch_config.patch(at_once):
         patches = {"custom_partitioner_fn": Partitioner(), "inductor_choices_class": _nearby_fusions()}
-        compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+        try:
+            compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+        except InductorError as failure:
+            raise InductorFailed(str(failure)) from failure
         return compiled
 
 

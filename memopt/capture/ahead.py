@@ -29,7 +29,6 @@ from memopt.errors import CaptureError
 from memopt.lowering import ATEN, Lowering
 from memopt.torch_compat import FakeTensorMode, capture_settings, new_fake_mode, tracing_again, tree_leaves
 
-_UNFUSED = "regions of a forward that breaks run as plain operators, not through inductor"
 PASSED_OVER = "torch.compile passes it over"
 
 
@@ -94,8 +93,7 @@ def capture(
         with fake_parameters(model, mode, device, narrowed) as fakes:
             hooked_fakes = {id(fake) for real, fake in fakes.items() if id(real) in hooked}
             run = training_call(model, loss_fn, floats)
-            found = _capture_regions(model, (args, kwargs), run, mode, hooked_fakes, rewriting, reason)
-            return replace(found, notes=found.notes + (_UNFUSED,) * lowering.fuses)
+            return _capture_regions(model, (args, kwargs), run, mode, hooked_fakes, rewriting, reason)
 
     def as_one(rewriting: Rewriting) -> CapturedCall:
         joint = whole[0].trace(rewriting)

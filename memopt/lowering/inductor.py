@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from memopt.errors import CaptureError
+from memopt.lowering.casts import spell_casts
 from memopt.lowering.footprint import Footprint, Half, footprint
 from memopt.lowering.gradients import Handing
 from memopt.lowering.keep_order import keep_products_early
 from memopt.lowering.lowering import Lowered, Lowering, PartitionTraced
-from memopt.torch_compat import compile_by_inductor, without_autocast
+from memopt.torch_compat import InductorFailed, compile_by_inductor, without_autocast
 from passes import copy_graph_module, format_graph
 
 
@@ -27,7 +30,11 @@ class InductorLowering:
         halves = _Halves(partition)
         # Inductor takes over what it compiles, and a region may be lowered again by another plan.
         module = copy_graph_module(graph_module)
-        run = compile_by_inductor(module, list(inputs), halves.partition, halves.made, halves.plan_hash)
+        try:
+            run = compile_by_inductor(module, list(inputs), halves.partition, halves.made, halves.plan_hash)
+        except InductorFailed as failure:
+            reason = " ".join(str(failure).split())[:300]
+            raise CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'") from failure
         return Lowered(run, halves.footprint())
 
 
@@ -47,6 +54,7 @@ class _Halves:
         self.outputs = options["num_fwd_outputs"]
         self.handing = Handing(backward)
         for half in (forward, backward):
+            spell_casts(half)
             keep_products_early(half)
         texts = format_graph(forward.graph), format_graph(backward.graph)
         self.hash = hashlib.sha256("\n".join(texts).encode()).hexdigest()
@@ -65,10 +73,17 @@ class _Halves:
         return _boxed(compiled)
 
     def footprint(self) -> Footprint | None:
-        """None for a region without gradients."""
+        """None for a region without gradients, and where the dry run meets what it does not know."""
         if self.forward is None or self.backward is None:
             return None
-        return footprint(self.forward, self.backward, self.outputs)
+        try:
+            return footprint(self.forward, self.backward, self.outputs)
+        except Exception as failure:  # the code is of another version of inductor: anything may be in it
+            reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            warnings.warn(
+                f"memopt cannot tell what inductor's code holds, and goes by its plan ({reason})", stacklevel=2
+            )
+            return None
 
 
 def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:

@@ -18,7 +18,7 @@ from passes.node_facts import backward_nodes
 from passes.op_kinds import is_pointwise, mutated_arguments, op_name
 
 # Computed element by element, though torch does not tag them so.
-_ELEMENTWISE = frozenset({"embedding", "full", "gather", "index", "index_select", "scalar_tensor"})
+_ELEMENTWISE = frozenset({"_to_copy", "embedding", "full", "gather", "index", "index_select", "scalar_tensor"})
 _ELEMENTWISE_PRIMS = frozenset({"convert_element_type", "fma", "inductor_lookup_seed", "inductor_random", "iota"})
 _REDUCTIONS = frozenset({"all", "amax", "amin", "any", "argmax", "argmin", "mean", "prod", "sum", "var", "var_mean"})
 # Write what they are given into parts of their result.
