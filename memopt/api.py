@@ -62,7 +62,9 @@ def optimize(
             by default, runs a model unplanned that cannot be captured. Also off by default are the proposals
             "bf16_parameters" (for steps in bf16), "low_bit_optimizer" and "offload_optimizer", pulled where nothing
             else makes the step fit; they need `example_inputs`, and the optimiser to go through `wrap_optimizer`.
-        backend: "auto" or "aten": planned graphs run as plain ATen operators.
+        backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
+            compiled by torch.compile's own backend, exact but for rounding, and what is then held is checked against
+            the budget before anything runs; "auto": inductor on CUDA, plain operators elsewhere.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
             "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
         calibrate: time the device (on the CPU every kind of op) rather than go by its data sheet; plans then differ a

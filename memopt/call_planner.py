@@ -23,6 +23,7 @@ from memopt.captured import Captured
 from memopt.climb import Climb, Step
 from memopt.errors import CaptureError
 from memopt.levers import Rung, ladder, offload_link
+from memopt.lowering import Lowering, lowering_for
 from memopt.options import Options
 from memopt.plan import Plan
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
     "model return its loss"
+)
+
+NOT_FUSED = (
+    "a forward that breaks into regions, or has sizes that depend on data, runs as plain operators and not through "
+    "inductor"
 )
 
 
@@ -60,6 +66,11 @@ class CallPlanner:
         if home.type != "meta":
             return home
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def lowering(self) -> Lowering:
+        """What makes planned graphs callable."""
+        return lowering_for(self.options.backend, self.device())
 
     def account(self, call: Call, state: State) -> Account:
         device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
@@ -130,6 +141,7 @@ class CallPlanner:
                 state.hooked,
                 differentiate_all=self.differentiate_all,
                 narrowed=narrowed,
+                lowering=self.lowering,
             )
 
         def captured(rewriting: Rewriting) -> tuple[Captured, Account]:
@@ -167,6 +179,8 @@ class CallPlanner:
             if len(regions) == 1:
                 sizes = self._sizes(regions[0], call)
                 notes += (LOSS_OUTSIDE,) * regions[0].ends_before_loss
+            if self.lowering.fuses and not all(region.fused for region in regions):
+                notes += (NOT_FUSED,)
             self.known[key] = Captured(
                 type(self.model).__name__,
                 regions,
@@ -176,7 +190,7 @@ class CallPlanner:
                 self.options.calibrate,
                 rewriting,
                 "recompute" in self.options.allow,
-                offload_link(self.card, self.options.allow),
+                None if any(region.fused for region in regions) else offload_link(self.card, self.options.allow),
             )
         return self.known[key]
 

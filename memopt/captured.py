@@ -60,12 +60,19 @@ class Captured:
         return self._joined[key]
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
-        nodes = [node for region in self.regions for node in region.module.graph.nodes if is_scheduled(node)]
-        price_of = price_nodes(nodes, self.hardware, timed=self.timed).__getitem__
-        least = self.hardware.least_moved_bytes
+        held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
+        generated = frozenset().union(*(region.generated for region in self.regions))
+        price_of = price_nodes(held, self.hardware, timed=self.timed, generated=generated).__getitem__
         return [
-            price(each.module, each.forward_outputs, price_of, each.parameter_gradients if accumulating else (), least)
-            for each in self.regions
+            price(
+                region.module,
+                region.forward_outputs,
+                price_of,
+                region.parameter_gradients if accumulating else (),
+                region.fused_away,
+                self.hardware.least_moved_bytes,
+            )
+            for region in self.regions
         ]
 
 

@@ -13,6 +13,7 @@ import torch
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
 from memopt.levers import OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS
+from memopt.lowering import BACKENDS
 from memopt.precision import Policy, check_policy
 from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.solver import Effort as EffortName
@@ -29,7 +30,6 @@ LEVERS = {
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
 DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
-BACKENDS = ("auto", "aten")
 OUTPUTS = ("loss", "all", "loss_only")
 
 

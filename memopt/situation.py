@@ -25,10 +25,12 @@ from memopt.capture.operators import NothingToRewrite
 from memopt.capture.outputs import detach_all_but_scalars, hand_out
 from memopt.climb import Climb
 from memopt.emit.partition import RegionSchedule, partition
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.levers import Rung
+from memopt.lowering import Lowered
 from memopt.pending import PendingForward
 from memopt.plan import Plan
+from memopt.refit import ROUNDS, Refit, as_lowered
 from memopt.torch_compat import tracing_again
 
 if TYPE_CHECKING:
@@ -101,20 +103,7 @@ class Situation:
     def _plan_and_lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend for a call that is one region: planned as soon as its joint graph is there."""
         undifferentiated = frozenset() if self.calls.planner.differentiate_all else detach_all_but_scalars(graph_module)
-        again, climb = tracing_again(), self.calls.planner.climb()
-        for rung in self.calls.planner.rungs:
-            try:
-                with again():
-                    compiled, plan = self._lower_whole(graph_module, inputs, rung, climb)
-                break
-            except NothingToRewrite as nothing:
-                climb.skip(rung, nothing.notes)
-            except _NotYet:
-                pass
-        else:
-            plan, rung = climb.best()
-            with again():
-                compiled, _ = self._lower_whole(graph_module, inputs, rung, plan)
+        compiled, plan = self._refit(graph_module, inputs)
         if plan is None:
             return compiled  # without gradients: nothing waits for a backward
 
@@ -124,32 +113,83 @@ class Situation:
 
         return region
 
+    def _refit(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], Plan | None]:
+        """Plan and lower a region, again while what was lowered is not what was planned, and to be bettered.
+
+        No plan comes back where there are no gradients. Raises `BudgetError`.
+        """
+        refit: Refit[Callable[..., Any]] = Refit(self.calls.options.budget_bytes)
+        again = tracing_again()
+        for _ in range(ROUNDS):
+            try:
+                lowered, plan = self._climb(graph_module, inputs, again, refit.lowering_bytes)
+            except BudgetError:
+                if not refit.fits:
+                    raise
+                break
+            if plan is None or lowered.footprint is None:
+                return lowered.run, plan
+            if not refit.judge(as_lowered(plan, lowered.footprint), lowered.run):
+                break
+        plan, compiled = refit.best()
+        return compiled, plan
+
+    def _climb(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        again: Callable[[], AbstractContextManager[Any]],
+        lowering_bytes: int,
+    ) -> tuple[Lowered, Plan | None]:
+        """Lower a region by the best plan of all rungs, when lowering adds so many bytes."""
+        climb = self.calls.planner.climb()
+        for rung in self.calls.planner.rungs:
+            try:
+                with again():
+                    return self._lower_whole(graph_module, inputs, rung, climb, lowering_bytes)
+            except NothingToRewrite as nothing:
+                climb.skip(rung, nothing.notes)
+            except _NotYet:
+                pass
+        plan, rung = climb.best()
+        with again():
+            return self._lower_whole(graph_module, inputs, rung, plan, lowering_bytes)
+
     def _lower_whole(
-        self, graph_module: fx.GraphModule, inputs: Sequence[Any], rung: Rung, decide: Climb | Plan
-    ) -> tuple[Callable[..., Any], Plan | None]:
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        rung: Rung,
+        decide: Climb | Plan,
+        lowering_bytes: int,
+    ) -> tuple[Lowered, Plan | None]:
         """Lower a region by a plan, or by the one that is made now, if it is worth it (else raises `_NotYet`).
 
         No plan comes back where there are no gradients. Raises `NothingToRewrite`.
         """
         plans: list[Plan] = []
         assert self._call is not None
-        call = self._call
+        call, planner = self._call, self.calls.planner
 
         def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            captured = self.calls.planner.remember((joint,), call, rung.rewriting)
+            captured = planner.remember((joint,), call, rung.rewriting)
             if isinstance(decide, Climb):
-                plan = decide.weigh(rung, captured, self.calls.planner.account(call, self.state))
+                account = replace(planner.account(call, self.state), lowering=lowering_bytes)
+                plan = decide.weigh(rung, captured, account)
                 if plan is None:
                     raise _NotYet
             else:
                 plan = decide
             plans.append(plan)
-            forward, backward = partition(joint, plan.regions[0], self.calls.accumulation)
+            # Code that is compiled takes a copy of a gradient that it cannot add to one that is there.
+            accumulation = self.calls.accumulation if self.state.gradients_held or not joint.fused else None
+            forward, backward = partition(joint, plan.regions[0], accumulation)
             guard_sizes(forward, captured.data_sizes.allowed)
             return forward, backward
 
-        compiled = lower(graph_module, inputs, parameter_numbers(inputs, self.state.hooked), cut, rung.rewriting)
-        return compiled, (plans[0] if plans else None)
+        parameters = parameter_numbers(inputs, self.state.hooked)
+        lowered = lower(graph_module, inputs, parameters, cut, rung.rewriting, planner.lowering)
+        return lowered, (plans[0] if plans else None)
 
 
 class RegionCalls:
@@ -242,6 +282,6 @@ class _Region:
 
         assert self.owner.plan.captured is not None
         rewriting = replace(self.owner.plan.captured.rewriting, needed="")  # it has work in some region
-        compiled = lower(self.graph_module, inputs, frozenset(), cut, rewriting)
+        compiled = lower(self.graph_module, inputs, frozenset(), cut, rewriting).run
         self.variants.update(dict.fromkeys(keys, compiled))
         return compiled

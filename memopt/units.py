@@ -6,7 +6,9 @@ from memopt.errors import GIB
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "12 kB"."""
+    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "-12 kB"."""
+    if nbytes < 0:
+        return f"-{size(-nbytes)}"
     for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
         if nbytes >= scale:
             return f"{_three_digits(nbytes / scale)} {unit}"

@@ -37,17 +37,19 @@ class Account:
     """What forwards hold whose backward is still to come."""
     between_regions: int = 0
     """The most that eager code holds between the captured regions, where the forward breaks into several."""
+    lowering: int = 0
+    """What the schedule's peak becomes more, or less where it is negative, once its graphs are lowered."""
 
     @property
     def resident_bytes(self) -> int:
         """What is there from the first op of the forward to the last of the backward."""
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
-        return fixed + held + self.other_forwards + self.between_regions
+        return fixed + held + self.other_forwards + self.between_regions + self.lowering
 
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak of `optimizer.step()`, while the caller still holds the inputs and `outputs` bytes of outputs."""
-        resident = replace(self, gradients_held=True).resident_bytes
+        resident = replace(self, gradients_held=True, lowering=0).resident_bytes
         return resident + outputs + self.optimizer_temporaries
 
 

@@ -41,6 +41,9 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "between the regions": account.between_regions,
         "reserve": account.reserve,
     }
+    lowering = (
+        {"added by lowering": account.lowering} if account.lowering > 0 else {"less by lowering": account.lowering}
+    )
     optimizer_peak = account.optimizer_step_bytes(outputs)
     if optimizer_peak > graph_peak:
         rows = {
@@ -51,7 +54,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         }
         return Breakdown(optimizer_peak, "optimizer.step()", _ordered(rows))
     held = account.gradients if account.gradients_held else 0
-    rows = {**fixed, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}
+    rows = {**fixed, **lowering, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}
     rows["gradients"] = rows.get("gradients", 0) + held
     at = problem.ops[schedule.evaluations[simulation.peak_position]].name
     return Breakdown(graph_peak, at, _ordered(rows))

@@ -26,6 +26,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Operators, Rewriting
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.errors import CaptureError
+from memopt.lowering import ATEN, Lowering
 from memopt.torch_compat import FakeTensorMode, capture_settings, new_fake_mode, tracing_again, tree_leaves
 
 PASSED_OVER = "torch.compile passes it over"
@@ -59,6 +60,7 @@ def capture(
     *,
     differentiate_all: bool,
     narrowed: Narrowed | None = None,
+    lowering: Lowering = ATEN,
 ) -> Capture:
     """Capture one training call; its joint graphs are traced when they are asked for, with one rewriting or another.
 
@@ -73,7 +75,7 @@ def capture(
     def keep(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not differentiate_all:
             detach_all_but_scalars(graph_module)
-        whole.append(_Whole(graph_module, inputs, hooked_fakes, tracing_again()))
+        whole.append(_Whole(graph_module, inputs, hooked_fakes, tracing_again(), lowering))
         raise _Recorded
 
     with fake_parameters(model, mode, device, narrowed) as fakes:
@@ -110,14 +112,19 @@ class _Whole:
     inputs: Sequence[Any]
     hooked: set[int]
     again: Callable[[], AbstractContextManager[Any]]
+    lowering: Lowering
 
     def trace(self, rewriting: Rewriting) -> JointGraph | None:
         with self.again(), capture_settings():
-            return _trace(self.graph_module, self.inputs, self.hooked, rewriting)
+            return _trace(self.graph_module, self.inputs, self.hooked, rewriting, self.lowering)
 
 
 def _trace(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], hooked: set[int], rewriting: Rewriting
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    hooked: set[int],
+    rewriting: Rewriting,
+    lowering: Lowering = ATEN,
 ) -> JointGraph | None:
     """The joint graph of a region; None for one without gradients."""
     traced: list[JointGraph] = []
@@ -127,7 +134,7 @@ def _trace(
         raise _Recorded
 
     try:
-        lower(graph_module, inputs, parameter_numbers(inputs, hooked), keep, rewriting)
+        lower(graph_module, inputs, parameter_numbers(inputs, hooked), keep, rewriting, lowering)
     except _Recorded:
         return traced[0]
     return None

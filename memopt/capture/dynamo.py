@@ -26,12 +26,11 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.errors import CaptureError
+from memopt.lowering import ATEN, Lowered, Lowering, lowering_of_region
 from memopt.torch_compat import (
     BackendCompilerFailed,
     DynamoError,
     RecompileLimit,
-    aot_autograd,
-    boxed,
     capture_settings,
     compile_with,
     drop_compilations,
@@ -169,12 +168,14 @@ def lower(
     parameters: frozenset[int],
     partition: Partition,
     rewriting: Rewriting = NOTHING,
-) -> Callable[..., Any]:
-    """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable.
+    lowering: Lowering = ATEN,
+) -> Lowered:
+    """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable by `lowering`.
 
     What `rewriting` decides is done to the region's operator graph before. A region without gradients has no joint
     graph: `partition` is not called then. Raises `PassError`, `NothingToRewrite`.
     """
+    backend = lowering_of_region(graph_module, lowering)
     operators = _operators(graph_module, inputs, rewriting)
     decide_joint = None if autocast_is_on() else rewriting.joint
     rewritten = operators is not None and bool(operators.stages)
@@ -182,23 +183,14 @@ def lower(
     def partition_traced(
         traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(JointGraph.of(traced, num_fwd_outputs, parameters, operators, decide_joint))
+        joint = JointGraph.of(traced, num_fwd_outputs, parameters, operators, decide_joint, fused=backend.fuses)
+        return partition(joint)
 
-    def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return boxed(module)
-
-    compile_region = aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=compiler,
-        partition_fn=partition_traced,
-        keep_inference_input_mutations=True,
-    )
     if operators is not None and rewritten:
         graph_module = to_differentiate(operators)
     # An operator graph has the casts of autocast in it.
     with without_autocast() if rewritten else _autocast_in_place(inputs, rewriting):
-        return compile_region(graph_module, list(inputs))
+        return backend.compile(graph_module, inputs, partition_traced)
 
 
 def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], rewriting: Rewriting) -> Operators | None:

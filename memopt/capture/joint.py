@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators
+from memopt.pricing.fusion import can_inline, fused_away
 from passes import CANONICAL, format_graph
 from passes.node_facts import is_tangent
 
@@ -26,6 +27,8 @@ class JointGraph:
     """Which of the `primals_*`, counted from 0, are parameters whose gradient this region alone makes, no hook sees."""
     operators: Operators | None = field(default=None, repr=False, compare=False)
     """The operator graph that this one was traced from, before and after each pass; None where none was made."""
+    fused: bool = False
+    """Whether it is lowered by a backend that fuses elementwise operators with those that read them."""
 
     @classmethod
     def of(
@@ -35,17 +38,34 @@ class JointGraph:
         parameter_inputs: frozenset[int],
         operators: Operators | None = None,
         decide: DecideJoint | None = None,
+        *,
+        fused: bool = False,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`."""
         module = CANONICAL(traced)
         if decide is not None:
             module = CANONICAL(decide(module, forward_outputs)(module))
-        return cls(module, forward_outputs, parameter_inputs, operators)
+        return cls(module, forward_outputs, parameter_inputs, operators, fused)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the graph's text: equal for captures of the same region with the same shapes and types."""
         return hashlib.sha256(format_graph(self.module.graph).encode()).hexdigest()[:16]
+
+    @cached_property
+    def fused_away(self) -> frozenset[fx.Node]:
+        """The nodes whose values are never held, since each kernel that reads them computes them."""
+        return fused_away(self.module.graph) if self.fused else frozenset()
+
+    @property
+    def held_nodes(self) -> list[fx.Node]:
+        """All others."""
+        return [node for node in self.module.graph.nodes if node not in self.fused_away]
+
+    @cached_property
+    def generated(self) -> frozenset[fx.Node]:
+        """The nodes that run in kernels which are generated for them, not in those of ATen."""
+        return frozenset(node for node in self.held_nodes if can_inline(node)) if self.fused else frozenset()
 
     @cached_property
     def parameter_gradients(self) -> dict[int, int]:

@@ -35,13 +35,23 @@ class AccumulateGradient(nn.Module):
         self.accumulation, self.position = accumulation, position
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return self.take(gradient, *self.receiver())
+
+    def receiver(self) -> tuple[torch.Tensor | None, Fate]:
+        """In the backward: the parameter, and what becomes of its gradient."""
         parameter = current_leaf(self.position)
-        if parameter is None:
-            return gradient
-        fate = fate_of_gradient(parameter)
+        return parameter, Fate.RETURNED if parameter is None else fate_of_gradient(parameter)
+
+    def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
+        """None, or what is passed on."""
         if fate is Fate.DROPPED:
             return None
-        if fate is Fate.ACCUMULATED and self.accumulation.allowed and _only_added(parameter, gradient):
+        if (
+            parameter is not None
+            and fate is Fate.ACCUMULATED
+            and self.accumulation.allowed
+            and _only_added(parameter, gradient)
+        ):
             assert parameter.grad is not None
             parameter.grad.add_(gradient)
             return None

@@ -24,6 +24,9 @@ _TRAINING_ARGUMENT = {
     torch.ops.aten._native_batch_norm_legit_functional.default: 5,
 }
 
+# A draw of seeds is a few bytes, and what they seed is drawn from them as often as it may be.
+_DRAWS_SEEDS = "prims.inductor_seeds"
+
 
 @dataclass(frozen=True)
 class NodePrice:
@@ -53,15 +56,16 @@ def price(
     forward_outputs: int,
     price_of: Callable[[fx.Node], NodePrice],
     accumulated: Collection[int] = (),
+    fused: frozenset[fx.Node] = frozenset(),
     least_moved_bytes: int = 0,
 ) -> PricedGraph:
-    """Price a canonical joint graph.
+    """Price a canonical joint graph; the values of `fused` nodes are never held, and no schedule names these.
 
     `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
     Values of fewer than `least_moved_bytes` cannot go to the host.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated, least_moved_bytes).run()
+    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes).run()
 
 
 class _Pricer:
@@ -71,12 +75,14 @@ class _Pricer:
         forward_outputs: int,
         price_of: Callable[[fx.Node], NodePrice],
         accumulated: Collection[int],
+        fused: frozenset[fx.Node],
         least_moved_bytes: int,
     ) -> None:
         self.graph = joint.graph
         self.least_moved_bytes = least_moved_bytes
         self.price_of = price_of
-        self.storages: Storages = find_storages(joint.graph)
+        self.fused = fused
+        self.storages: Storages = find_storages(joint.graph, fused)
         self.resident = {
             index
             for index, info in enumerate(self.storages.infos)
@@ -106,7 +112,7 @@ class _Pricer:
         self.values: list[str] = []
 
     def run(self) -> PricedGraph:
-        forward, backward = split_halves(self.graph)
+        forward, backward = split_halves(self.graph, self.fused)
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
         for node in forward:
@@ -204,16 +210,18 @@ class _Pricer:
     def recomputable(self, node: fx.Node) -> bool:
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
             return False
+        if str(node.target).startswith(_DRAWS_SEEDS):
+            return False
         reads_mutated = not self.mutated.isdisjoint(self.storages.read_by(node))
         position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
         trains = position is not None and node.args[position] is True
         return trains or not reads_mutated
 
 
-def split_halves(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nodes to schedule (those that make memory or have effects), forward and backward, each in program order."""
     late = backward_nodes(graph)
-    scheduled = [node for node in graph.nodes if is_scheduled(node)]
+    scheduled = [node for node in graph.nodes if is_scheduled(node) and node not in fused]
     return [node for node in scheduled if node not in late], [node for node in scheduled if node in late]
 
 

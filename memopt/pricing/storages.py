@@ -45,22 +45,29 @@ class Storages:
         return tuple(index for index in dict.fromkeys(self.of.get(node, ())) if self.infos[index].maker is node)
 
 
-def find_storages(graph: fx.Graph) -> Storages:
+def find_storages(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> Storages:
     """Follow every tensor of a functional ATen graph to the memory that holds it.
 
     Views and aliases (by their schema) share the storage of what they view; every other tensor result is a storage of
-    its own, as large as its fake tensor's. What is copied to the host (`memopt::copy_out`) holds nothing here.
+    its own, as large as its fake tensor's. What is copied to the host (`memopt::copy_out`) holds nothing here. Those of
+    `fused` nodes are never held: who reads one reads all that it is computed from.
     """
     found = Storages()
+    anew = set(fused)
     for node in graph.nodes:
         if node.op == "output":
             continue
-        if node.target is operator.getitem:
+        viewed = node.args[0] if node.target is operator.getitem else _viewed_argument(node)
+        if node in fused or viewed in anew:
+            found.of[node] = found.read_by(node)
+            found.views.add(node)
+            anew.add(node)
+        elif node.target is operator.getitem:
             found.of[node] = _element(found, node)
             found.views.add(node)
         elif node.target is COPY_OUT:
             found.of[node] = ()
-        elif node.op == "call_function" and (viewed := _viewed_argument(node)) is not None:
+        elif isinstance(viewed, fx.Node):
             shared = found.of.get(viewed, ())[:1]
             found.of[node] = shared * max(1, len(list(tensors_of(node))))
             found.views.add(node)
@@ -79,12 +86,12 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's result is other words for memory that one of its arguments holds."""
-    return node.op == "call_function" and _viewed_argument(node) is not None
+    return _viewed_argument(node) is not None
 
 
 def _viewed_argument(node: fx.Node) -> fx.Node | None:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return None
     if target in _SILENT_VIEWS:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None

@@ -60,13 +60,26 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
     or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then).
     """
     calls = {node: op_call(node) for node in nodes}
-    fresh = dict.fromkeys(call for call in calls.values() if call is not None and _key(call) not in _known)
+    _measure_fresh(call for call in calls.values() if call is not None)
+    return {node: _NOTHING if call is None else _known[_key(call)] for node, call in calls.items()}
+
+
+def call_workspace_bytes(call: OpCall, device_type: str) -> int:
+    """Temporary bytes of a call's kernel: `workspace_bytes` for what is no node of a graph."""
+    if device_type != "cpu":
+        return estimate_workspace(call, device_type)
+    _measure_fresh([call])
+    return _known[_key(call)].workspace_bytes
+
+
+def _measure_fresh(calls: Iterable[OpCall]) -> None:
+    """Measure the calls that are not known yet."""
+    fresh = dict.fromkeys(call for call in calls if _key(call) not in _known)
     if fresh:
         # Profilers, autocast and dispatch modes belong to a thread: in one of our own, whatever is active in the
         # caller's (a meter around the first step, the fake mode of a compiler) neither disturbs us nor is disturbed.
         with ThreadPoolExecutor(1, "memopt-workspace") as worker:
             worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
-    return {node: _NOTHING if call is None else _known[_key(call)] for node, call in calls.items()}
 
 
 _NOTHING = Measured(0, None, None)

@@ -1,0 +1,229 @@
+"""memopt beside what people use today, at equal measured peak, on this machine's GPU: a table, and a JSON file.
+
+    python -m benchmarks.gpu [--only "Llama 1B"] [--no-batches]
+    python -m benchmarks.gpu --small      # the same code at tiny sizes, on the CPU where there is no GPU
+
+GPT-2 medium, Llama 1B, ViT-L/16, BERT-large, ResNet-50 and U-Net, whole steps with AdamW, bf16 (fp32 with `--small`).
+Every recipe trains first; then memopt, by inductor and by plain operators, with each recipe's measured peak as its
+budget. Times are medians of repeated steps after warming up, all in this process; peaks are what torch's allocator
+handed out in one step. The largest batches are found by trial for the recipes, by planning for memopt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import memopt
+from benchmarks.gpu_methods import Method, peers, within
+from benchmarks.gpu_models import Candidate, candidates
+from benchmarks.stamp import stamp
+from memopt.budget.account import CUDA_CONTEXT_BYTES
+from memopt.errors import GIB
+
+RESULT = Path(__file__).parent / "results" / "gpu.json"
+CARDS_GB, SMALL_CARDS_GB = (12, 24, 80), (0.02, 0.05)
+BATCH_RECIPES = ("eager", "eager, per block", "compile", "compile, per block")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# What memopt's budgets count and torch's allocator does not.
+UNSEEN = CUDA_CONTEXT_BYTES if DEVICE == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str
+    method: str
+    at: str
+    """Whose measured peak was the budget; empty for recipes."""
+    peak_gb: float | None = None
+    step_ms: float | None = None
+    per_second: float | None = None
+    """Tokens, or images."""
+    predicted_gb: float | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Largest:
+    model: str
+    method: str
+    card_gb: float
+    batch: int
+
+
+def train(method: Method, candidate: Candidate, size: int, steps: int, warm: int) -> tuple[float, list[float], Any]:
+    """Peak in bytes, seconds of each step, and the plan if memopt made one."""
+    with torch.device(DEVICE):
+        model, batch = candidate.make(), candidate.batch(size)
+    method.prepare(model, candidate)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(**batch)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        optimizer.step()
+
+    seconds = []
+    with method.settings(DEVICE):
+        for _ in range(warm):
+            step()
+        with memopt.measure_peak(DEVICE) as peak:
+            step()
+        for _ in range(steps):
+            wait()
+            begin = time.perf_counter()
+            step()
+            wait()
+            seconds.append(time.perf_counter() - begin)
+    return peak.bytes, seconds, memopt.plan_of(model) if method.memopt else None
+
+
+def wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def forget() -> None:
+    """Leave nothing of a run behind."""
+    torch._dynamo.reset()
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> Run:
+    made = Run(candidate.name, method.name, at)
+    try:
+        peak, seconds, plan = train(method, candidate, candidate.size, 3 if small else 20, 2 if small else 4)
+    except (RuntimeError, ValueError, AssertionError) as failure:  # out of memory, refused, or not to be compiled
+        return Run(**{**asdict(made), "failure": f"{type(failure).__name__}: {str(failure)[:200]}"})
+    finally:
+        forget()
+    median = statistics.median(seconds)
+    return Run(
+        candidate.name,
+        method.name,
+        at,
+        peak / GIB,
+        median * 1e3,
+        candidate.size * candidate.tokens / median,
+        None if plan is None else plan.predicted_peak_gb - UNSEEN / GIB,
+    )
+
+
+def compare(candidate: Candidate, *, small: bool) -> list[Run]:
+    """All recipes, and memopt at the peak of each."""
+    recipes = [run(each, candidate, small=small) for each in peers()]
+    precision = "bf16" if DEVICE == "cuda" else "fp32"
+    ours = []
+    for recipe in recipes:
+        if recipe.peak_gb is None:
+            continue
+        for backend in ("inductor", "aten") if recipe.method in ("eager", "eager, per block") else ("inductor",):
+            budget_gb = recipe.peak_gb + UNSEEN / GIB
+            ours.append(run(within(budget_gb, backend, precision), candidate, recipe.method, small=small))
+    return [*recipes, *ours]
+
+
+def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
+    """The largest batch of each recipe, by trial, and of memopt, by planning."""
+    found = [
+        Largest(candidate.name, each.name, card_gb, largest_by_trial(each, candidate, card_gb))
+        for each in peers()
+        if each.name in BATCH_RECIPES
+    ]
+    with torch.device("meta"):
+        model = candidate.make()
+
+    def inputs(size: int) -> Any:
+        with torch.device("meta"):
+            return candidate.batch(size)
+
+    try:
+        size = memopt.max_batch(model, card_gb, inputs)
+    except memopt.BudgetError:
+        size = 0
+    forget()
+    return [*found, Largest(candidate.name, "memopt", card_gb, size)]
+
+
+def largest_by_trial(method: Method, candidate: Candidate, card_gb: float) -> int:
+    """Doubled while it fits, then halved in between, to an eighth."""
+
+    def fits(size: int) -> bool:
+        try:
+            return train(method, candidate, size, 0, 1)[0] + UNSEEN <= card_gb * GIB
+        except RuntimeError:  # out of memory
+            return False
+        finally:
+            forget()
+
+    good, bad = 0, 1
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > max(1, good // 8):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def show(runs: list[Run], batches: list[Largest]) -> None:
+    console, ours = (
+        Console(width=120),
+        {(each.model, each.at): each for each in runs if each.method == "memopt (inductor)"},
+    )
+    table = Table(title=f"Step time at equal measured peak, {DEVICE}")
+    for title in ("model", "recipe", "peak GB", "ms", "per second", "memopt GB", "ms", "of the recipe's"):
+        table.add_column(title, justify="left" if title in ("model", "recipe") else "right")
+    for each in runs:
+        if not each.at:
+            table.add_row(each.model, each.method, *_cells(each), *_cells(ours.get((each.model, each.method)), each))
+    console.print(table)
+    if batches:
+        table = Table("model", "GB", *dict.fromkeys(each.method for each in batches), title="Largest batch")
+        for model, card in dict.fromkeys((each.model, each.card_gb) for each in batches):
+            here = [each.batch for each in batches if (each.model, each.card_gb) == (model, card)]
+            table.add_row(model, str(card), *map(str, here))
+        console.print(table)
+
+
+def _cells(run: Run | None, beside: Run | None = None) -> list[str]:
+    if run is None or run.step_ms is None or run.peak_gb is None or run.per_second is None:
+        return ["–", (run.failure.partition(":")[0] if run else "–"), "–"]
+    last = f"{run.per_second:,.0f}" if beside is None else f"{run.step_ms / (beside.step_ms or 1.0):.2f}"
+    return [f"{run.peak_gb:.4g}", f"{run.step_ms:.1f}", last]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="one model")
+    parser.add_argument("--small", action="store_true", help="tiny sizes")
+    parser.add_argument("--no-batches", action="store_true", help="without the largest batches")
+    parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
+    chosen = parser.parse_args()
+    assert chosen.small or DEVICE == "cuda", "no GPU here: --small runs the same code at tiny sizes"
+    runs: list[Run] = []
+    batches: list[Largest] = []
+    for candidate in candidates(small=chosen.small).values():
+        if chosen.only in (None, candidate.name):
+            runs += compare(candidate, small=chosen.small)
+            cards = () if chosen.no_batches else SMALL_CARDS_GB if chosen.small else CARDS_GB
+            batches += [each for card in cards for each in largest(candidate, card)]
+            result = {**stamp(), "runs": [*map(asdict, runs)], "batches": [*map(asdict, batches)]}
+            chosen.to.write_text(json.dumps(result, indent=1) + "\n")
+    show(runs, batches)
+
+
+if __name__ == "__main__":
+    main()

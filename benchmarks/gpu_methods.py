@@ -1,0 +1,94 @@
+"""The ways to train that `benchmarks.gpu` sets side by side: what people use today, and memopt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import memopt
+from benchmarks.gpu_models import Candidate
+
+BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.0)
+_PRODUCTS = {
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.convolution.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe; `prepare` makes a model of it, in place, and `settings` are in force while it trains."""
+
+    name: str
+    prepare: Callable[[nn.Module, Candidate], Any]
+    activation_memory_budget: float | None = None
+    memopt: bool = False
+
+    @contextmanager
+    def settings(self, device: str) -> Iterator[None]:
+        autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and not self.memopt)
+        share = self.activation_memory_budget
+        patched = nullcontext() if share is None else functorch_config.patch(activation_memory_budget=share)
+        with autocast, patched:
+            yield
+
+
+def peers() -> tuple[Method, ...]:
+    """Eager, per block, selective, compiled, and torch's own activation budget."""
+    return (
+        Method("eager", lambda model, candidate: None),
+        Method("eager, per block", per_block),
+        Method("eager, every second product", partial(per_block, selective=True)),
+        Method("compile", lambda model, candidate: model.compile()),
+        Method("compile, per block", _both(per_block)),
+        Method("compile, every second product", _both(partial(per_block, selective=True))),
+        *(Method(f"compile, budget {each}", lambda model, candidate: model.compile(), each) for each in BUDGETS),
+    )
+
+
+def within(budget_gb: float, backend: str, precision: str) -> Method:
+    """memopt at a budget."""
+
+    def prepare(model: nn.Module, candidate: Candidate) -> None:
+        memopt.optimize(model, budget_gb, precision=precision, backend=backend)
+
+    return Method(f"memopt ({backend})", prepare, memopt=True)
+
+
+def per_block(model: nn.Module, candidate: Candidate, *, selective: bool = False) -> None:
+    """Checkpoint each block; `selective`: but keep every second of its matrix products."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _every_second())
+    blocks = [module for module in model.modules() if type(module).__name__ == candidate.block]
+    assert blocks, f"{candidate.name} has no {candidate.block}"
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+
+
+def _every_second() -> Callable[..., CheckpointPolicy]:
+    numbers = {False: count(), True: count()}
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS and next(numbers[context.is_recompute]) % 2:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _both(prepare: Callable[..., None]) -> Callable[[nn.Module, Candidate], None]:
+    def prepared(model: nn.Module, candidate: Candidate) -> None:
+        prepare(model, candidate)
+        model.compile()
+
+    return prepared

@@ -1,0 +1,181 @@
+"""The backend inductor: peaks as predicted and within the budget, gradients of torch.compile, the same refusals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memopt
+from memopt.errors import GIB
+from memopt.options import check_options
+from tests.end_to_end.steps import Step, assert_equal, own_bytes, restored_buffers, train_step
+from tests.families import BY_NAME, integers, normals
+
+ROUNDING = 1e-5
+MODE = {"optimizer": None, "precision": "fp32", "allow": {"recompute"}}
+WIDTH, ROWS, CLASSES = 96, 768, 16
+
+
+class Dropping(nn.Module):
+    """Residual blocks with layer norm, GELU and dropout: much that fuses, and randomness that has to be repeated."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + F.dropout(block(x), 0.2, self.training)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def make() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Dropping().train()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": normals(ROWS, WIDTH), "labels": integers(CLASSES, ROWS)}
+
+
+@cache
+def compiled() -> Step:
+    """A step of plain torch.compile."""
+    model = make()
+    model.compile()
+    train_step(model, batch())
+    return train_step(model, batch())
+
+
+@cache
+def ahead() -> memopt.Plan:
+    """The plan of a step with nothing recomputed, made on fakes."""
+    model = memopt.optimize(make(), 1000, example_inputs=batch(), backend="inductor", **MODE)
+    return memopt.plan_of(model)
+
+
+def budget(share: float) -> float:
+    """GB between the smallest that works (0) and what the step takes with nothing recomputed (1)."""
+    smallest = ahead().smallest_gb()
+    return smallest + share * (ahead().plain_peak_gb - smallest)
+
+
+def check(step: Step, plain: Step, plan: memopt.Plan, budget_gb: float) -> None:
+    assert_equal(step, plain, ROUNDING)
+    assert step.peak_bytes <= budget_gb * GIB
+    assert step.peak_bytes <= plan.predicted_peak_bytes <= 1.02 * step.peak_bytes
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.15])
+def test_budgets_are_kept_and_gradients_are_those_of_torch_compile(share: float) -> None:
+    model = memopt.optimize(make(), budget(share), backend="inductor", **MODE)
+    step = train_step(model, batch())
+    plan = memopt.plan_of(model)
+    check(step, compiled(), plan, budget(share))
+    assert plan.regions[0].fingerprint == ahead().regions[0].fingerprint, "fakes capture another graph"
+    assert (plan.added_time > 0) == (share < 1)
+    assert step.peak_bytes < compiled().peak_bytes
+
+
+def test_gradients_are_added_within_the_compiled_backward() -> None:
+    model = memopt.optimize(make(), budget(0.6) + ahead().account.gradients / GIB, backend="inductor", **MODE)
+    train_step(model, batch())
+    once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    inputs = batch()
+    torch.manual_seed(0)
+    gc.collect()
+    with memopt.measure_peak("cpu") as peak:
+        model(**inputs).backward()
+    plan = memopt.plan_of(model)
+    held = sum(gradient.numel() * 4 for gradient in once.values())
+    assert plan.account.gradients_held
+    assert peak.allocated_bytes + own_bytes(model, inputs) + held <= plan.predicted_peak_bytes <= plan.budget_bytes
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_refusals_leave_the_model_plain() -> None:
+    model = make()
+    with pytest.raises(memopt.BudgetError, match="smallest that works"):
+        memopt.optimize(model, 0.9 * ahead().smallest_gb(), example_inputs=batch(), backend="inductor", **MODE)
+    assert model._compiled_call_impl is None
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'aten', 'inductor', not 'triton'"):
+        check_options(1, None, None, "fp32", {"recompute"}, "triton", "loss")
+
+
+def test_other_calls_run_the_plain_model() -> None:
+    model = memopt.optimize(make(), budget(1.0), backend="inductor", **MODE)
+    plain = make().eval()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch()), plain(**batch()))
+    assert copy.deepcopy(model)._compiled_call_impl is None
+    assert memopt.remove(model)._compiled_call_impl is None
+
+
+class Breaking(nn.Module):
+    """Blocks with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_regions_of_a_broken_forward_run_as_plain_operators() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Breaking().train()
+    inputs = {"x": normals(ROWS, WIDTH)}
+    plain = train_step(model, inputs)
+    memopt.optimize(model, 1, backend="inductor", **MODE)
+    assert_equal(train_step(model, inputs), plain)
+    assert any("plain operators" in note for note in memopt.plan_of(model).notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "share"), itertools.product(["gpt2-sdpa", "llama", "bert", "vit", "resnet"], [1.0, 0.5, 0.15])
+)
+def test_families(name: str, share: float) -> None:
+    family = BY_NAME[name]
+    model, inputs = family.make(), {key: torch.cat([value] * 4) for key, value in family.batch("usual").items()}
+    with restored_buffers(model):
+        model.compile()
+        train_step(model, inputs)
+    with restored_buffers(model):
+        plain = train_step(model, inputs)
+    model._compiled_call_impl = None
+    memopt.optimize(model, 1000, example_inputs=inputs, backend="inductor", **MODE)
+    roomy = memopt.plan_of(model)
+    budget_gb = roomy.smallest_gb() + share * (roomy.plain_peak_gb - roomy.smallest_gb())
+    memopt.optimize(model, budget_gb, backend="inductor", **MODE)
+    with restored_buffers(model):
+        step = train_step(model, inputs)
+    scale = max(float(gradient.abs().max()) for gradient in plain.gradients.values())
+    for key, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, plain.gradients[key], rtol=1e-3, atol=1e-5 * scale)
+    assert step.peak_bytes <= min(budget_gb * GIB, memopt.plan_of(model).predicted_peak_bytes)
