@@ -115,7 +115,7 @@ def rows_of(name: str, share: float, plain_gb: float) -> list[Row]:
     try:
         return [train(name, share, budget_gb, DEFAULT_ALLOW, None)]
     except BudgetError as error:
-        refused = error
+        refused = error.with_traceback(None)  # which holds the model that was refused
     rows = [
         Row(name, share, budget_gb, "refused", refused.smallest_gb, (), None, None, None, False),
         train(name, refused.smallest_gb / plain_gb, refused.smallest_gb, DEFAULT_ALLOW, refused),
