@@ -30,10 +30,10 @@ import memopt
 from benchmarks.real_models import VIT, integers
 from benchmarks.stamp import stamp
 from memopt.budget.account import Account
-from memopt.captured import Joined
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
-from memopt.planner import smallest
+from memopt.planning.captured import Joined
+from memopt.planning.planner import smallest
 from memopt.pricing import hardware
 from memopt.proposals import Levers, Offer, TrainingFacts, price_levers, propose
 

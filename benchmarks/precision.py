@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import memopt
 from benchmarks.real_models import BY_NAME as REAL
 from benchmarks.stamp import stamp
+from memopt.calls.planned_call import planned_call_of
 from memopt.capture.joint import JointGraph
-from memopt.planned_call import planned_call_of
 from memopt.precision import precision_rewriting
 from memopt.pricing import hardware
 from tests.families import BY_NAME as SMALL

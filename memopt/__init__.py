@@ -7,7 +7,7 @@ from memopt.comparison import Comparison, compare
 from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
 from memopt.meter import measure_peak
 from memopt.pareto.frontier import Frontier
-from memopt.plan import Plan
+from memopt.planning.plan import Plan
 from memopt.step import StepResult, TrainStep
 
 __all__ = [

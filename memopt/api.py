@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memopt.largest import LargestSize
+from memopt.calls.planned_call import PlannedCall, planned_call_of
 from memopt.options import DEFAULT_ALLOW, check_effort, check_options, check_points, positive_int
 from memopt.pareto.frontier import Frontier
-from memopt.plan import Plan
-from memopt.planned_call import PlannedCall, planned_call_of
+from memopt.planning.largest import LargestSize
+from memopt.planning.plan import Plan
 from memopt.precision import Policy
 from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.solver import Effort as EffortName

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from memopt.budget.account import Account
 from memopt.capture.joint import JointGraph
-from memopt.captured import Captured
+from memopt.planning.captured import Captured
 from memopt.pricing import hardware
 from tests.passes.capture import Sketch, aten
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from memopt.report import as_text
+from memopt.planning.report import as_text
 from memopt.units import size
 
 

@@ -14,10 +14,10 @@ from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.breakdown import ANY_LINK, output_bytes
 from memopt.budget.optimizer_state import OptimizerState, state_tensors
 from memopt.budget.phases import PhaseMeter
+from memopt.calls.planned_call import PlannedCall, planned_call_of
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
-from memopt.module_rows import held_after_forward
-from memopt.plan import Plan
-from memopt.planned_call import PlannedCall, planned_call_of
+from memopt.planning.module_rows import held_after_forward
+from memopt.planning.plan import Plan
 from memopt.solver import simulate
 from memopt.step.loss import scalar_loss
 from memopt.training_state import TrainingState

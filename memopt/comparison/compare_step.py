@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.calls.planned_call import PlannedCall, planned_call_of
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.inputs import Call, as_call, check_device
 from memopt.comparison.accuracy import Accuracies, Accuracy
@@ -15,7 +16,6 @@ from memopt.comparison.comparison import Comparison, Difference
 from memopt.comparison.free_memory import free_bytes
 from memopt.comparison.measured_step import Step, autocast_step, measured, scaled, train
 from memopt.comparison.reference_step import Exact, NoReference, float64_step
-from memopt.planned_call import PlannedCall, planned_call_of
 from memopt.precision.plan import dtype_name
 from memopt.training_state import Tensors, TrainingState
 from memopt.units import size

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from memopt.comparison.accuracy import Accuracies, Accuracy, GradientError
 from memopt.errors import GIB
-from memopt.report import as_text
+from memopt.planning.report import as_text
 from memopt.units import duration, size
 
 WORST_ROWS = 10

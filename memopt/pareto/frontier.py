@@ -13,10 +13,10 @@ from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes
 from memopt.pareto.picture import as_svg, draw
 from memopt.pareto.table import render
-from memopt.planner import Recipe
+from memopt.planning.planner import Recipe
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.planning.plan import Plan
 
 FORMAT = 1
 

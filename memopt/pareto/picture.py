@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.pareto.labels import Label, place
 from memopt.pareto.table import sizes, unit_of
-from memopt.planner import Recipe
+from memopt.planning.planner import Recipe
 from memopt.units import duration
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memopt.captured import Joined
 from memopt.errors import GIB
 from memopt.options import Effort
 from memopt.pareto.frontier import Frontier, FrontierPoint
-from memopt.planner import recipes, smallest, solve, step_peak_bytes
+from memopt.planning.captured import Joined
+from memopt.planning.planner import recipes, smallest, solve, step_peak_bytes
 from memopt.progress import stage
 from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
 
 if TYPE_CHECKING:
     from memopt.budget.account import Account
-    from memopt.plan import Plan
+    from memopt.planning.plan import Plan
 
 # The budget nearest to the smallest lies this share of the way to the plain peak above it.
 _NEAREST = 1e-3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.report import as_text
+from memopt.planning.report import as_text
 from memopt.units import duration, size
 
 if TYPE_CHECKING:

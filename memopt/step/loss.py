@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.calls.planned_call import planned_call_of
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import as_call
-from memopt.planned_call import planned_call_of
 from memopt.step.ranks import is_parallel, unwrapped
 
 LossFunction = Callable[..., Any]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from memopt.planned_call import planned_call_of
+from memopt.calls.planned_call import planned_call_of
 from memopt.proposals import OptimizerInBackward
 from memopt.proposals.parameterwise import Parameterwise
 from memopt.step.ranks import unwrapped

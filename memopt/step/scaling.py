@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.planned_call import planned_call_of
+from memopt.calls.planned_call import planned_call_of
 from memopt.step.ranks import unwrapped
 from memopt.step.step_result import Verdict
 from memopt.torch_compat import nonfinite_flags, skips_on_device

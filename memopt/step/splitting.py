@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from memopt.calls.planned_call import planned_call_of
 from memopt.capture.inputs import call_signature
 from memopt.errors import BudgetError, CaptureError
 from memopt.microbatch import is_series, samples_of, split
 from memopt.options import MICROBATCH
-from memopt.plan import Plan
-from memopt.planned_call import planned_call_of
+from memopt.planning.plan import Plan
 from memopt.step.ranks import unwrapped
 
 

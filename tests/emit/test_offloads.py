@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx
 
-import memopt.captured as captured_module
+import memopt.planning.captured as captured_module
 from memopt.capture.joint import JointGraph
-from memopt.captured import Joined, join
 from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
-from memopt.planner import split
+from memopt.planning.captured import Joined, join
+from memopt.planning.planner import split
 from memopt.pricing import hardware
 from memopt.pricing.price import NodePrice, is_scheduled, is_tangent, price
 from memopt.pricing.storages import find_storages

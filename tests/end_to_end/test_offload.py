@@ -16,7 +16,7 @@ from memopt.emit import partition
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
 from memopt.options import DEFAULT_ALLOW
-from memopt.plan import make_plan
+from memopt.planning.plan import make_plan
 from passes import ApplySchedule
 from passes.offload_ops import host_memory
 from tests.end_to_end import odd_models

@@ -13,11 +13,11 @@ import torch
 
 import memopt
 from memopt import TrainStep
+from memopt.calls.planned_call import PlannedCall
 from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
 from memopt.options import DEFAULT_ALLOW, check_options
-from memopt.planned_call import PlannedCall
 from memopt.proposals import BF16_PARAMETERS, OPTIMIZER_PROPOSALS
 from tests.end_to_end.test_levers import MODELS, batch, make
 

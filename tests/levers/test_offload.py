@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from memopt.budget.breakdown import breakdown
+from memopt.calls.pending import retained_peak
 from memopt.capture.operators import NOTHING
-from memopt.captured import Captured
-from memopt.climb import Climb
 from memopt.errors import BudgetError
 from memopt.levers import OFFLOAD_ACTIVATIONS, Rung, offload_link
-from memopt.module_rows import held_after_forward, module_rows
 from memopt.options import DEFAULT_ALLOW, DEFAULT_EFFORT
-from memopt.pending import retained_peak
-from memopt.plan import Plan, make_plan
-from memopt.planner import smallest
+from memopt.planning.captured import Captured
+from memopt.planning.climb import Climb
+from memopt.planning.module_rows import held_after_forward, module_rows
+from memopt.planning.plan import Plan, make_plan
+from memopt.planning.planner import smallest
 from memopt.pricing import hardware
 from memopt.solver import Link, Schedule
 from tests.planned import ACCOUNT, captured, region

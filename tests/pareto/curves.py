@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from memopt.pareto.frontier import Frontier, FrontierPoint
-from memopt.plan import Plan, make_plan
-from memopt.planner import Recipe
+from memopt.planning.plan import Plan, make_plan
+from memopt.planning.planner import Recipe
 from tests.planned import ACCOUNT, captured, region
 
 

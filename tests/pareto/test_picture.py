@@ -10,7 +10,7 @@ from PIL import Image
 
 from memopt.pareto.frontier import Frontier
 from memopt.pareto.picture import as_svg, figure_of, named
-from memopt.planner import Recipe
+from memopt.planning.planner import Recipe
 from tests.pareto.curves import made_up, solved
 
 BEGINS = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}

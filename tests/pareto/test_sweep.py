@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from memopt.captured import Captured
 from memopt.errors import GIB
 from memopt.options import Effort
 from memopt.pareto import sweep as pareto_sweep
 from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import budgets_between
-from memopt.plan import make_plan
+from memopt.planning.captured import Captured
+from memopt.planning.plan import make_plan
 from tests.pareto.curves import roomy, solved
 from tests.planned import ACCOUNT, captured, region, two_regions
 

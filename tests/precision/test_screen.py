@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import memopt
+from memopt.calls.planned_call import planned_call_of
 from memopt.capture.operators import OperatorGraph
 from memopt.errors import GIB
-from memopt.planned_call import planned_call_of
 from memopt.precision import AssignPrecision, DecidePrecision, precision_rewriting, screen
 from memopt.precision.screen import LARGEST, Range, Screening, kept_out, range_of
 from memopt.pricing.hardware_table import hardware

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.calls.training import TrainingCalls
 from memopt.capture.inputs import as_call, check_device
 from memopt.options import Options
-from memopt.plan import Plan
+from memopt.planning.plan import Plan
 from memopt.proposals import Levers
-from memopt.training import TrainingCalls
 
 
 class PlannedCall:

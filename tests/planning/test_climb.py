@@ -8,12 +8,12 @@ import pytest
 
 from memopt.budget.account import Account
 from memopt.capture.operators import NOTHING
-from memopt.captured import Captured
-from memopt.climb import Climb
 from memopt.errors import BudgetError
 from memopt.levers import Rung
 from memopt.options import DEFAULT_EFFORT
-from memopt.plan import Plan, make_plan, plain_row
+from memopt.planning.captured import Captured
+from memopt.planning.climb import Climb
+from memopt.planning.plan import Plan, make_plan, plain_row
 from tests.planned import ACCOUNT, captured, region
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))

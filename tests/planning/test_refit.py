@@ -9,8 +9,8 @@ import pytest
 
 import memopt
 from memopt.lowering.footprint import Footprint
-from memopt.plan import make_plan
-from memopt.refit import Refit, as_lowered
+from memopt.planning.plan import make_plan
+from memopt.planning.refit import Refit, as_lowered
 from tests.planned import ACCOUNT, captured
 
 PLAN = make_plan(captured(), replace(ACCOUNT, optimizer_state=0, optimizer_temporaries=0), 2**40)

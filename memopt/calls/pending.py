@@ -15,8 +15,8 @@ from memopt.budget.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
-from memopt.module_rows import held_after_forward
-from memopt.plan import Plan
+from memopt.planning.module_rows import held_after_forward
+from memopt.planning.plan import Plan
 from memopt.solver import Schedule
 from memopt.torch_compat import Fate, current_backward, fate_of_gradient, keeps_graph
 

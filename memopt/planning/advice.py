@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memopt.climb import Step
 from memopt.errors import GIB, BudgetError, CaptureError, round_up
 from memopt.microbatch import samples_of, split
 from memopt.options import MICROBATCH
-from memopt.planner import smallest
+from memopt.planning.climb import Step
+from memopt.planning.planner import smallest
 from memopt.proposals.low_rank import RANK, with_low_rank
 
 if TYPE_CHECKING:
-    from memopt.call_planner import CallPlanner
     from memopt.capture.inputs import Call
-    from memopt.situation import State
+    from memopt.planning.call_planner import CallPlanner
+    from memopt.planning.state import State
 
 
 class Advice:

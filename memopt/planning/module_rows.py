@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memopt.budget.breakdown import is_receipt, live_versions
-from memopt.captured import Joined
+from memopt.planning.captured import Joined
 from memopt.solver import RematProblem, Schedule
 
 

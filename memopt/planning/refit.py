@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from memopt.budget.breakdown import breakdown
 from memopt.errors import BudgetError
 from memopt.lowering.footprint import Footprint
-from memopt.plan import Plan
+from memopt.planning.plan import Plan
 from memopt.solver import simulate
 
 ROUNDS = 4

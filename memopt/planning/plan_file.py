@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from memopt.budget.account import Account
 from memopt.budget.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
-from memopt.module_rows import ModuleRow
 from memopt.options import DEFAULT_EFFORT, Effort
-from memopt.receipt import ReceiptRow
+from memopt.planning.module_rows import ModuleRow
+from memopt.planning.receipt import ReceiptRow
 from passes import HostStay
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.planning.plan import Plan
 
 _LIVE = ("captured", "joined", "schedule")
 

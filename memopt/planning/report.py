@@ -12,12 +12,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.module_rows import ModuleRow
-from memopt.receipt import receipt_table
+from memopt.planning.module_rows import ModuleRow
+from memopt.planning.receipt import receipt_table
 from memopt.units import duration, size
 
 if TYPE_CHECKING:
-    from memopt.plan import Plan
+    from memopt.planning.plan import Plan
 
 MODULE_ROWS = 60
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt.errors import BudgetError
-from memopt.largest import LargestSize
-from memopt.plan import Plan
+from memopt.planning.largest import LargestSize
+from memopt.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.budget.account import Account
-from memopt.captured import Captured, Joined
 from memopt.errors import GIB, BudgetError
-from memopt.module_rows import held_after_forward, module_rows
 from memopt.options import Effort
-from memopt.plan import make_plan
-from memopt.planner import progress_line, recipes, smallest, solve, split
+from memopt.planning.captured import Captured, Joined
+from memopt.planning.module_rows import held_after_forward, module_rows
+from memopt.planning.plan import make_plan
+from memopt.planning.planner import progress_line, recipes, smallest, solve, split
 from memopt.pricing.price import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions

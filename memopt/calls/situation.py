@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.calls.pending import PendingForward
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.dynamo import (
@@ -23,30 +24,18 @@ from memopt.capture.inputs import Call, call_signature
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.outputs import detach_all_but_scalars, hand_out
-from memopt.climb import Climb
 from memopt.emit.partition import RegionSchedule, partition
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers import Rung
 from memopt.lowering import Lowered
-from memopt.pending import PendingForward
-from memopt.plan import Plan
-from memopt.refit import ROUNDS, Refit, as_lowered
+from memopt.planning.climb import Climb
+from memopt.planning.plan import Plan
+from memopt.planning.refit import ROUNDS, Refit, as_lowered
+from memopt.planning.state import State
 from memopt.torch_compat import tracing_again
 
 if TYPE_CHECKING:
-    from memopt.training import TrainingCalls
-
-
-@dataclass(frozen=True)
-class State:
-    """What a plan depends on beside the call itself."""
-
-    gradients_held: bool = False
-    """Gradients are there before the step: gradient accumulation."""
-    other_forwards: int = 0
-    """Bytes that forwards hold whose backward is still to come."""
-    hooked: frozenset[int] = frozenset()
-    """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
+    from memopt.calls.training import TrainingCalls
 
 
 class _NotYet(Exception):

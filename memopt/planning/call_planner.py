@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memopt.advice import Advice
 from memopt.budget.account import Account, account_of
 from memopt.capture.ahead import capture
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
@@ -19,22 +18,23 @@ from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.captured import Captured
-from memopt.climb import Climb, Step
 from memopt.errors import CaptureError
 from memopt.levers import Rung, ladder, offload_link
 from memopt.lowering import Lowering, lowering_for
 from memopt.options import Options
-from memopt.plan import Plan
+from memopt.planning.advice import Advice
+from memopt.planning.captured import Captured
+from memopt.planning.climb import Climb, Step
+from memopt.planning.plan import Plan
+from memopt.planning.proposing import Proposing
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
-from memopt.proposing import Proposing
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from memopt.situation import State
+    from memopt.planning.state import State
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "

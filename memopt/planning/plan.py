@@ -12,19 +12,19 @@ from torch import fx
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import Breakdown, breakdown
-from memopt.captured import Captured, Joined
 from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
 from memopt.levers import OFFLOAD_ACTIVATIONS
-from memopt.module_rows import ModuleRow, held_after_forward, module_rows
 from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import sweep
-from memopt.plan_file import as_json, fields_from
-from memopt.planner import Recipe, recipes, smallest, solve, split
+from memopt.planning.captured import Captured, Joined
+from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
+from memopt.planning.plan_file import as_json, fields_from
+from memopt.planning.planner import Recipe, recipes, smallest, solve, split
+from memopt.planning.receipt import ReceiptRow
+from memopt.planning.report import render
 from memopt.progress import stage
-from memopt.receipt import ReceiptRow
-from memopt.report import render
 from memopt.solver import Effort as EffortName
 from memopt.solver import OffloadSolution, Schedule, Solution, warm_up
 from passes import GraphDiff, diff_graphs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memopt.errors import BudgetError
-from memopt.plan import Plan
+from memopt.planning.plan import Plan
 from memopt.progress import stage
 
 # Beyond so many steps, memory is taken not to depend on the size.

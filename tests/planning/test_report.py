@@ -5,9 +5,9 @@ from expecttest import assert_expected_inline
 from memopt.budget.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
-from memopt.module_rows import ModuleRow
-from memopt.plan import Plan
-from memopt.report import alike, folded, render
+from memopt.planning.module_rows import ModuleRow
+from memopt.planning.plan import Plan
+from memopt.planning.report import alike, folded, render
 from tests.planned import ACCOUNT
 
 MB = 1024**2

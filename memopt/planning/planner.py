@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import breakdown, output_bytes
-from memopt.captured import Captured, Joined
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort
+from memopt.planning.captured import Captured, Joined
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
 from passes import HostStay

@@ -10,16 +10,17 @@ from typing import Any
 from torch import nn
 
 from memopt.budget.account import distinct_bytes
-from memopt.call_planner import CallPlanner
+from memopt.calls.pending import PendingForward, PendingForwards
+from memopt.calls.situation import Situation, TooTight
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamo import loss_call, training_call
 from memopt.capture.inputs import Call, check_device
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError, CaptureError
 from memopt.options import Options
-from memopt.pending import PendingForward, PendingForwards
-from memopt.plan import Plan
-from memopt.situation import Situation, State, TooTight
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan import Plan
+from memopt.planning.state import State
 from memopt.training_state import generator_states, set_generators
 
 

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
 from memopt.options import Effort
-from memopt.plan import FORMAT, Plan, make_plan
+from memopt.planning.plan import FORMAT, Plan, make_plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.budget.account import Account
-from memopt.captured import Captured
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.levers import OFFLOAD_ACTIVATIONS, Rung
 from memopt.options import Effort
-from memopt.plan import Plan, make_plan, plain_row, schedule_rows
-from memopt.planner import LITTLE, smallest
+from memopt.planning.captured import Captured
+from memopt.planning.plan import Plan, make_plan, plain_row, schedule_rows
+from memopt.planning.planner import LITTLE, smallest
+from memopt.planning.receipt import ReceiptRow
 from memopt.proposals import Offer
-from memopt.receipt import ReceiptRow
 
 Step = tuple[Rung, Captured, Account]
 """What a rung makes of the call."""

@@ -1,0 +1,17 @@
+"""What a plan depends on beside the call that is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class State:
+    """The situation of a training call."""
+
+    gradients_held: bool = False
+    """Gradients are there before the step: gradient accumulation."""
+    other_forwards: int = 0
+    """Bytes that forwards hold whose backward is still to come."""
+    hooked: frozenset[int] = frozenset()
+    """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
