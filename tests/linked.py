@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memopt import call_planner
+from memopt.planning import call_planner
 from memopt.pricing import Hardware, hardware_of
 from passes.offload_ops import host_memory
 

@@ -13,6 +13,7 @@ from memopt.pricing.op_call import describe
 from memopt.pricing.price import GENERATOR_STATE_BYTES
 from memopt.pricing.workspace import call_workspace_bytes
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, plain_tensors, tree_leaves
+from passes.offload_ops import COPY_OUT
 
 _ALLOCATE = ("empty_strided_cpu", "empty_strided_cuda")
 
@@ -36,6 +37,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
+        if func is COPY_OUT:
+            self.know(result)  # it lies on the host
         self.count(result)
         self.rise(_workspace(func, args, kwargs, result, self.device))
         return result

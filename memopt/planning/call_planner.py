@@ -190,7 +190,7 @@ class CallPlanner:
                 self.options.calibrate,
                 rewriting,
                 "recompute" in self.options.allow,
-                None if any(region.fused for region in regions) else offload_link(self.card, self.options.allow),
+                offload_link(self.card, self.options.allow),
             )
         return self.known[key]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.budget.breakdown import breakdown
+from memopt.budget.breakdown import ANY_LINK, breakdown
 from memopt.errors import BudgetError
 from memopt.lowering.footprint import Footprint
 from memopt.planning.plan import Plan
@@ -29,7 +29,7 @@ def as_lowered(plan: Plan, footprint: Footprint) -> Plan:
     problem = plan.joined.problem
     handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
     moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
-    simulated = simulate(problem, plan.schedule).peak_bytes - problem.resident_bytes
+    simulated = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     account = replace(plan.account, lowering=moving - simulated)
     seen = plan.captured.joined(accumulating=account.gradients_held, as_seen=True)
     return replace(
