@@ -124,7 +124,7 @@ def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> R
 
 def compare(candidate: Candidate, *, small: bool) -> list[Run]:
     """All recipes, and memopt at the peak of each."""
-    recipes = [run(each, candidate, small=small) for each in peers()]
+    recipes = [run(each, candidate, small=small) for each in peers(small=small)]
     precision = "bf16" if DEVICE == "cuda" else "fp32"
     ours = []
     for recipe in recipes:
@@ -140,7 +140,7 @@ def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
     """The largest batch of each recipe, by trial, and of memopt, by planning."""
     found = [
         Largest(candidate.name, each.name, card_gb, largest_by_trial(each, candidate, card_gb))
-        for each in peers()
+        for each in peers(small=True)
         if each.name in BATCH_RECIPES
     ]
     with torch.device("meta"):

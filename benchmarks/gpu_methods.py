@@ -42,8 +42,8 @@ class Method:
             yield
 
 
-def peers() -> tuple[Method, ...]:
-    """Eager, per block, selective, compiled, and torch's own activation budget."""
+def peers(*, small: bool) -> tuple[Method, ...]:
+    """Eager, per block, selective, compiled, and torch's own activation budget, of which `small` takes two points."""
     return (
         Method("eager", lambda model, candidate: None),
         Method("eager, per block", per_block),
@@ -51,7 +51,10 @@ def peers() -> tuple[Method, ...]:
         Method("compile", lambda model, candidate: model.compile()),
         Method("compile, per block", _both(per_block)),
         Method("compile, every second product", _both(partial(per_block, selective=True))),
-        *(Method(f"compile, budget {each}", lambda model, candidate: model.compile(), each) for each in BUDGETS),
+        *(
+            Method(f"compile, budget {each}", lambda model, candidate: model.compile(), each)
+            for each in (BUDGETS[::4] if small else BUDGETS)
+        ),
     )
 
 

@@ -324,7 +324,11 @@ def compile_by_inductor(
 
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with functorch_config.patch(at_once):
-        patches = {"custom_partitioner_fn": Partitioner(), "inductor_choices_class": _nearby_fusions()}
+        patches = {
+            "custom_partitioner_fn": Partitioner(),
+            "inductor_choices_class": _nearby_fusions(),
+            "allow_buffer_reuse": False,  # it holds what is dead until something of its size comes
+        }
         try:
             compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
         except InductorError as failure:
