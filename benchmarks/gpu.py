@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ def forget() -> None:
 
 def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> Run:
     made = Run(candidate.name, method.name, at)
+    print(f"{candidate.name}: {method.name}{' at the peak of ' * bool(at)}{at}", file=sys.stderr)
     try:
         peak, seconds, plan = train(method, candidate, candidate.size, 3 if small else 20, 2 if small else 4)
     except (RuntimeError, ValueError, AssertionError) as failure:  # out of memory, refused, or not to be compiled
