@@ -51,7 +51,15 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
         plan.at(0.98 * plan.smallest_gb())
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+SLOW = ("gpt2-eager", "mixtral", "whisper", "clip", "lstm-cells", "moe")
+"""Families that `make test-all` tries."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in FAMILIES],
+    ids=str,
+)
 def test_three_budgets(family: Family) -> None:
     run_family(family, USUAL)
 

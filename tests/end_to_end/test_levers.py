@@ -143,7 +143,8 @@ def test_recomputation_goes_below_a_lever(name: str, lever: str) -> None:
     check(name, plan, step, least)
 
 
-@pytest.mark.parametrize("name", QUICK_FIRST)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_levers_together_without_recomputation(name: str) -> None:
     least = smallest_gb(name, frozenset(LEVERS))
     assert least < 0.97 * min(smallest_gb(name, frozenset({lever})) for lever in levers_of(name))

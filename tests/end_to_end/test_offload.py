@@ -50,7 +50,7 @@ def stays(plan: memopt.Plan) -> int:
     return sum(len(region.stays) for region in plan.regions)
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "vit", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "vit", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_less_than_recomputation_alone_reaches(name: str, linked: None) -> None:
     family = BY_NAME[name]
     model, inputs = family.make(), family.batch("usual")

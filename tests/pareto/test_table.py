@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from memopt.pareto.frontier import FrontierPoint
 from memopt.pareto.table import render, spread
 from tests.pareto.curves import made_up, solved
-from tests.test_report import IN_ASCII
+from tests.planning.test_report import IN_ASCII
 
 
 def test_golden() -> None:

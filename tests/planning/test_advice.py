@@ -59,6 +59,7 @@ def test_another_optimizer_or_adapters() -> None:
     memopt.plan(with_low_rank(make())[0], adapters, batch(), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_microbatches() -> None:
     samples = 32
     with pytest.raises(BudgetError) as error:
