@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
@@ -28,9 +27,10 @@ from benchmarks.real_models import integers
 from benchmarks.stamp import stamp
 from memopt.errors import BudgetError
 from memopt.options import DEFAULT_ALLOW
+from memopt.proposals.low_rank import RANK, with_low_rank
 
 RESULT = Path(__file__).parent / "results" / "llama_24gb.json"
-CARD, CARD_GB, LENGTH, RANK = "rtx-4090", 24, 2048, 16
+CARD, CARD_GB, LENGTH = "rtx-4090", 24, 2048
 ARTICLE_GB = 14.3
 OPTIONS: dict[str, Any] = {
     "device": CARD,
@@ -48,21 +48,6 @@ LLAMA_3_8B = LlamaConfig(
 )  # fmt: skip
 
 
-class LoRA(nn.Module):
-    """A frozen linear layer, and beside it one of low rank that learns (Hu et al. 2021)."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(torch.empty(rank, base.in_features, device="meta"))
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device="meta"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = functional.linear(x, self.down.to(x.dtype))
-        result: Tensor = self.base(x) + functional.linear(low, self.up.to(x.dtype))
-        return result
-
-
 def llama(config: LlamaConfig) -> nn.Module:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -70,21 +55,12 @@ def llama(config: LlamaConfig) -> nn.Module:
     return model.to(torch.bfloat16).train()
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    model.requires_grad_(False)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and name.endswith("_proj"):
-                setattr(module, name, LoRA(child, RANK))
-    return model
-
-
 def batch(samples: int) -> dict[str, Tensor]:
     return {"input_ids": integers(samples, LENGTH), "labels": integers(samples, LENGTH)}
 
 
 def lora() -> dict[str, Any]:
-    model = with_lora(llama(LLAMA_2_7B))
+    model, _ = with_low_rank(llama(LLAMA_2_7B), RANK)
     start = time.perf_counter()
     plan = memopt.plan(model, CARD_GB, batch(1), **OPTIONS)
     account = plan.account

@@ -86,16 +86,12 @@ def _fake_copy_out(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
-def _fake_await_out(host: Tensor, value: Tensor) -> Tensor:
-    return torch.ops.aten.alias.default(host)
-
-
 def _fake_copy_back(host: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
 
 
-def _fake_await_back(value: Tensor, host: Tensor) -> Tensor:
-    return torch.ops.aten.alias.default(value)
+def _fake_await(first: Tensor, _: Tensor) -> Tensor:
+    return torch.ops.aten.alias.default(first)
 
 
 def _span(value: Tensor) -> int:
@@ -116,11 +112,11 @@ def _operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Te
 
 COPY_OUT: Any = _operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy_out)
 """Starts to copy a value to the host's memory; the result lies there and is laid out as the value is."""
-AWAIT_OUT: Any = _operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await_out)
+AWAIT_OUT: Any = _operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
 """Compute waits until the copy out is done: the value may die behind this call. Returns `host`."""
 COPY_BACK: Any = _operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy_back)
 """Starts to copy a value back into new memory, which nothing may read yet."""
-AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await_back)
+AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)
 """Compute waits until the copy back is done. Returns `value`, which can be read from here on."""
 
 TRANSFERS = frozenset({COPY_OUT, AWAIT_OUT, COPY_BACK, AWAIT_BACK})

@@ -12,9 +12,9 @@ from memopt.errors import GIB, BudgetError, round_up
 from memopt.levers import OFFLOAD_ACTIVATIONS, Rung
 from memopt.options import Effort
 from memopt.planning.captured import Captured
-from memopt.planning.plan import Plan, make_plan, plain_row, schedule_rows
+from memopt.planning.plan import Plan, make_plan
 from memopt.planning.planner import LITTLE, smallest
-from memopt.planning.receipt import ReceiptRow
+from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows
 from memopt.proposals import Offer
 
 Step = tuple[Rung, Captured, Account]

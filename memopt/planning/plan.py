@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from memopt.budget.account import Account
 from memopt.budget.breakdown import Breakdown, breakdown
 from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
-from memopt.levers import OFFLOAD_ACTIVATIONS
 from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import sweep
@@ -231,28 +230,6 @@ class Plan:
         if effort is None and limit_seconds is None:
             return self.effort
         return check_effort(effort or self.effort.name, limit_seconds)
-
-
-def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
-    """A captured step with nothing recomputed, as a row of a receipt."""
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
-    peak = breakdown(seen.problem, Schedule.save_all(seen.problem), account).peak_bytes
-    return ReceiptRow(lever, peak, seen.problem.seconds)
-
-
-def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """What recomputing does to the plan's step, and what waiting on the host does then, as rows of a receipt."""
-    assert plan.captured is not None
-    assert plan.schedule is not None
-    rows = []
-    seconds = plan.step_seconds + plan.added_seconds
-    if plan.added_seconds > plan.stall_seconds:
-        seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
-        recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
-        rows.append(ReceiptRow("recompute", recomputed.peak_bytes, seconds - plan.stall_seconds))
-    if plan.moved_bytes:
-        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
-    return tuple(rows)
 
 
 def make_plan(

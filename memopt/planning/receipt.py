@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from memopt.budget.account import Account
+from memopt.budget.breakdown import breakdown
+from memopt.levers import OFFLOAD_ACTIVATIONS
+from memopt.planning.captured import Captured
+from memopt.solver import Schedule
 from memopt.units import duration, size
+
+if TYPE_CHECKING:
+    from memopt.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,28 @@ class ReceiptRow:
     """Of the whole step."""
     seconds: float
     """Of forward and backward, by the time model."""
+
+
+def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
+    """A captured step with nothing recomputed, as a row of a receipt."""
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    peak = breakdown(seen.problem, Schedule.save_all(seen.problem), account).peak_bytes
+    return ReceiptRow(lever, peak, seen.problem.seconds)
+
+
+def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
+    """What recomputing does to the plan's step, and what waiting on the host does then, as rows of a receipt."""
+    assert plan.captured is not None
+    assert plan.schedule is not None
+    rows = []
+    seconds = plan.step_seconds + plan.added_seconds
+    if plan.added_seconds > plan.stall_seconds:
+        seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
+        recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
+        rows.append(ReceiptRow("recompute", recomputed.peak_bytes, seconds - plan.stall_seconds))
+    if plan.moved_bytes:
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
+    return tuple(rows)
 
 
 def receipt_table(rows: Sequence[ReceiptRow]) -> Table:

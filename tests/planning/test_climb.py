@@ -13,7 +13,8 @@ from memopt.levers import Rung
 from memopt.options import DEFAULT_EFFORT
 from memopt.planning.captured import Captured
 from memopt.planning.climb import Climb
-from memopt.planning.plan import Plan, make_plan, plain_row
+from memopt.planning.plan import Plan, make_plan
+from memopt.planning.receipt import plain_row
 from tests.planned import ACCOUNT, captured, region
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))
