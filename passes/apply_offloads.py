@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.apply_schedule import ApplySchedule, Rewriter
 from passes.graph_pass import PassError
+from passes.lazy_code import LazyCode
 from passes.node_facts import tensors
 from passes.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 from passes.propagate import on_stored_values
@@ -67,7 +68,7 @@ class ApplyOffloads(ApplySchedule):
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         with on_stored_values(graph_module.graph):
-            return fx.GraphModule(graph_module, _OffloadRewriter(self, graph_module.graph).run())
+            return LazyCode(graph_module, _OffloadRewriter(self, graph_module.graph).run())
 
 
 class _OffloadRewriter(Rewriter):

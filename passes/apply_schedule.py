@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.graph_pass import Pass, PassError
+from passes.lazy_code import LazyCode
 from passes.node_facts import is_pure, is_random, may_write
 
 Kwargs = dict[str, Argument]
@@ -66,7 +67,7 @@ class ApplySchedule(Pass):
                     raise PassError(self.name, node.name, "its effects must not be repeated", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        return fx.GraphModule(graph_module, Rewriter(self, graph_module.graph).run())
+        return LazyCode(graph_module, Rewriter(self, graph_module.graph).run())
 
 
 class Rewriter:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
 from passes.graph_diff import diff_graphs
+from passes.lazy_code import LazyCode
 from passes.verify import VerifyError, check_signature, check_structure, verify
 
 
@@ -141,6 +142,6 @@ def copy_graph_module(graph_module: GraphModule) -> GraphModule:
         # torch's own: the call convention of a captured graph holds a tree specification that warns when it is copied.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         graph = copy.deepcopy(graph_module.graph)
-    copied = GraphModule(graph_module, graph, type(graph_module).__name__)
+    copied = LazyCode(graph_module, graph, type(graph_module).__name__)
     copied.meta.update(graph_module.meta)
     return copied

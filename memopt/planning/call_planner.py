@@ -143,12 +143,13 @@ class CallPlanner:
                 narrowed=narrowed,
                 lowering=self.lowering,
             )
+        account = self.account(call, state)
 
         def captured(rewriting: Rewriting) -> tuple[Captured, Account]:
             with stage("tracing"):
                 found = traced(rewriting)
-            account = replace(self.account(call, state), between_regions=found.between_bytes)
-            return self.remember(found.regions, call, rewriting, found.notes), account
+            held = replace(account, between_regions=found.between_bytes)
+            return self.remember(found.regions, call, rewriting, found.notes), held
 
         return captured
 

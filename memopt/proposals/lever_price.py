@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.budget.optimizer_account import optimizer_account
 from memopt.proposals.levers import Levers
 from memopt.proposals.one_parameter import PIECE_ELEMENTS
 from memopt.proposals.proposal import StepBytes
@@ -110,7 +109,6 @@ def _copy_seconds(size: int, elements: int, price: StepPrice, facts: TrainingFac
 
 def _scalars(facts: TrainingFacts) -> int:
     """Fused kernels read the number of the step on the device, one for each parameter."""
-    if device_type(facts.hardware) == "cpu" or facts.optimizer is None:
+    if device_type(facts.hardware) == "cpu" or not facts.fused:
         return 0
-    account = optimizer_account(facts.optimizer, facts.trained, device_type(facts.hardware))
-    return 4 * len(facts.trained) if account.name.endswith("(fused)") else 0
+    return 4 * len(facts.trained)

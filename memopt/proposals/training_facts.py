@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from memopt.budget.optimizer_account import optimizer_account
 from memopt.budget.optimizer_trial import OptimizerLike
 from memopt.pricing.hardware_table import Hardware, hardware
 from memopt.proposals.bf16_parameters import kept_wide
@@ -54,6 +56,12 @@ class TrainingFacts:
     @property
     def trained(self) -> list[torch.Tensor]:
         return trained(self.parameters)
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether the optimiser steps on the device by fused kernels."""
+        device = "cpu" if self.hardware.name == "cpu" else "cuda"
+        return optimizer_account(self.optimizer, self.trained, device).name.endswith("(fused)")
 
     @property
     def stepping_host(self) -> Hardware:
