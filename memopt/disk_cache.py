@@ -10,7 +10,7 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """`MEMOPT_CACHE_DIR` where it is set, else `memopt` in `XDG_CACHE_HOME` or `~/.cache`; made by `write_json` only."""
+    """`MEMOPT_CACHE_DIR` where it is set, else `memopt` in `XDG_CACHE_HOME` or `~/.cache`; `write_json` makes it."""
     named = os.environ.get("MEMOPT_CACHE_DIR")
     if named:
         return Path(named).expanduser()
