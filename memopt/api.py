@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ def optimize(
     """
     hard = check_effort(effort, limit_seconds)
     options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate, hard)
-    call = PlannedCall(model, options)
+    call = PlannedCall(model, replace(options, kept=True))
     if example_inputs is None and (named := sorted(options.allow & set(OPTIMIZER_PROPOSALS))):
         raise ValueError(f"whether {named[0]!r} is pulled is decided before the optimizer is made: give example_inputs")
     if example_inputs is not None:

@@ -59,6 +59,8 @@ class Options:
     hardware: str | None = None
     calibrate: bool = False
     effort: Effort = DEFAULT_EFFORT
+    kept: bool = False
+    """Whether plans are kept on disk, and looked up there."""
 
 
 def check_options(

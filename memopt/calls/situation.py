@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from memopt.calls.pending import PendingForward
+from memopt.calls.region_calls import RegionCalls
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.dynamo import (
     GraphBreak,
     TooManyShapes,
     compile_call,
-    example_inputs,
     lower,
     parameter_numbers,
 )
@@ -24,10 +24,11 @@ from memopt.capture.inputs import Call, call_signature
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.outputs import detach_all_but_scalars, hand_out
-from memopt.emit.partition import RegionSchedule, partition
-from memopt.errors import BudgetError, CaptureError
+from memopt.emit.partition import partition
+from memopt.errors import BudgetError
 from memopt.levers import Rung
 from memopt.lowering import Lowered
+from memopt.planning import plan_cache
 from memopt.planning.climb import Climb
 from memopt.planning.plan import Plan
 from memopt.planning.refit import ROUNDS, Refit, as_lowered
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 class _NotYet(Exception):
     """The plan recomputes, or there is none: other levers are to be tried first."""
+
+
+class _AnotherStep(Exception):
+    """The plan is not one for this region."""
 
 
 class TooTight(Exception):
@@ -107,8 +112,14 @@ class Situation:
 
         No plan comes back where there are no gradients. Raises `BudgetError`.
         """
-        refit: Refit[Callable[..., Any]] = Refit(self.calls.options.budget_bytes)
         again = tracing_again()
+        assert self._call is not None
+        planner = self.calls.planner
+        job = planner.job(self._call, self.state)
+        key = job.key(graph_module) if job else None
+        if known := self._as_kept(graph_module, inputs, again, key):
+            return known
+        refit: Refit[Lowered] = Refit(self.calls.options.budget_bytes)
         for _ in range(ROUNDS):
             try:
                 lowered, plan = self._climb(graph_module, inputs, again, refit.lowering_bytes)
@@ -116,12 +127,39 @@ class Situation:
                 if not refit.fits:
                     raise
                 break
-            if plan is None or lowered.footprint is None:
+            if plan is None:
+                return lowered.run, None
+            if lowered.footprint is None:
+                planner.keep(key, plan)
                 return lowered.run, plan
-            if not refit.judge(as_lowered(plan, lowered.footprint), lowered.run):
+            if not refit.judge(as_lowered(plan, lowered.footprint), lowered):
                 break
-        plan, compiled = refit.best()
-        return compiled, plan
+        plan, lowered = refit.best()
+        planner.keep(key, plan, lowered.footprint)
+        return lowered.run, plan
+
+    def _as_kept(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        again: Callable[[], AbstractContextManager[Any]],
+        key: str | None,
+    ) -> tuple[Callable[..., Any], Plan] | None:
+        """Lower a region by the plan that was kept for it, if there is one and it still is this region's."""
+        kept, rungs = plan_cache.find(key), self.calls.planner.rungs
+        if kept is None or kept.rung >= len(rungs):
+            return None
+        if self.calls.planner.lowering.fuses and kept.footprint is None:
+            return None  # planned ahead, and not lowered yet
+        try:
+            with again():
+                lowered, plan = self._lower_whole(graph_module, inputs, rungs[kept.rung], kept.plan, 0)
+        except (_AnotherStep, NothingToRewrite):
+            plan = None
+        if plan is None or lowered.footprint != kept.footprint:
+            plan_cache.drop(key)
+            return None
+        return lowered.run, plan
 
     def _climb(
         self,
@@ -167,8 +205,10 @@ class Situation:
                 plan = decide.weigh(rung, captured, account)
                 if plan is None:
                     raise _NotYet
+            elif decide.regions[0].fingerprint == joint.fingerprint:
+                plan = replace(decide, origin=lambda: captured)
             else:
-                plan = decide
+                raise _AnotherStep
             plans.append(plan)
             # Code that is compiled takes a copy of a gradient that it cannot add to one that is there.
             accumulation = self.calls.accumulation if self.state.gradients_held or not joint.fused else None
@@ -179,98 +219,3 @@ class Situation:
         parameters = parameter_numbers(inputs, self.state.hooked)
         lowered = lower(graph_module, inputs, parameters, cut, rung.rewriting, planner.lowering)
         return lowered, (plans[0] if plans else None)
-
-
-class RegionCalls:
-    """Calls of one signature whose forward breaks into regions, planned all together before the first runs.
-
-    The runs of a forward are counted, and each has a schedule of its own, also where Dynamo compiles one region for
-    all of them (a block called in a loop).
-    """
-
-    def __init__(self, calls: TrainingCalls, state: State, call: Call) -> None:
-        self.calls = calls
-        self.plan = calls.planner.plan_ahead(call, state)
-        self.forward: PendingForward | None = None
-        assert self.plan.captured is not None
-        self.regions = self.plan.captured.regions
-        self._run = compile_call(calls.to_capture(), self._lower, whole=False)
-
-    def run(self, call: Call, forward: PendingForward) -> Any:
-        self.forward = forward
-        try:
-            return self._run(*call[0], **call[1])
-        finally:
-            self.forward = None
-
-    def next_run(self, fingerprint: str) -> int:
-        """The number of the run that begins now. Raises `CaptureError` where it was not planned."""
-        assert self.forward is not None
-        number = self.forward.regions_run
-        if number >= len(self.regions) or self.regions[number].fingerprint != fingerprint:
-            raise CaptureError(
-                "the forward took another way than when it was planned: it depends on the values of its inputs outside "
-                "of any captured region; mend the graph break, or add 'plain' to allow to run it unplanned"
-            )
-        return number
-
-    def _lower(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's backend for a region."""
-        try:
-            region = _Region(self, graph_module, inputs)
-        except CaptureError:
-            return self.eager(graph_module)
-        return region.unplanned or region
-
-    def eager(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
-        """The region unplanned, where the user allows that; inside of an `except CaptureError`."""
-        if "plain" not in self.calls.options.allow:
-            raise
-        self.calls.unplanned = True
-        return graph_module.forward
-
-
-class _Region:
-    """A compiled region: lowered once for each schedule that its runs have."""
-
-    def __init__(self, owner: RegionCalls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.owner, self.graph_module = owner, graph_module
-        self.again: Callable[[], AbstractContextManager[Any]] = tracing_again()
-        self.variants: dict[tuple[RegionSchedule, frozenset[int]], Callable[..., Any]] = {}
-        self.fingerprint = ""
-        self.unplanned: Callable[..., Any] | None = None
-        compiled = self.lower(inputs)
-        if not self.variants:
-            self.unplanned = compiled
-
-    def __call__(self, *args: Any) -> Any:
-        try:
-            number = self.owner.next_run(self.fingerprint)
-        except CaptureError:
-            return self.owner.eager(self.graph_module)(*args)
-        if self.key(number) not in self.variants:
-            with self.again():
-                self.lower(example_inputs(self.graph_module))  # not those of the first run: they would live on here
-        forward = self.owner.forward
-        assert forward is not None
-        forward.regions_run += 1
-        return hand_out(self.variants[self.key(number)](*args), frozenset(), forward)
-
-    def key(self, number: int) -> tuple[RegionSchedule, frozenset[int]]:
-        return self.owner.plan.regions[number], self.owner.regions[number].parameter_inputs
-
-    def lower(self, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Lower for the run that begins now."""
-        keys: list[tuple[RegionSchedule, frozenset[int]]] = []
-
-        def cut(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            self.fingerprint = joint.fingerprint
-            keys.append(self.key(self.owner.next_run(joint.fingerprint)))
-            schedule, parameters = keys[0]
-            return partition(replace(joint, parameter_inputs=parameters), schedule, self.owner.calls.accumulation)
-
-        assert self.owner.plan.captured is not None
-        rewriting = replace(self.owner.plan.captured.rewriting, needed="")  # it has work in some region
-        compiled = lower(self.graph_module, inputs, frozenset(), cut, rewriting).run
-        self.variants.update(dict.fromkeys(keys, compiled))
-        return compiled

@@ -47,8 +47,14 @@ class _Recorded(Exception):
     """The joint graph is there: tracing need not go on."""
 
 
-Capture = Callable[[Rewriting], CapturedCall]
-"""The joint graphs of a call by what is done to its operator graphs. Raises `CaptureError`, `NothingToRewrite`."""
+@dataclass(frozen=True)
+class Capture:
+    """A training call whose joint graphs are traced when they are asked for."""
+
+    trace: Callable[[Rewriting], CapturedCall]
+    """The joint graphs by what is done to the operator graphs. Raises `CaptureError`, `NothingToRewrite`."""
+    graph: fx.GraphModule | None
+    """What Dynamo made of a call that is one region."""
 
 
 def capture(
@@ -101,7 +107,7 @@ def capture(
             raise CaptureError(_cannot(model, "what it returns depends on no trainable parameter"))
         return CapturedCall((joint,))
 
-    return as_one if whole else in_regions
+    return Capture(as_one, whole[0].graph_module) if whole else Capture(in_regions, None)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,18 +77,37 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
             )
 
 
+def on_meta(call: Call) -> Call:
+    """The same arguments with tensors that hold nothing; one for a tensor given twice."""
+    return _with_stand_ins(
+        call, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+    )
+
+
 def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
     """The same arguments with fakes for tensors; one fake for a tensor given twice."""
-    fakes: dict[int, torch.Tensor] = {}
+    return _with_stand_ins(
+        call, lambda each: to_fake(mode, each, device if each.device.type == "meta" else each.device)
+    )
 
-    def fake(leaf: Any) -> Any:
+
+def same_tensors(call: Call) -> list[int]:
+    """For each tensor of a call the place where it stands first."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(each), len(places)) for each in tensors_in(call)]
+
+
+def _with_stand_ins(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    made: dict[int, torch.Tensor] = {}
+
+    def stand_in(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in fakes:
-            fakes[id(leaf)] = to_fake(mode, leaf, device if leaf.device.type == "meta" else leaf.device)
-        return fakes[id(leaf)]
+        if id(leaf) not in made:
+            made[id(leaf)] = make(leaf)
+        return made[id(leaf)]
 
-    return tree_map(fake, call)
+    return tree_map(stand_in, call)
 
 
 def _kind(value: Any) -> str:

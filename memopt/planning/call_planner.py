@@ -5,36 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from memopt.budget.account import Account, account_of
-from memopt.capture.ahead import capture
+from memopt.capture.ahead import Capture, capture
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.fake_model import Narrowed
-from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.inputs import Call, on_meta, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.errors import CaptureError
 from memopt.levers import Rung, ladder, offload_link
 from memopt.lowering import Lowering, lowering_for
+from memopt.lowering.footprint import Footprint
 from memopt.options import Options
+from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
 from memopt.planning.captured import Captured
 from memopt.planning.climb import Climb, Step
+from memopt.planning.job_key import Job
 from memopt.planning.plan import Plan
+from memopt.planning.plan_cache import Kept
 from memopt.planning.proposing import Proposing
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
 from memopt.progress import stage
+from memopt.proposals import BF16_PARAMETERS
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState
 
 if TYPE_CHECKING:
     from memopt.planning.state import State
+
+_Capture: TypeAlias = Callable[[Rewriting], tuple[Captured, Account]]
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
@@ -102,7 +109,15 @@ class CallPlanner:
             climb.offers = self.proposing.offers_allowed
         with self.types():
             self.screen(call, state)
-            capture = self._capture(call, state, self.proposing.narrowed)
+            job = self.job(call, state)
+            sketch = job.sketch() if job else None
+            if kept := plan_cache.find_by(sketch):
+                return kept.live(self._later(kept, call, state))
+            traced, capture = self._capture(call, state, self.proposing.narrowed)
+            key = job.key(traced.graph) if job and traced.graph else None
+            plan_cache.note(sketch, key)
+            if kept := plan_cache.find(key):
+                return kept.live(self._later(kept, call, state))
             for rung in self.rungs:
                 try:
                     captured, account = capture(rung.rewriting)
@@ -111,27 +126,60 @@ class CallPlanner:
                     continue
                 plan = climb.weigh(rung, captured, account)
                 if plan is not None:
-                    return plan
-            return climb.best()[0]
+                    break
+            else:
+                plan = climb.best()[0]
+            self.keep(key, plan)
+            return plan
+
+    def _later(self, kept: Kept, call: Call, state: State) -> Callable[[], Captured]:
+        """What captures and traces the graphs that a kept plan is for, once."""
+        hollow = on_meta(call)
+
+        @cache
+        def captured() -> Captured:
+            narrows = BF16_PARAMETERS in kept.plan.proposals
+            with self.types():
+                _, trace = self._capture(hollow, state, self.proposing.narrowing() if narrows else None)
+                return trace(self.rungs[kept.rung].rewriting)[0]
+
+        return captured
+
+    def job(self, call: Call, state: State) -> Job | None:
+        """What plans for a call are kept by; None where they are not kept."""
+        if not self.options.kept:
+            return None
+        pulled = self.proposing.pulled.names if self.proposing.pulled else ()
+        further = type(self.lowering).__name__, pulled, sorted(self.proposing.allowed)
+        return Job(self.model, call, state, self.options, self.card, self.loss_fn, further)
+
+    def keep(self, key: str | None, plan: Plan, footprint: Footprint | None = None) -> None:
+        """Keep a plan on disk for the next start, unless sizes that depend on data are planned by what was seen."""
+        captured = plan.captured
+        assert captured is not None
+        rungs = [rung.rewriting for rung in self.rungs]
+        if captured.data_sizes == DataSizes() and captured.rewriting in rungs:
+            plan_cache.keep(key, Kept(plan, rungs.index(captured.rewriting), footprint))
 
     def _on_narrow_parameters(self, call: Call, state: State) -> Callable[[Rung], Step | None]:
         """What gives the call on a rung as it will be once the parameters are in bf16; None where its code cannot mix
         the dtypes that it then meets."""
-        captures: list[Callable[[Rewriting], tuple[Captured, Account]]] = []
+        captures: list[_Capture] = []
 
         def step(rung: Rung) -> Step | None:
             with suppress(NothingToRewrite, CaptureError):
                 if not captures:
-                    captures.append(self._capture(call, state, self.proposing.narrowing()))
+                    captures.append(self._capture(call, state, self.proposing.narrowing())[1])
                 return (rung, *captures[0](rung.rewriting))
             return None
 
         return step
 
-    def _capture(
-        self, call: Call, state: State, narrowed: Narrowed | None
-    ) -> Callable[[Rewriting], tuple[Captured, Account]]:
-        """What captures a call on fakes with one rewriting or another, and accounts for it. Raises `CaptureError`."""
+    def _capture(self, call: Call, state: State, narrowed: Narrowed | None) -> tuple[Capture, _Capture]:
+        """A call captured on fakes, and what traces it with one rewriting or another, and accounts for it.
+
+        Raises `CaptureError`.
+        """
         with stage("capturing"):
             traced = capture(
                 self.model,
@@ -147,11 +195,11 @@ class CallPlanner:
 
         def captured(rewriting: Rewriting) -> tuple[Captured, Account]:
             with stage("tracing"):
-                found = traced(rewriting)
+                found = traced.trace(rewriting)
             held = replace(account, between_regions=found.between_bytes)
             return self.remember(found.regions, call, rewriting, found.notes), held
 
-        return captured
+        return traced, captured
 
     def screen(self, call: Call, state: State) -> None:
         """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""

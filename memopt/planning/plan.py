@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,20 @@ class Plan:
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for those copies."""
     torch_version: str = torch.__version__
-    captured: Captured | None = field(default=None, compare=False, repr=False)
-    joined: Joined | None = field(default=None, compare=False, repr=False)
+    origin: Callable[[], Captured] | None = field(default=None, compare=False, repr=False)
+    """Gives the graphs that the plan is for."""
     schedule: Schedule | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def captured(self) -> Captured | None:
+        """The graphs that the plan is for; None if loaded."""
+        return None if self.origin is None else self.origin()
+
+    @property
+    def joined(self) -> Joined | None:
+        """They as one problem."""
+        captured = self.captured
+        return None if captured is None else captured.joined(accumulating=self.account.gradients_held)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -219,9 +231,9 @@ class Plan:
             raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; {mend}") from error
 
     def _live(self) -> Captured:
-        if self.captured is None:
+        if (captured := self.captured) is None:
             raise ValueError("this plan was loaded from a file and has no graphs; make it with memopt.plan to see them")
-        return self.captured
+        return captured
 
     def _live_joined(self) -> Joined:
         return self._live().joined(accumulating=self.account.gradients_held)
@@ -268,8 +280,7 @@ def make_plan(
         notes=captured.all_notes,
         effort=effort,
         **_offloading(joined, solution),
-        captured=captured,
-        joined=joined,
+        origin=lambda: captured,
         schedule=solution.schedule,
     )
 

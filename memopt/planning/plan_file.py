@@ -16,7 +16,7 @@ from passes import HostStay
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan
 
-_LIVE = ("captured", "joined", "schedule")
+_LIVE = ("origin", "schedule")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""What planning costs at the first and at the second start of a job, each in a process of its own.
+
+    python -m benchmarks.second_start [--only GPT-2]
+
+Full widths and depths at small batches, where torch computes on this machine, a budget at 0.7 between what the step
+holds all the time and its plain peak, an empty folder for plans at the start. "ahead" is a job that gives `optimize`
+its `example_inputs`: all of `optimize` is planning. "lazy" is a job that plans at its first step: there the second
+start captures and lowers as the first does, so that planning is what the first one's step took longer, and what looking
+for the kept plan took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import memopt
+from benchmarks.gpu_models import Batch, images, library, text
+from benchmarks.stamp import stamp
+from memopt.errors import GIB
+from memopt.planning import plan_cache
+from memopt.planning.job_key import Job
+
+RESULT = Path(__file__).parent / "results" / "second_start.json"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPT2 = transformers.GPT2Config(use_cache=False)
+VIT = transformers.ViTConfig(num_labels=1000)
+RESNET = transformers.ResNetConfig(num_labels=1000, problem_type="single_label_classification")
+Made = tuple[Callable[[], nn.Module], Callable[[], Batch]]
+MODELS: dict[str, Made] = {
+    "GPT-2": (library("GPT2LMHeadModel", GPT2, "ForCausalLM"), partial(text(50257, 128), 2)),
+    "ViT-B/16": (library("ViTForImageClassification", VIT, "ForSequenceClassification"), partial(images(224, 1000), 2)),
+    "ResNet-50": (
+        library("ResNetForImageClassification", RESNET, "ForSequenceClassification"), partial(images(224, 1000), 2)
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds of a start."""
+
+    optimize: float
+    step: float
+    """The first, with all that is compiled for it."""
+    looking: float
+    """For a kept plan: its key, and reading it."""
+    peak_gb: float
+    """As planned."""
+
+
+def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
+    """A job from its beginning, in this process."""
+    with torch.device(DEVICE):
+        model, batch = MODELS[name][0](), MODELS[name][1]()
+    looking = [0.0]
+    with timed(looking, Job, "key"), timed(looking, Job, "sketch"), timed(looking, plan_cache, "find"):
+        begin = time.perf_counter()
+        memopt.optimize(model, budget_gb, **({"example_inputs": batch} if ahead else {}))
+        optimized = time.perf_counter()
+        model(**batch).loss.backward()
+        done = time.perf_counter()
+    return Start(optimized - begin, done - optimized, looking[0], memopt.plan_of(model).predicted_peak_gb)
+
+
+@contextmanager
+def timed(seconds: list[float], owner: Any, name: str) -> Iterator[None]:
+    """Add up what a function takes."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[0] += time.perf_counter() - begin
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def in_a_process(name: str, budget_gb: float, ahead: bool, folder: str) -> Start:
+    command = [sys.executable, "-m", "benchmarks.second_start", "--start", name, str(budget_gb), str(int(ahead))]
+    surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "MEMOPT_CACHE": "1"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=surroundings, text=True)
+    return Start(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(name: str) -> Iterator[dict[str, Any]]:
+    with torch.device("meta"):
+        plain = memopt.plan(MODELS[name][0](), 2.0**40, MODELS[name][1]())
+    held = plain.account.resident_bytes / GIB
+    budget_gb = held + 0.7 * (plain.plain_peak_gb - held)
+    for ahead in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = (in_a_process(name, budget_gb, ahead, folder) for _ in range(2))
+        planning = first.step - second.step + second.looking, second.looking
+        if ahead:
+            planning = first.optimize, second.optimize
+        row = {
+            "model": name,
+            "job": "ahead" if ahead else "lazy",
+            "budget_gb": budget_gb,
+            "planning_seconds": planning,
+            "share": planning[1] / planning[0],
+            "starts": [asdict(first), asdict(second)],
+        }
+        print(row, file=sys.stderr, flush=True)
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MODELS, nargs="+", default=list(MODELS))
+    parser.add_argument("--start", nargs=3, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.start:
+        name, budget_gb, ahead = chosen.start
+        print(json.dumps(asdict(start(name, float(budget_gb), ahead=ahead == "1"))))
+        return
+    rows = [row for name in chosen.only for row in compare(name)]
+    RESULT.write_text(json.dumps({**stamp(), "device": DEVICE, "rows": rows}, indent=1) + "\n")
+    table = Table(title="Seconds of planning at the first and the second start", title_justify="left")
+    for column in ("model", "job", "first", "second", "share", "whole start, first", "second"):
+        table.add_column(column, justify="left" if column in ("model", "job") else "right")
+    for row in rows:
+        whole = [f"{each['optimize'] + each['step']:.1f}" for each in row["starts"]]
+        first, second = row["planning_seconds"]
+        table.add_row(row["model"], row["job"], f"{first:.1f}", f"{second:.2f}", f"{row['share']:.1%}", *whole)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
