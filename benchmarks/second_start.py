@@ -2,11 +2,10 @@
 
     python -m benchmarks.second_start [--only GPT-2]
 
-Full widths and depths at small batches, where torch computes on this machine, a budget at 0.7 between what the step
-holds all the time and its plain peak, an empty folder for plans at the start. "ahead" is a job that gives `optimize`
-its `example_inputs`: all of `optimize` is planning. "lazy" is a job that plans at its first step: there the second
-start captures and lowers as the first does, so that planning is what the first one's step took longer, and what looking
-for the kept plan took.
+Full widths and depths at small batches, where torch computes on this machine, a budget half-way between the smallest
+and the plain peak, an empty folder for plans at the start. "ahead" is a job that gives `optimize` its `example_inputs`:
+all of `optimize` is planning. "lazy" is a job that plans at its first step: there the second start captures and lowers
+as the first does, so that planning is what the first one's step took longer, and what looking for the kept plan took.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from torch import nn
 import memopt
 from benchmarks.gpu_models import Batch, images, library, text
 from benchmarks.stamp import stamp
-from memopt.errors import GIB
 from memopt.planning import plan_cache
 from memopt.planning.job_key import Job
 
@@ -45,10 +43,10 @@ VIT = transformers.ViTConfig(num_labels=1000)
 RESNET = transformers.ResNetConfig(num_labels=1000, problem_type="single_label_classification")
 Made = tuple[Callable[[], nn.Module], Callable[[], Batch]]
 MODELS: dict[str, Made] = {
-    "GPT-2": (library("GPT2LMHeadModel", GPT2, "ForCausalLM"), partial(text(50257, 128), 2)),
-    "ViT-B/16": (library("ViTForImageClassification", VIT, "ForSequenceClassification"), partial(images(224, 1000), 2)),
+    "GPT-2": (library("GPT2LMHeadModel", GPT2, "ForCausalLM"), partial(text(50257, 256), 4)),
+    "ViT-B/16": (library("ViTForImageClassification", VIT, "ForSequenceClassification"), partial(images(224, 1000), 8)),
     "ResNet-50": (
-        library("ResNetForImageClassification", RESNET, "ForSequenceClassification"), partial(images(224, 1000), 2)
+        library("ResNetForImageClassification", RESNET, "ForSequenceClassification"), partial(images(224, 1000), 8)
     ),
 }  # fmt: skip
 
@@ -109,8 +107,7 @@ def in_a_process(name: str, budget_gb: float, ahead: bool, folder: str) -> Start
 def compare(name: str) -> Iterator[dict[str, Any]]:
     with torch.device("meta"):
         plain = memopt.plan(MODELS[name][0](), 2.0**40, MODELS[name][1]())
-    held = plain.account.resident_bytes / GIB
-    budget_gb = held + 0.7 * (plain.plain_peak_gb - held)
+    budget_gb = (plain.smallest_gb() + plain.plain_peak_gb) / 2
     for ahead in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             first, second = (in_a_process(name, budget_gb, ahead, folder) for _ in range(2))
