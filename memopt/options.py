@@ -12,7 +12,7 @@ import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
-from memopt.levers import OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS
+from memopt.levers import FP8_LEVERS, OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS
 from memopt.lowering import BACKENDS
 from memopt.precision import Policy, check_policy
 from memopt.proposals import OPTIMIZER_PROPOSALS
@@ -26,6 +26,7 @@ LEVERS = {
     "dropout draws what for",
     OFFLOAD_ACTIVATIONS: "has activations wait in the host's memory, copied there and back beside compute, where the "
     "card has a link to it; bitwise exact",
+    **FP8_LEVERS,
     **OPTIMIZER_PROPOSALS,
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }

@@ -5,6 +5,7 @@ from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
 from passes.free_first import FreeFirst
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
@@ -18,6 +19,7 @@ from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.narrow_saved import NarrowSaved
 from passes.node_facts import is_pure, is_random
+from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.sum_wide import SumWide
@@ -31,9 +33,11 @@ __all__ = [
     "EliminateDeadCode",
     "FoundActivation",
     "FoundAttention",
+    "FoundLinear",
     "FoundLoss",
     "FoundNorm",
     "FoundReuse",
+    "Fp8Linears",
     "FreeFirst",
     "FuseActivations",
     "FuseAttention",
@@ -49,6 +53,7 @@ __all__ = [
     "Pass",
     "PassError",
     "Pipeline",
+    "QuantizeSaved",
     "Reinplace",
     "RemoveDetach",
     "SumWide",
@@ -57,6 +62,7 @@ __all__ = [
     "diff_graphs",
     "find_activations",
     "find_attentions",
+    "find_fp8_linears",
     "find_losses",
     "find_norms",
     "find_reuses",

@@ -18,6 +18,9 @@ OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 
+# Of our own, what has no state: the same arguments give the same bits.
+_PURE_OURS = frozenset({"memopt::fp8_quantize", "memopt::fp8_dequantize", "memopt::fp8_matmul", "memopt::fp8_linear"})
+
 _PURE_PYTHON = frozenset(
     {
         operator.getitem,
@@ -56,7 +59,7 @@ def is_tangent(node: Node) -> bool:
 def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, draws nothing at random, asserts nothing.
 
-    Collectives, custom operators and higher-order operators count as impure.
+    Collectives, custom operators (but for our own that are known to be) and higher-order operators count as impure.
     """
     if node.op == "get_attr":
         return True
@@ -64,7 +67,7 @@ def is_pure(node: Node) -> bool:
         return False
     target: Any = node.target
     if isinstance(target, OPERATOR_OVERLOAD):
-        known = target.namespace in _PURE_NAMESPACES
+        known = target.namespace in _PURE_NAMESPACES or target._schema.name in _PURE_OURS
         return known and not is_random(node) and not node.is_impure(impure_random=False)
     return target in _PURE_PYTHON
 

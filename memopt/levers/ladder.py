@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 from memopt.capture.operators import Decide, Rewriting
 from memopt.levers.attention import FUSED_ATTENTION, fuse_attention
+from memopt.levers.fp8 import activations_in_fp8, in_fp8
 from memopt.levers.fused_ops import FUSED_OPS, fuse_ops
 from memopt.levers.loss import CHUNKED_LOSS, ChunkLosses
+from memopt.precision.fp8 import FP8, FP8_ACTIVATIONS, has_units
+from memopt.pricing import Hardware
 
 OPERATOR_LEVERS = {
     FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which keeps its input alone; "
@@ -25,28 +28,64 @@ class Rung:
 
     levers: tuple[str, ...]
     rewriting: Rewriting
+    next_is_faster: bool = False
+    """Whether the rung above promises a shorter step, and is to be tried however well this one fits."""
 
 
-def ladder(base: Rewriting, allow: Collection[str], *, drop_logits: bool) -> tuple[Rung, ...]:
+def ladder(
+    base: Rewriting, allow: Collection[str], *, drop_logits: bool, card: Hardware | None = None
+) -> tuple[Rung, ...]:
     """`base` alone, and then with one more of the allowed levers at a time, the cheapest first.
 
-    Each rung's rewriting says by `needed` that its newest lever has to find something to do.
+    Each rung's rewriting says by `needed` that its newest lever has to find something to do. The card is asked where
+    levers of 8 bits are allowed; they raise ValueError for a step in fp32.
     """
-    rungs = [Rung((), base)]
-    before: tuple[Decide, ...] = ()
+    rungs = _Rungs(base)
+    quick = FP8 in allow and card is not None and has_units(card)
+    if quick:
+        assert card is not None
+        rungs.top = replace(rungs.top, next_is_faster=True)
+        rungs.climb_on(FP8, in_fp8(base, card))
     for lever, decide in ((FUSED_OPS, fuse_ops), (FUSED_ATTENTION, fuse_attention)):
         if lever in allow:
-            before = (*before, decide)
-            rungs.append(_rung((*rungs[-1].levers, lever), base, before))
+            rungs.before = (*rungs.before, decide)
+            rungs.climb_on(lever, rungs.base)
     if CHUNKED_LOSS in allow:
-        # After precision: what it computes in is what the layer would.
-        levers = (*rungs[-1].levers, CHUNKED_LOSS)
         for weight_in_backward in (False, True):
-            after = (ChunkLosses(drop_logits, weight_in_backward),)
-            rungs.append(_rung(levers, base, before, after))
-    return tuple(rungs)
+            # After precision: what it computes in is what the layer would.
+            rungs.after = (ChunkLosses(drop_logits, weight_in_backward),)
+            rungs.climb_on(CHUNKED_LOSS, rungs.base)
+    if FP8 in allow and not quick:
+        assert card is not None, "8 bits are decided on for a card"
+        rungs.climb_on(FP8, in_fp8(rungs.base, card))
+    if FP8_ACTIVATIONS in allow:
+        assert card is not None, "8 bits are decided on for a card"
+        rungs.climb_on(FP8_ACTIVATIONS, activations_in_fp8(rungs.base, card), finds=False)
+    return tuple(rungs.found)
 
 
-def _rung(levers: tuple[str, ...], base: Rewriting, before: tuple[Decide, ...], after: tuple[Decide, ...] = ()) -> Rung:
-    deciders = (*before, *base.deciders, *after)
-    return Rung(levers, replace(base, deciders=deciders, needed=levers[-1]))
+class _Rungs:
+    """The rungs so far, and what the next one starts from."""
+
+    def __init__(self, base: Rewriting) -> None:
+        self.base = base
+        self.before: tuple[Decide, ...] = ()
+        """Deciders that are asked before those of `base`."""
+        self.after: tuple[Decide, ...] = ()
+        self.found = [Rung((), base)]
+
+    @property
+    def top(self) -> Rung:
+        return self.found[-1]
+
+    @top.setter
+    def top(self, rung: Rung) -> None:
+        self.found[-1] = rung
+
+    def climb_on(self, lever: str, base: Rewriting, *, finds: bool = True) -> None:
+        """One more rung, on a base that those above share; `finds`: whether its decider says if it has work."""
+        self.base = base
+        levers = self.top.levers if lever in self.top.levers else (*self.top.levers, lever)
+        deciders = (*self.before, *base.deciders, *self.after)
+        needed = lever if finds else ""
+        self.found.append(Rung(levers, replace(base, deciders=deciders, needed=needed)))

@@ -272,7 +272,8 @@ class CallPlanner:
     @property
     def rungs(self) -> tuple[Rung, ...]:
         """What is done to them with more and more levers pulled."""
-        return ladder(self.rewriting, self.options.allow, drop_logits=self.options.outputs == "loss_only")
+        drop_logits = self.options.outputs == "loss_only"
+        return ladder(self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card)
 
     def types(self) -> AbstractContextManager[None]:
         """The caller's autocast is off in the model where the plan has types of its own."""

@@ -66,7 +66,10 @@ class Climb:
             self._refused.append(error)
             return None
         self._plans.append((plan, rung))
-        return self._with_receipt(plan, rung) if plan.added_time <= LITTLE else None
+        if rung.next_is_faster or plan.added_time > LITTLE:
+            return None
+        faster = all(_seconds(plan) <= _seconds(other) for other, below in self._plans if below.next_is_faster)
+        return self._with_receipt(plan, rung) if faster else None
 
     def best(self) -> tuple[Plan, Rung]:
         """The plan with the shortest step of all that were weighed, with and without values that wait on the host, and

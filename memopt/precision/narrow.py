@@ -44,6 +44,14 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
     left as they are; so are those that are widened 16-bit values, and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
+    values = sole_values(graph, forward_outputs)
+    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward))
+
+
+def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
+    """What the forward computes and the backward reads, by one node for each storage, and would not be there anyway as
+    an input or output."""
+    backward = backward_nodes(graph)
     results = graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     kept = [
@@ -56,11 +64,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
             for storage in storages(node):
                 seen.setdefault(storage, []).append(node)
-    return tuple(
-        nodes[0].name
-        for storage, nodes in seen.items()
-        if storage not in stays and len(nodes) == 1 and worth_narrowing(nodes[0]) and tolerated(nodes[0], backward)
-    )
+    return tuple(nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
 
 
 def worth_narrowing(node: fx.Node) -> bool:

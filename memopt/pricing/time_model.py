@@ -30,6 +30,19 @@ _READ_NOTHING = {
 }
 
 
+def _turned_bytes(node: fx.Node) -> int:
+    """Kernels of 8-bit products take the rows of their first operand and the columns of their second; what lies in
+    another way is copied: read and written."""
+    a, b, (turn_a, turn_b) = node.args[0], node.args[2], node.args[5:7]
+    copied = [each for each, turned in ((a, turn_a), (b, not turn_b)) if turned]
+    return 2 * sum(_touched_bytes(each.meta["val"]) for each in copied if isinstance(each, fx.Node))
+
+
+def _looked_at_twice(node: fx.Node) -> int:
+    """A scale is found before anything is divided by it."""
+    return _touched_bytes(node.all_input_nodes[0].meta["val"])
+
+
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
     """max(FLOPs / peak, bytes / bandwidth, launch), peak and bandwidth as far as kernels reach them."""
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
@@ -77,7 +90,8 @@ def node_bytes(node: fx.Node) -> int:
     if name in _GATHERS:
         source = sum(_touched_bytes(tensor) for tensor in tensors_of(inputs[0]))
         read += min(source, written) - source
-    return read + written
+    extra = _FURTHER_BYTES.get(name)
+    return read + written + (extra(node) if extra else 0)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
@@ -147,4 +161,8 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
     "aten._scaled_dot_product_fused_attention_overrideable": _ATTENTION,
     "aten._scaled_dot_product_fused_attention_overrideable_backward": _ATTENTION_BACKWARD,
+}
+_FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
+    "memopt.fp8_matmul": _turned_bytes,
+    "memopt.fp8_quantize": _looked_at_twice,
 }

@@ -14,12 +14,14 @@ from memopt.pricing.workspace_rules import (
     all_bytes,
     chunked_loss,
     copies,
+    fp8_scales,
     first,
     for_each,
     index,
     input_bytes,
     one_input,
 )
+from passes.fp8_formats import BLOCK, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
@@ -91,6 +93,20 @@ def _cpu_matmul(call: OpCall) -> int:
     return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 256 * KB
 
 
+def _cpu_fp8(call: OpCall) -> int:
+    """A part of the matrix in fp32, twice, and where there are blocks the scale of each of its elements."""
+    spec = first(call)
+    rows = min(spec.size[0], max(BLOCK, PART_ELEMENTS // max(1, spec.size[1]) + BLOCK))
+    return 12 * rows * spec.size[1] + fp8_scales(call) + copies(call)
+
+
+def _cpu_fp8_matmul(call: OpCall) -> int:
+    """Both operands in fp32, the last part of them as above, and the product in fp32."""
+    matrices = [spec for spec in call.inputs if len(spec.size) == 2 and spec.dtype.itemsize == 1]
+    part = max(12 * min(spec.numel, PART_ELEMENTS + BLOCK * spec.size[1]) for spec in matrices)
+    return sum(4 * spec.numel for spec in matrices) + part + 4 * call.outputs[0].numel + 64 * KB
+
+
 def _cpu_batch_norm(call: OpCall) -> int:
     return 2 * first(call).size[1] * 8 + copies(call)
 
@@ -106,6 +122,8 @@ def _cpu_resize(call: OpCall) -> int:
 
 
 CPU: dict[str, Rule] = {
+    **for_each("fp8_quantize fp8_dequantize", _cpu_fp8),
+    "fp8_matmul": _cpu_fp8_matmul,
     "native_dropout": one_input,
     "native_dropout_backward": one_input,
     **for_each("_softmax _log_softmax _safe_softmax _fused_softmax", _cpu_softmax),

@@ -11,6 +11,7 @@ from memopt.pricing.workspace_rules import (
     copies,
     first,
     for_each,
+    fp8_scales,
     index,
     nothing,
     output_bytes,
@@ -87,7 +88,14 @@ def _cuda_scan(call: OpCall) -> int:
     return (output_bytes(call) if first(call).dtype != call.outputs[0].dtype else 0) + MB
 
 
+def _cuda_fp8_matmul(call: OpCall) -> int:
+    """Both operands in 16 bits, where there are no 8-bit units; more than the turned copies that units want."""
+    return 2 * sum(spec.numel for spec in call.inputs if spec.dtype.itemsize == 1) + KB
+
+
 CUDA: dict[str, Rule] = {
+    **for_each("fp8_quantize fp8_dequantize", lambda call: fp8_scales(call) + copies(call) + 4 * MB),
+    "fp8_matmul": _cuda_fp8_matmul,
     **for_each("native_dropout native_dropout_backward _fused_dropout gelu gelu_backward", nothing),
     **for_each("mm bmm addmm baddbmm addbmm", nothing),
     **for_each("_softmax _log_softmax native_layer_norm _fused_rms_norm embedding", copies),

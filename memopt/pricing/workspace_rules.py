@@ -77,6 +77,11 @@ def chunked_loss(call: OpCall) -> int:
     return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
 
 
+def fp8_scales(call: OpCall) -> int:
+    """The scales and what they are found from, one for all or one for each 128 elements of a row at most."""
+    return 16 * (first(call).numel // 64) + 2 * KB
+
+
 COMMON: dict[str, Rule] = {
     **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", chunked_loss),
     **for_each(

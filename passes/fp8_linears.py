@@ -1,0 +1,140 @@
+"""Linear layers that compute from 8-bit copies of their input and weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.fp8_matmul import why_not
+from passes.fp8_ops import FP8_LINEAR, SCALINGS
+from passes.graph_pass import Pass
+from passes.op_kinds import is_cast, is_view, op_name
+from passes.propagate import on_stored_values, refresh
+from passes.verify import VerifyError
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FoundLinear:
+    """A linear layer in an operator graph, and whether `Fp8Linears` can rewrite it."""
+
+    name: str
+    """Of its node."""
+    reads: str
+    """The node of its input, views aside: layers that read one share its 8-bit copy."""
+    reason: str = ""
+    """Why it is left alone; empty where it can be rewritten."""
+    rows: int = 0
+    inner: int = 0
+    """Columns of its input."""
+    columns: int = 0
+    """Of its result. All three are 0 where it is left alone."""
+
+
+def find_fp8_linears(graph_module: GraphModule) -> tuple[FoundLinear, ...]:
+    """The linear layers of an operator graph, in order: calls of `linear`, and of `addmm` as a layer calls it."""
+    return tuple(_found(match) for node in graph_module.graph.nodes if (match := _match(node)) is not None)
+
+
+@dataclass(frozen=True)
+class _Match:
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    turned: bool
+    """Whether the weight is [in, out]."""
+
+
+def _match(node: Node) -> _Match | None:
+    args: Any = node.args
+    if op_name(node) == "linear":
+        return _Match(node, args[0], args[1], args[2] if len(args) > 2 else None, turned=False)
+    if op_name(node) == "addmm" and not node.kwargs and args[0].meta["val"].dim() == 1:
+        return _Match(node, args[1], args[2], args[0], turned=True)
+    return None
+
+
+def _found(match: _Match) -> FoundLinear:
+    source = match.x
+    while is_view(source) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    x, weight = match.x.meta["val"], match.weight.meta["val"]
+    if x.dtype not in _LOW:
+        return FoundLinear(match.node.name, source.name, "it does not compute in 16 bits")
+    if weight.dim() != 2:
+        return FoundLinear(match.node.name, source.name, "its weight is no matrix")
+    inner, columns = weight.shape if match.turned else reversed(weight.shape)
+    rows = x.numel() // inner if inner else 0
+    if reason := why_not(rows, inner, columns):
+        return FoundLinear(match.node.name, source.name, reason)
+    return FoundLinear(match.node.name, source.name, "", rows, inner, columns)
+
+
+@dataclass(frozen=True)
+class Fp8Linears(Pass):
+    """Has the named linear layers compute from 8-bit copies of input and weight, and keep those for the backward.
+
+    A weight that is cast for the layer is quantised from what it is before. Sizes that 8-bit units do not take are
+    refused: see `find_fp8_linears`. Results and gradients differ from the plain ones by the rounding of 8 bits.
+
+    Before:
+        to: bf16[32, 16] = aten.to.dtype(weight, bf16)
+        linear: bf16[16, 32] = aten.linear(x, to)
+    After Fp8Linears(frozenset({"linear"})):
+        fp8_linear: bf16[16, 32] = memopt.fp8_linear(x, weight)
+    """
+
+    linears: frozenset[str]
+    scaling: str = "current"
+    """One of `passes.fp8_ops.SCALINGS`."""
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"Fp8Linears scales by one of {', '.join(SCALINGS)}, not by {self.scaling!r}")
+
+    def __repr__(self) -> str:
+        return f"Fp8Linears({len(self.linears)} layers, {self.scaling} scaling)"
+
+    def requires(self, graph_module: GraphModule) -> None:
+        super().requires(graph_module)
+        reasons = {each.name: each.reason for each in find_fp8_linears(graph_module)}
+        for name in sorted(self.linears):
+            if reason := reasons.get(name, "it is no linear layer"):
+                raise VerifyError(name, reason, "name only layers that find_fp8_linears finds, without a reason")
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        with on_stored_values(graph):
+            for match in [_match(node) for node in graph.nodes if node.name in self.linears]:
+                assert match is not None
+                self._replace(match)
+        return graph_module
+
+    def _replace(self, match: _Match) -> None:
+        weight = _before_casts(match.weight)
+        arguments: tuple[Any, ...] = (match.x, weight, *([] if match.bias is None else [match.bias]))
+        options: dict[str, Any] = {} if self.scaling == SCALINGS[0] else {"scaling": self.scaling}
+        options |= {"turned": True} if match.turned else {}
+        graph = match.node.graph
+        with graph.inserting_before(match.node):
+            result = graph.create_node("call_function", FP8_LINEAR, arguments, options, name="fp8_linear")
+        result.meta.update({key: each for key, each in match.node.meta.items() if key != "val"})
+        refresh(result)
+        match.node.replace_all_uses_with(result)
+        graph.erase_node(match.node)
+        if match.weight is not weight and not match.weight.users:
+            graph.erase_node(match.weight)
+
+
+def _before_casts(weight: Node) -> Node:
+    """The wider matrix that a weight was cast from, where it was."""
+    if not is_cast(weight) or len(weight.all_input_nodes) != 1:
+        return weight
+    source: Any = weight.all_input_nodes[0]
+    wide, narrow = source.meta["val"], weight.meta["val"]
+    return source if wide.dtype == torch.float32 and wide.device == narrow.device else weight

@@ -1,0 +1,122 @@
+"""The operators of 8-bit layers: `memopt::fp8_quantize`, `fp8_dequantize`, `fp8_matmul`, and `fp8_linear` of them.
+
+`fp8_linear` is one node of an operator graph and falls apart where it is differentiated: its input is quantised once,
+and what the backward reads of it is that copy. Several layers that read one value share the copy, since two equal calls of
+`fp8_quantize` are one. All of them are pure: they may be merged, removed and evaluated again, with the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from passes.fp8_formats import BLOCK, E4M3, E5M2, dequantize, quantize, scale_shape
+from passes.fp8_matmul import scaled_matmul
+
+SCALINGS = ("current", "block")
+"""One scale for each tensor, from its values as they are; or one for each block of it."""
+
+
+@torch.library.custom_op("memopt::fp8_quantize", mutates_args=())
+def fp8_quantize(x: Tensor, dtype: torch.dtype, block_rows: int) -> tuple[Tensor, Tensor]:
+    """[rows, columns] in 8 bits, and its scales (see `passes.fp8_formats.quantize`)."""
+    return quantize(x, dtype, block_rows)
+
+
+@fp8_quantize.register_fake
+def _(x: Tensor, dtype: torch.dtype, block_rows: int) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    scale = torch.empty(scale_shape(rows, columns, block_rows), dtype=torch.float32, device=x.device)
+    return torch.empty((rows, columns), dtype=dtype, device=x.device), scale
+
+
+@torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
+def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] in `dtype`."""
+    return dequantize(narrow, scale, dtype)
+
+
+@fp8_dequantize.register_fake
+def _(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(narrow.shape, dtype=dtype, device=narrow.device)
+
+
+@torch.library.custom_op("memopt::fp8_matmul", mutates_args=())
+def fp8_matmul(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`a @ b + bias` of quantised matrices, in `dtype`; those that are to be turned are given transposed."""
+    return scaled_matmul(a, a_scale, b, b_scale, bias, turn_a, turn_b, dtype)
+
+
+@fp8_matmul.register_fake
+def _(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return torch.empty((a.shape[1 if turn_a else 0], b.shape[0 if turn_b else 1]), dtype=dtype, device=a.device)
+
+
+@register_flop_formula(torch.ops.memopt.fp8_matmul)
+def _flops(
+    a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any, turn_a: bool, turn_b: bool, *_: Any, **__: Any
+) -> int:
+    return int(2 * a[0] * a[1] * b[0 if turn_b else 1])
+
+
+class _Linear(torch.autograd.Function):
+    """`x @ weight.T + bias`: [rows, in] · [out, in] → [rows, out]; or, `turned`, with a weight [in, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: bool, turned: bool) -> Tensor:
+        given = *fp8_quantize(x, E4M3, int(block)), *fp8_quantize(weight, E4M3, BLOCK if block else 0)
+        ctx.save_for_backward(*given)
+        ctx.block, ctx.turned = block, turned
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return fp8_matmul(*given, bias, False, not turned, x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            narrow, scale = fp8_quantize(gradient, E5M2, int(ctx.block))
+        if ctx.needs_input_grad[0]:
+            of_x = fp8_matmul(narrow, scale, weight, weight_scale, None, False, ctx.turned, dtype)
+        if ctx.needs_input_grad[1]:
+            sides = (x, x_scale, narrow, scale) if ctx.turned else (narrow, scale, x, x_scale)
+            of_weight = fp8_matmul(*sides, None, True, False, weight_dtype)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+torch.library.define(
+    "memopt::fp8_linear",
+    "(Tensor x, Tensor weight, Tensor? bias=None, *, str scaling='current', bool turned=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl("memopt::fp8_linear", "CompositeImplicitAutograd")
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "current", turned: bool = False
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    result: Any = _Linear.apply(rows, weight, bias, scaling == "block", turned)
+    return result.view(*x.shape[:-1], weight.shape[1 if turned else 0])
+
+
+FP8_LINEAR: Any = torch.ops.memopt.fp8_linear.default
+"""`linear(x, weight, bias)`, [..., in] · [out, in] (`turned`: [in, out]), from 8-bit copies of `x` and `weight`, in the
+dtype of `x`; the gradients are from those copies and an 8-bit one of the incoming gradient. `scaling` is one of
+`SCALINGS`."""
+QUANTIZE: Any = torch.ops.memopt.fp8_quantize.default
+DEQUANTIZE: Any = torch.ops.memopt.fp8_dequantize.default
+MATMUL: Any = torch.ops.memopt.fp8_matmul.default

@@ -1,0 +1,120 @@
+"""Activations that are kept for the backward in 8 bits."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.fp8_formats import E4M3
+from passes.fp8_ops import DEQUANTIZE, QUANTIZE
+from passes.graph_pass import Pass
+from passes.node_facts import backward_nodes
+from passes.op_kinds import is_view
+from passes.propagate import on_stored_values, refresh
+from passes.verify import VerifyError
+
+_RESHAPE = torch.ops.aten.view.default
+
+
+@dataclass(frozen=True)
+class QuantizeSaved(Pass):
+    """Has the backward of a joint graph read the named values by way of 8 bits, with a scale for 128 elements of a row:
+    quantised once the forward has made them, given back where the backward reads them first. An 8-bit copy that a
+    layer has made of a value is taken.
+
+    Before:
+        silu: bf16[8, 256] = aten.silu(primals_1)
+        mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, silu)
+    After QuantizeSaved(("silu",)):
+        silu: bf16[8, 256] = aten.silu(primals_1)
+        fp8_quantize: (f8e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8e4m3fn, 1)
+        getitem: f8e4m3fn[8, 256] = fp8_quantize[0]
+        getitem_1: f32[8, 2] = fp8_quantize[1]
+        fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
+        mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
+    """
+
+    values: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"QuantizeSaved({len(self.values)} values)"
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        named = {node.name: node for node in graph.nodes}
+        backward = backward_nodes(graph)
+        with on_stored_values(graph):
+            for name in self.values:
+                if name not in named:
+                    raise VerifyError(name, "there is no such node", "name values of the graph that is rewritten")
+                if named[name].op == "placeholder" or not _has_rows(named[name].meta["val"]):
+                    raise VerifyError(name, "it has no rows to quantise", "name contiguous results of calls")
+                _quantize(named[name], [node for node in graph.nodes if node in backward])
+        return graph_module
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.is_contiguous()
+
+
+def _quantize(value: Node, backward: list[Node]) -> None:
+    readers = [node for node in backward if value in node.all_input_nodes]
+    if not readers:
+        return
+    shape, dtype = value.meta["val"].shape, value.meta["val"].dtype
+    narrow, scale = _copy_there_is(value, frozenset(backward)) or _new_copy(value)
+    with value.graph.inserting_before(readers[0]):
+        given = _call(readers[0], DEQUANTIZE, narrow, scale, dtype)
+        if len(shape) != 2:
+            given = _call(readers[0], _RESHAPE, given, list(shape))
+    for reader in readers:
+        reader.replace_input_with(value, given)
+
+
+def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
+    """The 8-bit copy that the forward has made of a value, or of a view of it that has the same rows."""
+    for user in value.users:
+        if user in backward:
+            continue
+        if user.target is QUANTIZE and user.args[1] == E4M3:
+            return _elements(user)
+        same = is_view(user) and user.meta["val"].shape[-1:] == value.meta["val"].shape[-1:]
+        if same and user.meta["val"].dim() == 2 and user.target is _RESHAPE:
+            found = _copy_there_is(user, backward)
+            if found is not None:
+                return found
+    return None
+
+
+def _elements(copy: Node) -> tuple[Node, Node] | None:
+    by_index: dict[Any, Node] = {user.args[1]: user for user in copy.users}
+    return (by_index[0], by_index[1]) if {0, 1} <= by_index.keys() else None
+
+
+def _new_copy(value: Node) -> tuple[Node, Node]:
+    graph, shape = value.graph, value.meta["val"].shape
+    with graph.inserting_after(value):
+        rows = value
+        if len(shape) != 2:
+            rows = _call(value, _RESHAPE, value, [-1, shape[-1]])
+    with graph.inserting_after(rows):
+        copy = _call(value, QUANTIZE, rows, E4M3, 1)
+    found = []
+    for index in (1, 0):
+        with graph.inserting_after(copy):
+            element = graph.call_function(operator.getitem, (copy, index))
+        element.meta.update({key: each for key, each in copy.meta.items() if key != "val"}, val=copy.meta["val"][index])
+        found.append(element)
+    return found[1], found[0]
+
+
+def _call(place: Node, target: Any, *args: Any) -> Node:
+    """A call that belongs to the module, and to the half of the graph, of the node where it stands."""
+    node = place.graph.create_node("call_function", target, args, name=target.__name__.partition(".")[0])
+    node.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
+    refresh(node)
+    return node
