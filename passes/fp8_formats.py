@@ -31,10 +31,18 @@ def quantize(x: Tensor, dtype: torch.dtype, block_rows: int) -> tuple[Tensor, Te
 
     A value that is not finite makes its whole tensor, or block, not a number: a loss scale's check sees it.
     """
-    largest = torch.finfo(dtype).max
-    # Zeros, and what is nearly that, would have a scale of 0.
-    scale = _amax(x, block_rows).div_(largest).clamp_min_(torch.finfo(torch.float32).tiny)
-    return _by_parts(_round, x, scale, block_rows, dtype, largest), scale
+    scale = scale_of(_amax(x, block_rows), dtype)
+    return _by_parts(_round, x, scale, block_rows, dtype, torch.finfo(dtype).max), scale
+
+
+def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix in 8 bits by a scale that is given; what lies beyond the format's largest becomes that."""
+    return _by_parts(_round, x, scale, 0, dtype, torch.finfo(dtype).max)
+
+
+def scale_of(largest_magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What makes a magnitude the largest of a format. Zeros, and what is nearly that, would have a scale of 0."""
+    return (largest_magnitude / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,13 +64,20 @@ def _by_parts(
     return result
 
 
-def _amax(x: Tensor, block_rows: int) -> Tensor:
-    """The largest magnitude of a matrix, or of each block of it, in fp32 and in memory of its own."""
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a tensor, in fp32, without a copy of it; 0 of nothing."""
     if not x.numel():
-        return torch.zeros(scale_shape(*x.shape, block_rows), device=x.device)
+        return torch.zeros((), device=x.device)
+    least, most = torch.aminmax(x)
+    return torch.maximum(-least, most).float()
+
+
+def _amax(x: Tensor, block_rows: int) -> Tensor:
+    """The largest magnitude of a matrix, or of each block of it."""
     if not block_rows:
-        least, most = torch.aminmax(x)  # without a copy of the matrix
-        return torch.maximum(-least, most).to(torch.float32, copy=True)
+        return amax(x)
+    if not x.numel():
+        return torch.zeros(scale_shape(x.shape[0], x.shape[1], block_rows), device=x.device)
     find = _kernel(_amax_of_blocks, x.device.type)
     return torch.cat([find(x[part], block_rows) for part, _ in _parts(x, block_rows)])
 

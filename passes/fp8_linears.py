@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.fp8_formats import E4M3
+from passes.fp8_history import DELAYED_SCALE
 from passes.fp8_matmul import why_not
 from passes.fp8_ops import FP8_LINEAR, SCALINGS
 from passes.graph_pass import Pass
+from passes.module_path import module_path
 from passes.op_kinds import is_cast, is_view, op_name
 from passes.propagate import on_stored_values, refresh
 from passes.verify import VerifyError
@@ -92,6 +95,8 @@ class Fp8Linears(Pass):
     linears: frozenset[str]
     scaling: str = "current"
     """One of `passes.fp8_ops.SCALINGS`."""
+    histories: str = ""
+    """With delayed scaling: what the names begin with under which magnitudes are remembered."""
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
@@ -109,26 +114,40 @@ class Fp8Linears(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
+        scales: dict[Node, Node] = {}
         with on_stored_values(graph):
             for match in [_match(node) for node in graph.nodes if node.name in self.linears]:
                 assert match is not None
-                self._replace(match)
+                self._replace(match, scales)
         return graph_module
 
-    def _replace(self, match: _Match) -> None:
+    def _replace(self, match: _Match, scales: dict[Node, Node]) -> None:
         weight = _before_casts(match.weight)
         arguments: tuple[Any, ...] = (match.x, weight, *([] if match.bias is None else [match.bias]))
         options: dict[str, Any] = {} if self.scaling == SCALINGS[0] else {"scaling": self.scaling}
-        options |= {"turned": True} if match.turned else {}
         graph = match.node.graph
         with graph.inserting_before(match.node):
-            result = graph.create_node("call_function", FP8_LINEAR, arguments, options, name="fp8_linear")
-        result.meta.update({key: each for key, each in match.node.meta.items() if key != "val"})
-        refresh(result)
+            if self.scaling == "delayed":
+                name = f"{self.histories}{module_path(match.node)}/{match.node.name}"
+                if match.x not in scales:
+                    scales[match.x] = _call(match.node, DELAYED_SCALE, (match.x, E4M3, name), {})
+                arguments = (*arguments[:2], match.bias, scales[match.x])
+                options["history"] = f"{name}/gradient"
+            options |= {"turned": True} if match.turned else {}
+            result = _call(match.node, FP8_LINEAR, arguments, options)
         match.node.replace_all_uses_with(result)
         graph.erase_node(match.node)
         if match.weight is not weight and not match.weight.users:
             graph.erase_node(match.weight)
+
+
+def _call(place: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """A call in the place of another, and of its module."""
+    name = target.__name__.partition(".")[0]
+    node = place.graph.create_node("call_function", target, args, kwargs, name=name)
+    node.meta.update({key: each for key, each in place.meta.items() if key != "val"})
+    refresh(node)
+    return node
 
 
 def _before_casts(weight: Node) -> Node:

@@ -41,13 +41,11 @@ def _runs_on_units(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> bo
 def on_units(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """By torch's own kernel, which takes rows of `a` and columns of `b` that are contiguous, and 8-bit sums that are
     fast where no gradient is among them."""
-    recipe: Any = functional.ScalingType.TensorWise  # type: ignore[attr-defined]
-    multiply: Any = functional.scaled_mm  # type: ignore[attr-defined]
+    recipe: Any = functional.ScalingType.TensorWise
+    multiply: Any = functional.scaled_mm
     columns = b.t().contiguous().t()
     fast = a.dtype == b.dtype == E4M3 and a.device.type == "cuda"
-    return multiply(
-        a.contiguous(), columns, a_scale, recipe, b_scale, recipe, output_dtype=dtype, use_fast_accum=fast
-    )
+    return multiply(a.contiguous(), columns, a_scale, recipe, b_scale, recipe, output_dtype=dtype, use_fast_accum=fast)
 
 
 def why_not(rows: Any, inner: Any, columns: Any, a: torch.dtype = E4M3, b: torch.dtype = E4M3) -> str:

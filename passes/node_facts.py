@@ -19,7 +19,7 @@ OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 
 # Of our own, what has no state: the same arguments give the same bits.
-_PURE_OURS = frozenset({"memopt::fp8_quantize", "memopt::fp8_dequantize", "memopt::fp8_matmul", "memopt::fp8_linear"})
+_PURE_OURS = frozenset(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear"))
 
 _PURE_PYTHON = frozenset(
     {

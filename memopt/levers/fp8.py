@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from memopt.capture.operators import Rewriting
-from memopt.precision.fp8 import FP8, FP8_ACTIVATIONS, DecideFp8, note_activations, quantizing
+from memopt.precision.fp8 import FP8_ACTIVATIONS, SCALINGS, DecideFp8, note_activations, quantizing
 from memopt.precision.pipeline import DecidePrecision
 from memopt.pricing import Hardware
 
+_LINEARS = (
+    "large linear layers multiply in 8 bits and keep the 8-bit copy of their input: where that is faster, or, on a "
+    "device without such units, where memory asks for it; "
+)
 FP8_LEVERS = {
-    FP8: "large linear layers multiply in 8 bits and keep the 8-bit copy of their input: where that is faster, or, on a "
-    "device without such units, where memory asks for it",
+    "fp8": _LINEARS + "one scale a tensor",
+    "fp8_delayed": _LINEARS + "one scale a tensor, from the steps before",
+    "fp8_block": _LINEARS + "one scale a block, which no device has units for here",
     FP8_ACTIVATIONS: "what activations and products keep for the backward is kept in 8 bits, where memory asks for it",
 }
 
 
-def in_fp8(base: Rewriting, card: Hardware) -> Rewriting:
+def fp8_lever(allow: Collection[str]) -> str:
+    """Which lever on linear layers is allowed, if any. Raises ValueError where it is more than one."""
+    named = [lever for lever in SCALINGS if lever in allow]
+    if len(named) > 1:
+        raise ValueError(f"allow names {' and '.join(map(repr, named))}, which scale the same layers; name one of them")
+    return named[0] if named else ""
+
+
+def in_fp8(base: Rewriting, card: Hardware, lever: str, histories: str) -> Rewriting:
     """With linear layers in 8 bits, decided when their types are. Raises ValueError for a step in fp32."""
-    if base.autocast is None:
-        raise ValueError(
-            f"{FP8!r} in allow needs a step in 16 bits, which this one is not on {card.name!r}; give precision='bf16', "
-            "or leave it out"
-        )
+    _check_low(base, card, lever)
     rules = next((each.rules for each in base.deciders if isinstance(each, DecidePrecision)), None)
-    decide = DecideFp8(card) if rules is None else DecideFp8(card, rules)
-    return replace(base, deciders=(*base.deciders, decide))
+    decide = DecideFp8(card, lever=lever, histories=histories)
+    return replace(base, deciders=(*base.deciders, decide if rules is None else replace(decide, rules=rules)))
 
 
 def activations_in_fp8(base: Rewriting, card: Hardware) -> Rewriting:
     """With what activations keep in 8 bits. Raises ValueError for a step in fp32."""
+    _check_low(base, card, FP8_ACTIVATIONS)
+    return replace(base, deciders=(*base.deciders, note_activations), joint=quantizing)
+
+
+def _check_low(base: Rewriting, card: Hardware, lever: str) -> None:
     if base.autocast is None:
         raise ValueError(
-            f"{FP8_ACTIVATIONS!r} in allow needs a step in 16 bits, which this one is not on {card.name!r}; give "
+            f"{lever!r} in allow needs a step in 16 bits, which this one is not on {card.name!r}; give "
             "precision='bf16', or leave it out"
         )
-    return replace(base, deciders=(*base.deciders, note_activations), joint=quantizing)

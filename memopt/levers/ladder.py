@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from memopt.capture.operators import Decide, Rewriting
 from memopt.levers.attention import FUSED_ATTENTION, fuse_attention
-from memopt.levers.fp8 import activations_in_fp8, in_fp8
+from memopt.levers.fp8 import activations_in_fp8, fp8_lever, in_fp8
 from memopt.levers.fused_ops import FUSED_OPS, fuse_ops
 from memopt.levers.loss import CHUNKED_LOSS, ChunkLosses
-from memopt.precision.fp8 import FP8, FP8_ACTIVATIONS, has_units
+from memopt.precision.fp8 import FP8_ACTIVATIONS, has_units
 from memopt.pricing import Hardware
 
 OPERATOR_LEVERS = {
@@ -33,19 +33,18 @@ class Rung:
 
 
 def ladder(
-    base: Rewriting, allow: Collection[str], *, drop_logits: bool, card: Hardware | None = None
+    base: Rewriting, allow: Collection[str], *, drop_logits: bool, card: Hardware | None = None, histories: str = ""
 ) -> tuple[Rung, ...]:
     """`base` alone, and then with one more of the allowed levers at a time, the cheapest first.
 
     Each rung's rewriting says by `needed` that its newest lever has to find something to do. The card is asked where
-    levers of 8 bits are allowed; they raise ValueError for a step in fp32.
+    levers of 8 bits are allowed; they raise ValueError for a step in fp32. `histories`: see `DecideFp8`.
     """
-    rungs = _Rungs(base)
-    quick = FP8 in allow and card is not None and has_units(card)
+    rungs, fp8 = _Rungs(base), fp8_lever(allow)
+    quick = bool(fp8) and has_units(_there(card), fp8)
     if quick:
-        assert card is not None
         rungs.top = replace(rungs.top, next_is_faster=True)
-        rungs.climb_on(FP8, in_fp8(base, card))
+        rungs.climb_on(fp8, in_fp8(base, _there(card), fp8, histories))
     for lever, decide in ((FUSED_OPS, fuse_ops), (FUSED_ATTENTION, fuse_attention)):
         if lever in allow:
             rungs.before = (*rungs.before, decide)
@@ -55,13 +54,16 @@ def ladder(
             # After precision: what it computes in is what the layer would.
             rungs.after = (ChunkLosses(drop_logits, weight_in_backward),)
             rungs.climb_on(CHUNKED_LOSS, rungs.base)
-    if FP8 in allow and not quick:
-        assert card is not None, "8 bits are decided on for a card"
-        rungs.climb_on(FP8, in_fp8(rungs.base, card))
+    if fp8 and not quick:
+        rungs.climb_on(fp8, in_fp8(rungs.base, _there(card), fp8, histories))
     if FP8_ACTIVATIONS in allow:
-        assert card is not None, "8 bits are decided on for a card"
-        rungs.climb_on(FP8_ACTIVATIONS, activations_in_fp8(rungs.base, card), finds=False)
+        rungs.climb_on(FP8_ACTIVATIONS, activations_in_fp8(rungs.base, _there(card)), finds=False)
     return tuple(rungs.found)
+
+
+def _there(card: Hardware | None) -> Hardware:
+    assert card is not None, "8 bits are decided on for a card"
+    return card
 
 
 class _Rungs:

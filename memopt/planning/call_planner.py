@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -37,6 +38,7 @@ from memopt.progress import stage
 from memopt.proposals import BF16_PARAMETERS
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState
+from passes.fp8_history import forget, new_prefix
 
 if TYPE_CHECKING:
     from memopt.planning.state import State
@@ -65,6 +67,9 @@ class CallPlanner:
         """What was captured, by its regions and notes: another budget or situation prices nothing anew."""
         self.data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
+        self.histories = new_prefix()
+        """What names of magnitudes begin with that 8-bit layers remember."""
+        weakref.finalize(self, forget, self.histories)
 
     def device(self) -> torch.device:
         """Where the model is, or, for one on "meta", where it would run here: tracing must see a device with kernels,
@@ -273,7 +278,9 @@ class CallPlanner:
     def rungs(self) -> tuple[Rung, ...]:
         """What is done to them with more and more levers pulled."""
         drop_logits = self.options.outputs == "loss_only"
-        return ladder(self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card)
+        return ladder(
+            self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
+        )
 
     def types(self) -> AbstractContextManager[None]:
         """The caller's autocast is off in the model where the plan has types of its own."""

@@ -21,6 +21,8 @@ from passes.node_facts import backward_nodes
 from passes.op_kinds import is_cast, is_view, op_name
 
 FP8 = "fp8"
+SCALINGS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block"}
+"""By the name of the lever, how its layers are scaled."""
 FP8_ACTIVATIONS = "fp8_activations"
 _E4M3 = "float8_e4m3fn"
 # Factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 of theirs is one
@@ -28,9 +30,10 @@ _E4M3 = "float8_e4m3fn"
 _TOLERANT = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
-def has_units(card: Hardware) -> bool:
-    """Whether a card multiplies in 8 bits, as its entry in the hardware table says."""
-    return _E4M3 in card.flops
+def has_units(card: Hardware, lever: str = FP8) -> bool:
+    """Whether a card multiplies in 8 bits, as its entry in the hardware table says, what is scaled so: blocks are
+    multiplied by wider copies on all."""
+    return _E4M3 in card.flops and SCALINGS[lever] != "block"
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,16 @@ class DecideFp8:
 
     card: Hardware
     rules: Rules = field(default_factory=Rules)
-    scaling: str = "current"
+    lever: str = FP8
+    """One of `SCALINGS`."""
+    histories: str = ""
+    """What names of the magnitudes begin with that delayed scaling remembers."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if autocast_is_on():
-            return Decision(Pipeline((), label=FP8), notes=(f"{FP8}: torch.autocast is on: types are left to it",))
+            return Decision(
+                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on: types are left to it",)
+            )
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
         found = [self._judged(each, graph) for each in find_fp8_linears(graph.module)]
@@ -63,13 +71,20 @@ class DecideFp8:
                 left[text] = None
             else:
                 chosen |= {each.name: f"fp8: {text}" for each in free}
-        notes = tuple(f"{FP8}: left alone, since {reason}" for reason in left)
+        notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
         if not chosen:
-            return Decision(Pipeline((), label=FP8), notes=notes)
-        passes = Fp8Linears(frozenset(chosen), self.scaling), EliminateDeadCode()
-        units = "" if has_units(self.card) else f"; {self.card.name} multiplies wider copies of them"
-        done = f"{FP8}: {len(chosen)} of {len(found)} layers in e4m3, gradients in e5m2, {self.scaling} scaling{units}"
-        return Decision(Pipeline(passes, label=FP8), chosen, (done, *notes))
+            return Decision(Pipeline((), label=self.lever), notes=notes)
+        scaling = SCALINGS[self.lever]
+        passes = Fp8Linears(frozenset(chosen), scaling, self.histories), EliminateDeadCode()
+        units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
+        done = (
+            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in e5m2, {scaling} scaling{units}"
+        )
+        return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
+
+    @property
+    def _quick(self) -> bool:
+        return has_units(self.card, self.lever)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
         """With the reason why it is not to be rewritten, if it could."""
@@ -87,7 +102,7 @@ class DecideFp8:
 
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
         """Whether layers of one input are slower in 8 bits, and how long they take."""
-        if not has_units(self.card):
+        if not self._quick:
             return False, "what is kept of it is half as large"
         wide = sum(_seconds(each, "bfloat16", self.card) for each in layers)
         narrow = sum(_seconds(each, _E4M3, self.card) for each in layers) + _quantizing(layers, self.card)

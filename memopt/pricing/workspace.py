@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from memopt.pricing.op_call import OpCall, op_call, tensors_in
 from memopt.pricing.workspace_table import estimate_workspace
 from memopt.torch_compat import CpuMemoryEvents
+from passes.fp8_history import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9
@@ -130,7 +131,7 @@ def _time(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> float:
 def _is_cheap(call: OpCall) -> bool:
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != "cpu" for value in values if isinstance(value, torch.device))
-    if call.op.namespace in _COLLECTIVES or elsewhere:
+    if call.op.namespace in _COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
         return False
     if sum(spec.bytes for spec in (*set(call.inputs), *call.outputs)) > MAX_RUN_BYTES:
         return False

@@ -14,9 +14,9 @@ from memopt.pricing.workspace_rules import (
     all_bytes,
     chunked_loss,
     copies,
-    fp8_scales,
     first,
     for_each,
+    fp8_scales,
     index,
     input_bytes,
     one_input,
@@ -122,7 +122,7 @@ def _cpu_resize(call: OpCall) -> int:
 
 
 CPU: dict[str, Rule] = {
-    **for_each("fp8_quantize fp8_dequantize", _cpu_fp8),
+    **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", _cpu_fp8),
     "fp8_matmul": _cpu_fp8_matmul,
     "native_dropout": one_input,
     "native_dropout_backward": one_input,

@@ -94,7 +94,7 @@ def _cuda_fp8_matmul(call: OpCall) -> int:
 
 
 CUDA: dict[str, Rule] = {
-    **for_each("fp8_quantize fp8_dequantize", lambda call: fp8_scales(call) + copies(call) + 4 * MB),
+    **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", lambda call: fp8_scales(call) + copies(call) + 4 * MB),
     "fp8_matmul": _cuda_fp8_matmul,
     **for_each("native_dropout native_dropout_backward _fused_dropout gelu gelu_backward", nothing),
     **for_each("mm bmm addmm baddbmm addbmm", nothing),

@@ -84,6 +84,7 @@ def fp8_scales(call: OpCall) -> int:
 
 COMMON: dict[str, Rule] = {
     **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", chunked_loss),
+    "fp8_delayed_scale": lambda call: 4 * KB,
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "

@@ -1,0 +1,209 @@
+"""fp8 beside bf16 on Llama: what is kept for the backward, the time of a step, and what is learned; JSON and tables.
+
+    python -m benchmarks.fp8 --small     # on a CPU, where 8-bit products are emulated: a small Llama, 200 steps
+    python -m benchmarks.fp8             # on CUDA: Llama 3.2 1B, 500 steps
+
+Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, planned on fakes for an H100 with nothing evaluated again, as each lever
+leaves it; weights are copies of parameters in 16 or 8 bits. Training: the bytes of the demo's text, from the same start
+and on the same batches, by `memopt.TrainStep`; losses are the mean of the last 20 steps', and of what was held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn, optim
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memopt
+from benchmarks.stamp import stamp
+from examples.train_gpt2_within_budget import read_text
+from memopt.planning.captured import Captured
+from memopt.planning.module_rows import forward_evaluations, held_after_forward
+
+RESULTS = Path(__file__).parent / "results"
+MODES: dict[str, set[str]] = {"bf16": set(), "fp8": {"fp8"}, "fp8 + activations": {"fp8", "fp8_activations"}}
+LLAMA_1B = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+LAST = 20
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kept:
+    mode: str
+    levers: tuple[str, ...]
+    kept_gb: float
+    """By the forward for the backward."""
+    weights_gb: float
+    """Of that, copies of parameters."""
+    peak_gb: float
+    step_ms: float
+    """By the time model."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    mode: str
+    levers: tuple[str, ...]
+    loss: float
+    held_out: float
+    loss_ratio: float
+    """To bf16's."""
+    held_out_ratio: float
+    kept_mb: float
+    step_ms: float
+    """Median, measured."""
+
+
+def llama(sizes: dict[str, int], device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)).train()
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    return model
+
+
+def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
+    """The least budget in GB with these levers: each that saves memory is pulled there."""
+    try:
+        memopt.plan(model, 1e-6, batch, **options)
+    except memopt.BudgetError as refusal:
+        return refusal.smallest_bytes / 2**30 * (1 + 1e-6)
+    raise AssertionError("a thousand bytes are no budget")
+
+
+def keeps() -> list[Kept]:
+    """What Llama 3.2 1B keeps for the backward in each mode."""
+    model, found = llama(LLAMA_1B, "meta"), []
+    tokens = torch.zeros(4, 2048, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    for mode, levers in MODES.items():
+        options = {
+            "optimizer": optim.AdamW, "precision": "bf16", "device": "h100", "outputs": "loss_only",
+            "allow": {"chunked_loss", *levers},
+        }  # fmt: skip
+        plan = memopt.plan(model, smallest(model, batch, **options), batch, **options)
+        assert plan.captured is not None
+        weights = kept_copies(plan, plan.captured)
+        seconds = plan.step_seconds + plan.added_seconds
+        gb = [each / 2**30 for each in (kept(plan), weights, plan.predicted_peak_bytes)]
+        found.append(Kept(mode, plan.levers, *(round(each, 3) for each in gb), round(1000 * seconds, 2)))
+    return found
+
+
+def kept(plan: memopt.Plan) -> int:
+    assert plan.captured is not None
+    assert plan.schedule is not None
+    joined = plan.captured.joined(accumulating=plan.account.gradients_held)
+    return held_after_forward(joined.problem, plan.schedule)
+
+
+def kept_copies(plan: memopt.Plan, captured: Captured) -> int:
+    """Bytes of what the forward computes from parameters alone and the backward reads."""
+    (region,) = captured.regions
+    joined, schedule = captured.joined(accumulating=plan.account.gradients_held), plan.schedule
+    assert schedule is not None
+    copies: set[torch.fx.Node] = set()
+    for number, node in enumerate(region.module.graph.nodes):
+        inputs = node.all_input_nodes
+        if number in region.parameter_inputs or (inputs and copies.issuperset(inputs)):
+            copies.add(node)
+    names, problem = {node.name for node in copies}, joined.problem
+    late = schedule.evaluations[forward_evaluations(problem, schedule) :]
+    read = {storage for index in late for storage in problem.ops[index].reads}
+    made = zip(problem.ops[: problem.forward_ops], joined.prices[0].nodes, strict=False)
+    return sum(problem.storages[s].bytes for op, node in made if node in names for s in op.makes if s in read)
+
+
+def batches(length: int, size: int, device: str) -> tuple[Iterator[Batch], Batch]:
+    """Of random places of the text but its last tenth, and a batch of that."""
+    text = read_text()
+    split = 9 * len(text) // 10
+
+    def at(starts: list[int]) -> Batch:
+        tokens = torch.tensor([list(text[start : start + length]) for start in starts], device=device)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def draw() -> Iterator[Batch]:
+        places = random.Random(0)
+        while True:
+            yield at([places.randrange(split - length) for _ in range(size)])
+
+    return draw(), at([split + number * (len(text) - split - length) // 16 for number in range(16)])
+
+
+def train(mode: str, small: bool, steps: int, bf16: Trained | None) -> Trained:
+    device, sizes = ("cpu", SMALL) if small else ("cuda", LLAMA_1B)
+    model = llama(sizes, device)
+    drawn, held_out = batches(*((128, 8) if small else (2048, 4)), device)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3 if small else 2e-4)
+    schedule = optim.lr_scheduler.OneCycleLR(optimizer, 1e-3 if small else 2e-4, total_steps=steps + 1)
+    levers = MODES[mode] | (set() if small else {"chunked_loss"})
+    options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "allow": levers, "outputs": "loss_only"}
+    batch = next(drawn)
+    budget_gb = smallest(model, batch, **options)
+    memopt.optimize(model, budget_gb, **options, backend="aten" if small else "auto")
+    step = memopt.TrainStep(model, optimizer, max_grad_norm=1.0, scheduler=schedule)
+    losses, seconds = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        losses.append(float(step(batch).loss))
+        seconds.append(time.perf_counter() - start)
+        batch = next(drawn)
+    model.eval()
+    with torch.no_grad():
+        last, tested = mean(losses[-LAST:]), float(model(**held_out).loss)
+    plan = memopt.plan_of(model)
+    ratios = (last / bf16.loss, tested / bf16.held_out) if bf16 else (1.0, 1.0)
+    figures = (*(round(each, 5) for each in (last, tested, *ratios)), round(kept(plan) / 2**20, 3))
+    return Trained(mode, plan.levers, *figures, round(1000 * median(seconds), 2))
+
+
+def table(title: str, rows: list[Any]) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for name in asdict(rows[0]):
+        shown.add_column(name.replace("_", " "))
+    for row in rows:
+        shown.add_row(*(" ".join(each) if isinstance(each, tuple) else str(each) for each in asdict(row).values()))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--steps", type=int)
+    chosen = parser.parse_args()
+    if not chosen.small and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --small runs on the CPU")
+    steps = chosen.steps or (200 if chosen.small else 500)
+    accounts = keeps()
+    Console(width=140).print(table("Llama 3.2 1B, 4 x 2,048 tokens, planned for an H100", accounts))
+    trained: list[Trained] = []
+    for mode in MODES:
+        trained.append(train(mode, chosen.small, steps, trained[0] if trained else None))
+        Console(width=140).print(table(f"{steps} steps", trained))
+    result = {**stamp(), "steps": steps, "kept": list(map(asdict, accounts)), "trained": list(map(asdict, trained))}
+    path = RESULTS / ("fp8_small.json" if chosen.small else "fp8.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
