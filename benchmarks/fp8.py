@@ -3,8 +3,8 @@
     python -m benchmarks.fp8 --small     # on a CPU, where 8-bit products are emulated: a small Llama, 200 steps
     python -m benchmarks.fp8             # on CUDA: Llama 3.2 1B, 500 steps
 
-Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, planned on fakes for an H100 with nothing evaluated again, as each lever
-leaves it; weights are copies of parameters in 16 or 8 bits. Training: the bytes of the demo's text, from the same start
+Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, captured on fakes for an H100 with nothing evaluated again, by the
+plan's account; weights are copies of parameters in 16 or 8 bits. Training: the bytes of the demo's text, from one start
 and on the same batches, by `memopt.TrainStep`; losses are the mean of the last 20 steps', and of what was held out.
 """
 
@@ -14,8 +14,8 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,8 +29,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memopt
 from benchmarks.stamp import stamp
 from examples.train_gpt2_within_budget import read_text
+from memopt.capture.ahead import capture
+from memopt.capture.joint import JointGraph
+from memopt.levers import ladder
 from memopt.planning.captured import Captured
-from memopt.planning.module_rows import forward_evaluations, held_after_forward
+from memopt.planning.module_rows import held_after_forward
+from memopt.precision import precision_rewriting
+from memopt.pricing import hardware
+from memopt.solver import RematProblem, Schedule
 
 RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, set[str]] = {"bf16": set(), "fp8": {"fp8"}, "fp8 + activations": {"fp8", "fp8_activations"}}
@@ -54,9 +60,8 @@ class Kept:
     """By the forward for the backward."""
     weights_gb: float
     """Of that, copies of parameters."""
-    peak_gb: float
     step_ms: float
-    """By the time model."""
+    """Of forward and backward, by the time model."""
 
 
 @dataclass(frozen=True)
@@ -90,47 +95,43 @@ def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
     raise AssertionError("a thousand bytes are no budget")
 
 
-def keeps() -> list[Kept]:
-    """What Llama 3.2 1B keeps for the backward in each mode."""
-    model, found = llama(LLAMA_1B, "meta"), []
+def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
+    """What a Llama keeps of 4 × 2,048 tokens for the backward in each mode, with a chunked loss."""
+    model = llama(dict(sizes), "meta")
     tokens = torch.zeros(4, 2048, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens}
+    call = ((), {"input_ids": tokens, "labels": tokens})
+    traced = capture(model, call, None, torch.device("cpu"), frozenset(), differentiate_all=False)
+    found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
-        options = {
-            "optimizer": optim.AdamW, "precision": "bf16", "device": "h100", "outputs": "loss_only",
-            "allow": {"chunked_loss", *levers},
-        }  # fmt: skip
-        plan = memopt.plan(model, smallest(model, batch, **options), batch, **options)
-        assert plan.captured is not None
-        weights = kept_copies(plan, plan.captured)
-        seconds = plan.step_seconds + plan.added_seconds
-        gb = [each / 2**30 for each in (kept(plan), weights, plan.predicted_peak_bytes)]
-        found.append(Kept(mode, plan.levers, *(round(each, 3) for each in gb), round(1000 * seconds, 2)))
+        base = precision_rewriting("bf16", planned_for)
+        top = ladder(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
+        regions = traced(replace(top.rewriting, needed="")).regions
+        problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
+        everything = Schedule.save_all(problem)
+        weights = copies_of_parameters(regions[0], problem)
+        gb = [held_after_forward(problem, everything) / 2**30, weights / 2**30]
+        found.append(Kept(mode, top.levers, *(round(each, 3) for each in gb), round(1000 * problem.seconds, 2)))
     return found
 
 
-def kept(plan: memopt.Plan) -> int:
-    assert plan.captured is not None
-    assert plan.schedule is not None
-    joined = plan.captured.joined(accumulating=plan.account.gradients_held)
-    return held_after_forward(joined.problem, plan.schedule)
-
-
-def kept_copies(plan: memopt.Plan, captured: Captured) -> int:
+def copies_of_parameters(region: JointGraph, problem: RematProblem) -> int:
     """Bytes of what the forward computes from parameters alone and the backward reads."""
-    (region,) = captured.regions
-    joined, schedule = captured.joined(accumulating=plan.account.gradients_held), plan.schedule
-    assert schedule is not None
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):
         inputs = node.all_input_nodes
         if number in region.parameter_inputs or (inputs and copies.issuperset(inputs)):
             copies.add(node)
-    names, problem = {node.name for node in copies}, joined.problem
-    late = schedule.evaluations[forward_evaluations(problem, schedule) :]
-    read = {storage for index in late for storage in problem.ops[index].reads}
-    made = zip(problem.ops[: problem.forward_ops], joined.prices[0].nodes, strict=False)
-    return sum(problem.storages[s].bytes for op, node in made if node in names for s in op.makes if s in read)
+    names = {node.name for node in copies}
+    forward, backward = problem.ops[: problem.forward_ops], problem.ops[problem.forward_ops :]
+    read = {storage for op in backward for storage in op.reads}
+    made = (storage for op in forward if op.name.partition(" of ")[0] in names for storage in op.makes)
+    return sum(problem.storages[storage].bytes for storage in made if storage in read)
+
+
+def kept(plan: memopt.Plan) -> int:
+    assert plan.captured is not None
+    assert plan.schedule is not None
+    return held_after_forward(plan.captured.joined(accumulating=plan.account.gradients_held).problem, plan.schedule)
 
 
 def batches(length: int, size: int, device: str) -> tuple[Iterator[Batch], Batch]:
@@ -194,7 +195,7 @@ def main() -> None:
     if not chosen.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --small runs on the CPU")
     steps = chosen.steps or (200 if chosen.small else 500)
-    accounts = keeps()
+    accounts = keeps(LLAMA_1B)
     Console(width=140).print(table("Llama 3.2 1B, 4 x 2,048 tokens, planned for an H100", accounts))
     trained: list[Trained] = []
     for mode in MODES:

@@ -46,6 +46,13 @@ def _(x: Tensor, dtype: torch.dtype, history: str) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
+def _no_gradient(ctx: Any, of_scale: Tensor | None) -> tuple[None, None, None]:
+    return None, None, None
+
+
+fp8_delayed_scale.register_autograd(_no_gradient)
+
+
 def forget(prefix: str) -> None:
     """Drop what is remembered under names that begin so."""
     for name in [each for each in _histories if each.startswith(prefix)]:

@@ -31,8 +31,8 @@ class QuantizeSaved(Pass):
         mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, silu)
     After QuantizeSaved(("silu",)):
         silu: bf16[8, 256] = aten.silu(primals_1)
-        fp8_quantize: (f8e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8e4m3fn, 1)
-        getitem: f8e4m3fn[8, 256] = fp8_quantize[0]
+        fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8_e4m3fn, 1)
+        getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
         getitem_1: f32[8, 2] = fp8_quantize[1]
         fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
         mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
@@ -103,13 +103,13 @@ def _new_copy(value: Node) -> tuple[Node, Node]:
             rows = _call(value, _RESHAPE, value, [-1, shape[-1]])
     with graph.inserting_after(rows):
         copy = _call(value, QUANTIZE, rows, E4M3, 1)
-    found = []
-    for index in (1, 0):
-        with graph.inserting_after(copy):
-            element = graph.call_function(operator.getitem, (copy, index))
-        element.meta.update({key: each for key, each in copy.meta.items() if key != "val"}, val=copy.meta["val"][index])
-        found.append(element)
-    return found[1], found[0]
+    found = [copy]
+    for index in (0, 1):
+        with graph.inserting_after(found[-1]):
+            found.append(graph.call_function(operator.getitem, (copy, index)))
+        described = {key: each for key, each in copy.meta.items() if key != "val"}
+        found[-1].meta.update(described, val=copy.meta["val"][index])
+    return found[1], found[2]
 
 
 def _call(place: Node, target: Any, *args: Any) -> Node:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from memopt.pricing.op_call import OpCall
+from memopt.pricing.op_call import OpCall, TensorSpec
 from memopt.pricing.workspace_rules import (
     KB,
     SCALARS,
@@ -101,10 +101,16 @@ def _cpu_fp8(call: OpCall) -> int:
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
-    """Both operands in fp32, the last part of them as above, and the product in fp32."""
-    matrices = [spec for spec in call.inputs if len(spec.size) == 2 and spec.dtype.itemsize == 1]
-    part = max(12 * min(spec.numel, PART_ELEMENTS + BLOCK * spec.size[1]) for spec in matrices)
-    return sum(4 * spec.numel for spec in matrices) + part + 4 * call.outputs[0].numel + 64 * KB
+    """One operand in fp32 after the other, each part by part, and then the product."""
+    a, b = (spec for spec in call.inputs if len(spec.size) == 2 and spec.dtype.itemsize == 1)
+    blocks = any(len(spec.size) == 2 and spec.dtype.itemsize == 4 for spec in call.inputs)
+
+    def making(spec: TensorSpec) -> int:
+        part = min(spec.numel, PART_ELEMENTS + BLOCK * spec.size[1])
+        return (12 if blocks else 8) * part + (4 * spec.numel if part < spec.numel else 0)
+
+    wide = 4 * (a.numel + b.numel + call.outputs[0].numel)
+    return max(making(a), 4 * a.numel + making(b), wide) + fp8_scales(call) + 64 * KB
 
 
 def _cpu_batch_norm(call: OpCall) -> int:

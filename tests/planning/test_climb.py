@@ -108,3 +108,18 @@ def test_a_lever_without_work_is_not_among_those_pulled() -> None:
     climbed.skip(FIRST, ("one: nothing to do here",))
     assert climbed.weigh(SECOND, LEAN, ACCOUNT) is None
     assert climbed.best()[0].levers == ("two",)
+
+
+def test_a_rung_that_may_be_faster_is_tried_where_all_fits() -> None:
+    ground = replace(GROUND, next_is_faster=True)
+    climbed, taken = climb(2**30, (ground, PLAIN))
+    assert taken is None
+    taken = climbed.weigh(FIRST, LEAN, ACCOUNT)
+    assert taken is not None
+    assert (taken.levers, [row.lever for row in taken.receipt]) == (("one",), ["", "one"])
+
+
+def test_a_rung_that_is_slower_after_all_is_not_taken() -> None:
+    climbed, taken = climb(2**30, (replace(GROUND, next_is_faster=True), captured(region(2))), (FIRST, PLAIN))
+    assert taken is None
+    assert climbed.best()[0].levers == ()

@@ -1,0 +1,88 @@
+import operator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+
+from passes import PassError, QuantizeSaved, format_graph
+from passes.fp8_formats import E4M3
+from passes.fp8_ops import QUANTIZE
+from tests.passes.capture import Sketch, aten, run, with_inputs
+from tests.passes.operators import norm_error
+
+BF16 = torch.bfloat16
+
+
+def product(*, copied: bool = False, shape: tuple[int, ...] = (2, 4, 256)) -> GraphModule:
+    """exp(x) times a gradient; `copied`: the forward has an 8-bit copy of exp(x)."""
+    sketch = Sketch()
+    x = sketch.input("primals_1", *shape, dtype=BF16)
+    tangent = sketch.input("tangents_1", *shape, dtype=BF16)
+    exp = sketch.call(aten.exp.default, x)
+    results = [exp]
+    if copied:
+        copy = sketch.call(QUANTIZE, sketch.call(aten.view.default, exp, [-1, shape[-1]]), E4M3, 0)
+        results += [sketch.call(operator.getitem, copy, index) for index in (0, 1)]
+    return sketch.returns(*results, sketch.call(aten.mul.Tensor, tangent, exp))
+
+
+def test_golden() -> None:
+    assert_expected_inline(
+        format_graph(QuantizeSaved(("exp",))(product())),
+        """\
+input primals_1: bf16[2, 4, 256]
+input tangents_1: bf16[2, 4, 256]
+exp: bf16[2, 4, 256] = aten.exp(primals_1)
+view: bf16[8, 256] = aten.view(exp, [-1, 256])
+fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(view, f8_e4m3fn, 1)
+getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
+getitem_1: f32[8, 2] = fp8_quantize[1]
+fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
+view_1: bf16[2, 4, 256] = aten.view(fp8_dequantize, [2, 4, 256])
+mul: bf16[2, 4, 256] = aten.mul.Tensor(tangents_1, view_1)
+return (exp, mul)""",
+    )
+
+
+def test_a_copy_that_is_there_is_taken() -> None:
+    assert_expected_inline(
+        format_graph(QuantizeSaved(("exp",))(product(copied=True))),
+        """\
+input primals_1: bf16[2, 4, 256]
+input tangents_1: bf16[2, 4, 256]
+exp: bf16[2, 4, 256] = aten.exp(primals_1)
+view: bf16[8, 256] = aten.view(exp, [-1, 256])
+fp8_quantize: (f8_e4m3fn[8, 256], f32[]) = memopt.fp8_quantize(view, f8_e4m3fn, 0)
+getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
+getitem_1: f32[] = fp8_quantize[1]
+fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
+view_1: bf16[2, 4, 256] = aten.view(fp8_dequantize, [2, 4, 256])
+mul: bf16[2, 4, 256] = aten.mul.Tensor(tangents_1, view_1)
+return (exp, getitem, getitem_1, mul)""",
+    )
+
+
+def test_what_is_not_named_or_not_read_later_stays() -> None:
+    before = product()
+    assert format_graph(QuantizeSaved(())(before)) == format_graph(before)
+    sketch = Sketch()
+    x, tangent = sketch.input("primals_1", 8, 4, dtype=BF16), sketch.input("tangents_1", 8, 4, dtype=BF16)
+    alone = sketch.returns(sketch.call(aten.exp.default, x), sketch.call(aten.exp.default, tangent))
+    assert format_graph(QuantizeSaved(("exp",))(alone)) == format_graph(alone)
+
+
+@pytest.mark.parametrize("shape", [(8, 256), (2, 4, 256)])
+def test_the_forward_keeps_its_bits_and_the_backward_is_near(shape: tuple[int, ...]) -> None:
+    captured = with_inputs(product(shape=shape))
+    after = QuantizeSaved(("exp",))(captured.graph_module)
+    (exp, gradient, *_), (found, narrow, *_) = run(captured, captured.graph_module), run(captured, after)
+    assert torch.equal(found, exp)
+    assert 0 < norm_error(narrow, gradient) < 0.04
+
+
+def test_inputs_and_unknown_names_are_refused() -> None:
+    with pytest.raises(PassError, match="name contiguous results of calls"):
+        QuantizeSaved(("primals_1",))(product())
+    with pytest.raises(PassError, match="there is no such node"):
+        QuantizeSaved(("nothing",))(product())

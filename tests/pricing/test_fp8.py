@@ -1,0 +1,82 @@
+"""The prices of 8-bit operators: rules against measurement, and what the time model counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from memopt.pricing import hardware
+from memopt.pricing.op_call import describe
+from memopt.pricing.time_model import node_bytes, node_flops, node_seconds
+from memopt.pricing.workspace import _is_cheap, _measure
+from memopt.pricing.workspace_table import estimate_workspace
+from passes.fp8_formats import E4M3, E5M2, quantize
+from passes.fp8_history import DELAYED_SCALE
+from passes.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
+from tests.passes.capture import Sketch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, INNER, COLUMNS = 512, 768, 256
+
+
+def product(dtype: torch.dtype, block: bool = False) -> tuple[Any, ...]:
+    a = quantize(torch.randn(ROWS, INNER), E4M3, int(block))
+    b = quantize(torch.randn(COLUMNS, INNER), E4M3, 128 if block else 0)
+    return *a, *b, None, False, True, dtype
+
+
+CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "quantize fp32": (QUANTIZE, (torch.randn(ROWS, INNER), E4M3, 0)),
+    "quantize bf16": (QUANTIZE, (torch.randn(ROWS, INNER, dtype=BF16), E5M2, 0)),
+    "quantize blocks": (QUANTIZE, (torch.randn(ROWS, INNER, dtype=BF16), E4M3, 1)),
+    "quantize in parts": (QUANTIZE, (torch.randn(3000, 3000, dtype=BF16), E4M3, 0)),
+    "dequantize": (DEQUANTIZE, (*quantize(torch.randn(ROWS, INNER), E4M3, 0), BF16)),
+    "product": (MATMUL, product(BF16)),
+    "product in fp32": (MATMUL, product(FP32)),
+    "product of blocks": (MATMUL, product(BF16, block=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rule_is_an_upper_bound_and_near(case: str) -> None:
+    operator, arguments = CASES[case]
+    call = describe(operator, arguments, {}, operator(*arguments))
+    measured = _measure(call)
+    assert measured is not None
+    estimated = estimate_workspace(call, "cpu")
+    assert measured.workspace_bytes <= estimated <= 2.5 * measured.workspace_bytes + 2**16
+
+
+def node(turn_a: bool, turn_b: bool) -> fx.Node:
+    sketch = Sketch()
+    a = sketch.input("a", *((INNER, ROWS) if turn_a else (ROWS, INNER)), dtype=E5M2)
+    b = sketch.input("b", *((COLUMNS, INNER) if turn_b else (INNER, COLUMNS)), dtype=E4M3)
+    return sketch.call(MATMUL, a, sketch.input("s"), b, sketch.input("t"), None, turn_a, turn_b, BF16)
+
+
+@pytest.mark.parametrize("turn_a", [False, True])
+@pytest.mark.parametrize("turn_b", [False, True])
+def test_what_a_product_computes_and_moves(turn_a: bool, turn_b: bool) -> None:
+    """What lies in another way than kernels take it is read and written once more."""
+    found = node(turn_a, turn_b)
+    assert node_flops(found) == 2 * ROWS * INNER * COLUMNS
+    turned = 2 * (ROWS * INNER * turn_a + INNER * COLUMNS * (not turn_b))
+    assert node_bytes(found) == ROWS * INNER + INNER * COLUMNS + 2 * ROWS * COLUMNS + 8 + turned
+
+
+def test_a_large_product_takes_half_of_bf16s_time_on_a_card_with_units() -> None:
+    sketch, aten, h100 = Sketch(), torch.ops.aten, hardware("h100")
+    a, b = sketch.input("a", 8192, 8192, dtype=BF16), sketch.input("b", 8192, 8192, dtype=BF16)
+    wide = sketch.call(aten.mm.default, a, b)
+    narrow = [sketch.input(name, 8192, 8192, dtype=E4M3) for name in ("a8", "b8")]
+    scales = [sketch.input(name) for name in ("s", "t")]
+    found = sketch.call(MATMUL, narrow[0], scales[0], narrow[1], scales[1], None, False, True, BF16)
+    assert node_seconds(found, h100) == pytest.approx(node_seconds(wide, h100) / 2, rel=0.01)
+
+
+def test_what_remembers_is_not_run_for_its_price() -> None:
+    arguments = (torch.randn(4, 4), E4M3, "price")
+    assert not _is_cheap(describe(DELAYED_SCALE, arguments, {}, torch.tensor(1.0)))
