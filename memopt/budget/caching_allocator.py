@@ -1,0 +1,269 @@
+"""A model of torch's CUDA caching allocator, in numbers only: what it hands out and what it holds, call by call.
+
+Source: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_found_block`, `free_block`,
+`try_merge_blocks`, `find_expandable_block`, `release_cached_blocks`) with the default settings: no largest block to
+split, no rounding to powers of two, one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+MB = 1024**2
+ROUNDING_BYTES = 512
+"""Every block is a multiple of this (`kMinBlockSize`)."""
+_SMALL = MB  # the largest block of the small pool (kSmallSize)
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
+_OWN_SEGMENT = 10 * MB  # from here on a block has a segment made to its measure (kMinLargeAlloc)
+_OWN_ROUNDING = 2 * MB  # kRoundLarge
+_ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of a segment: more than any card has, in whole pages
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """Bytes of the block for a request: a multiple of 512, 0 for none."""
+    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
+class CardFullError(MemoryError):
+    """The allocator would have to hold more than its limit although it gave back what it could."""
+
+
+class _Block:
+    __slots__ = ("address", "after", "before", "free", "mapped", "requested", "size", "small")
+
+    def __init__(self, address: int, size: int, *, small: bool, mapped: bool = True) -> None:
+        self.address, self.size, self.small, self.mapped = address, size, small, mapped
+        self.free, self.requested = True, 0
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes that it has, and could have by mapping what comes after it."""
+        follows = self.after
+        return self.size + (follows.size if follows is not None and not follows.mapped else 0)
+
+
+class CachingAllocator:
+    """Blocks in segments, in bytes; `malloc` gives an address and `free` takes it back.
+
+    Args:
+        expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
+        limit_bytes: what it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any amount.
+    """
+
+    def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
+        self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
+        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.releases = 0
+        """How often it gave memory back to the card to stay within the limit: each time the card waits."""
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._blocks: dict[int, _Block] = {}
+        self._unmapped: dict[bool, list[int]] = {True: [], False: []}
+        self._next_address = 0
+        if expandable_segments:
+            for small in (True, False):
+                self._add_unmapped(_Block(self._new_address(), _ADDRESSES, small=small, mapped=False))
+
+    def malloc(self, nbytes: int) -> int:
+        """The address of a block of at least `nbytes`; 0 where none are asked for.
+
+        Raises `CardFullError` where the limit does not allow it.
+        """
+        if not nbytes:
+            return 0
+        size = rounded_bytes(nbytes)
+        small = size <= _SMALL
+        block = self._best_fit(size, small) or self._grow(size, small)
+        rest = block.size - size
+        if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > _SMALL:
+            self._add_free(self._cut(block, size))
+        block.free, block.requested = False, nbytes
+        self.requested_bytes += nbytes
+        self.allocated_bytes += block.size
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block.address
+
+    def free(self, address: int) -> None:
+        """Take a block back, and join it with what is free beside it."""
+        if not address:
+            return
+        block = self._blocks[address]
+        assert not block.free, f"the block at {address} is free already"
+        self.requested_bytes -= block.requested
+        self.allocated_bytes -= block.size
+        block.free, block.requested = True, 0
+        self._add_free(self._join(block))
+
+    def blocks(self) -> Iterator[tuple[int, int, bool]]:
+        """Address, bytes and whether it is free, of every block that lies in memory."""
+        return ((each.address, each.size, each.free) for each in self._blocks.values() if each.mapped)
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        """The smallest free block that is large enough, of several the first in memory; of blocks that can grow, the
+        one that can grow least."""
+        free = self._free[small]
+        at = bisect_left(free, (size, 0))
+        if at == len(free):
+            return None
+        if self.expandable_segments:
+            while at + 1 < len(free) and self._blocks[free[at + 1][1]].room < self._blocks[free[at][1]].room:
+                at += 1
+        return self._blocks[free.pop(at)[1]]
+
+    def _grow(self, size: int, small: bool) -> _Block:
+        """A block out of memory that is taken from the card."""
+        wanted = self._wanted(size, small)
+        if self._is_above(wanted):
+            self._release()
+            wanted = self._wanted(size, small)
+            if self._is_above(wanted):
+                raise CardFullError(f"{self.reserved_bytes} bytes are held, and {wanted} more are above the limit")
+        if self.expandable_segments:
+            return self._map(size, small)
+        block = _Block(self._new_address(), wanted, small=small)
+        self._blocks[block.address] = block
+        self._reserve(wanted)
+        return block
+
+    def _wanted(self, size: int, small: bool) -> int:
+        """What the card must have for a block: torch compares a segment with its limit, also where it maps pages."""
+        segment = _segment_bytes(size)
+        if not self.expandable_segments:
+            return segment
+        start = self._first_place(size, small)
+        return max(segment, _whole_pages(size - start.size if start.mapped else size, small))
+
+    def _is_above(self, more: int) -> bool:
+        return self.limit_bytes is not None and self.reserved_bytes + more > self.limit_bytes
+
+    def _map(self, size: int, small: bool) -> _Block:
+        """A free block at the first place with room, mapped as far as needed."""
+        block = self._first_place(size, small)
+        if not block.mapped:
+            block = self._map_pages(block, min(block.size, size))
+        while block.size < size:
+            follows = block.after
+            assert follows is not None
+            block = self._map_pages(follows, min(size - block.size, follows.size))
+        self._take(block)
+        return block
+
+    def _first_place(self, size: int, small: bool) -> _Block:
+        """Unmapped addresses with room, or the free block before them: the first in memory."""
+        return next(found for each in self._unmapped[small] if (found := self._room_at(self._blocks[each], size)))
+
+    def _room_at(self, unmapped: _Block, size: int) -> _Block | None:
+        before = unmapped.before
+        start = before if before is not None and before.free else unmapped
+        room, block = 0, start
+        while room < size:
+            room += block.size
+            if room >= size or block.after is None or not block.after.free:
+                break
+            block = block.after
+        return start if room >= size else None
+
+    def _map_pages(self, block: _Block, size: int) -> _Block:
+        """Map the pages at the start of an unmapped block that hold `size` bytes; gives the free block they are in."""
+        mapped = min(_whole_pages(size, block.small), block.size)
+        self._unmapped[block.small].remove(block.address)
+        block.mapped = True
+        if mapped < block.size:
+            self._add_unmapped(self._cut(block, mapped, mapped=False))
+        self._reserve(mapped)
+        joined = self._join(block)
+        self._add_free(joined)
+        return joined
+
+    def _release(self) -> None:
+        """Give whole segments, or whole pages of expandable ones, back to the card."""
+        self.releases += 1
+        for small, free in self._free.items():
+            for _, address in list(free):
+                block = self._blocks[address]
+                if self.expandable_segments:
+                    self._unmap(block, small)
+                elif block.before is None and block.after is None:
+                    self._take(block)
+                    del self._blocks[address]
+                    self.reserved_bytes -= block.size
+
+    def _unmap(self, block: _Block, small: bool) -> None:
+        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        start, end = -(-block.address // page) * page, (block.address + block.size) // page * page
+        if end <= start:
+            return
+        self._take(block)
+        if block.address + block.size > end:
+            self._add_free(self._cut(block, end - block.address))
+        if start > block.address:
+            whole = self._cut(block, start - block.address)
+            self._add_free(block)
+            block = whole
+        self.reserved_bytes -= block.size
+        block.mapped = False
+        self._add_unmapped(self._join(block))
+
+    def _cut(self, block: _Block, size: int, *, mapped: bool = True) -> _Block:
+        """Leave the first `size` bytes to the block; gives the rest."""
+        rest = _Block(block.address + size, block.size - size, small=block.small, mapped=mapped)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._blocks[rest.address] = rest
+        return rest
+
+    def _join(self, block: _Block) -> _Block:
+        """The block with what is free on both sides of it, all of it mapped or none."""
+        for other in (block.before, block.after):
+            if other is None or not other.free or other.mapped != block.mapped:
+                continue
+            if other.mapped:
+                self._take(other)
+            else:
+                self._unmapped[other.small].remove(other.address)
+            block, second = (other, block) if other.address < block.address else (block, other)
+            block.size += second.size
+            block.after = second.after
+            if second.after is not None:
+                second.after.before = block
+            del self._blocks[second.address]
+        return block
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        free.pop(bisect_left(free, (block.size, block.address)))
+
+    def _add_free(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.size, block.address))
+
+    def _add_unmapped(self, block: _Block) -> None:
+        self._blocks[block.address] = block
+        insort(self._unmapped[block.small], block.address)
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _new_address(self) -> int:
+        self._next_address += 2 * _ADDRESSES  # so that no two segments touch
+        return self._next_address
+
+
+def _whole_pages(size: int, small: bool) -> int:
+    page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+    return -(-size // page) * page
+
+
+def _segment_bytes(size: int) -> int:
+    """What is taken from the card for a block of `size` bytes."""
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    if size < _OWN_SEGMENT:
+        return _LARGE_SEGMENT
+    return -(-size // _OWN_ROUNDING) * _OWN_ROUNDING
