@@ -29,15 +29,15 @@ import memopt
 from benchmarks.gpu_methods import Method, peers, within
 from benchmarks.gpu_models import Candidate, candidates
 from benchmarks.stamp import stamp
-from memopt.budget.account import CUDA_CONTEXT_BYTES
 from memopt.errors import GIB
+from memopt.pricing import Hardware
 
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 CARDS_GB, SMALL_CARDS_GB = (12, 24, 80), (0.02, 0.05)
 BATCH_RECIPES = ("eager", "eager, per block", "compile", "compile, per block")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What memopt's budgets count and torch's allocator does not.
-UNSEEN = CUDA_CONTEXT_BYTES if DEVICE == "cuda" else 0
+UNSEEN = Hardware.context_bytes if DEVICE == "cuda" else 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> R
         peak / GIB,
         median * 1e3,
         candidate.size * candidate.tokens / median,
-        None if plan is None else plan.predicted_peak_gb - UNSEEN / GIB,
+        None if plan is None else plan.predicted_peak_gb - plan.account.uncounted_bytes / GIB,
     )
 
 

@@ -40,6 +40,8 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "forwards in waiting": account.other_forwards,
         "between the regions": account.between_regions,
         "reserve": account.reserve,
+        "rounding of blocks": account.rounding,
+        "fragmentation": account.fragmentation,
     }
     lowering = (
         {"added by lowering": account.lowering} if account.lowering > 0 else {"less by lowering": account.lowering}

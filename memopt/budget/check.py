@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.budget.account import CUDA_CONTEXT_BYTES, distinct_bytes
+from memopt.budget.account import distinct_bytes
 from memopt.budget.account_check import AccountCheck, AccountRow
 from memopt.budget.breakdown import ANY_LINK, output_bytes
+from memopt.budget.caching_allocator import ROUNDING_BYTES
 from memopt.budget.optimizer_state import OptimizerState, state_tensors
 from memopt.budget.phases import PhaseMeter
 from memopt.calls.planned_call import PlannedCall, planned_call_of
@@ -32,8 +33,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     that the account is of. Parameters, gradients, buffers, the optimiser's state and random states are
     afterwards as they were, also when a step fails; copies of them are held in the host's memory meanwhile.
 
-    On CUDA what is measured is what torch's allocator hands out: the context does not show in it, and is left out of
-    what was predicted.
+    On CUDA what is measured is what torch's allocator hands out: the context and fragmentation do not show in it, and
+    are left out of what was predicted.
 
     Args:
         optimizer: steps the model's parameters; of the kind and options that the model was optimised for, or the rows
@@ -63,13 +64,13 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         start.restore_gradients()
         kept.restore()
     assert calls.latest is not None
-    predicted = predicted_rows(calls.latest, CUDA_CONTEXT_BYTES if start.device.type == "cuda" else 0)
+    predicted = predicted_rows(calls.latest)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 
 
-def predicted_rows(plan: Plan, unseen_bytes: int = 0) -> Rows:
-    """What a plan says of each part of its step, the whole without `unseen_bytes` that no allocator counts.
+def predicted_rows(plan: Plan) -> Rows:
+    """What a plan says of each part of its step, the whole without what no allocator counts.
 
     The plan must be of this process, not loaded.
     """
@@ -88,7 +89,7 @@ def predicted_rows(plan: Plan, unseen_bytes: int = 0) -> Rows:
         "held by the forward": held_after_forward(problem, plan.schedule),
         "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,
-        "peak of the step": plan.planned.peak_bytes - unseen_bytes,
+        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes,
     }
 
 
@@ -135,7 +136,8 @@ def _train(
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    return distinct_bytes(each for each in tensors if each.device == device and each.layout == torch.strided)
+    here = (each for each in tensors if each.device == device and each.layout == torch.strided)
+    return distinct_bytes(here, ROUNDING_BYTES if device.type == "cuda" else 1)
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlannedCall:

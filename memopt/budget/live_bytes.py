@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.budget.caching_allocator import rounded_bytes
 from memopt.pricing.op_call import OpCall, describe, tensors_in
 from memopt.pricing.workspace import measure_workspaces
 from memopt.pricing.workspace_rules import SCALARS
@@ -62,9 +63,10 @@ class LiveBytes(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        self.live += storage.nbytes()
+        nbytes = storage.nbytes() if self._device_type == "cpu" else rounded_bytes(storage.nbytes())
+        self.live += nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, storage.nbytes())
+        weakref.finalize(storage, self._free, nbytes)
 
     def _free(self, nbytes: int) -> None:
         self.live -= nbytes

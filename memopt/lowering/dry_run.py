@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memopt.budget.caching_allocator import rounded_bytes
 from memopt.pricing.op_call import describe
 from memopt.pricing.price import GENERATOR_STATE_BYTES
 from memopt.pricing.workspace import call_workspace_bytes
@@ -62,7 +63,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for reference, nbytes in _storages(tensors):
             if reference not in self._known:
                 self._known.add(reference)
-                self._alive[reference] = nbytes
+                self._alive[reference] = nbytes if self.device == "cpu" else rounded_bytes(nbytes)
         self.rise(0)
 
     def rise(self, extra_bytes: int) -> None:

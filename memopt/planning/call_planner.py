@@ -85,8 +85,7 @@ class CallPlanner:
         return lowering_for(self.options.backend, self.device())
 
     def account(self, call: Call, state: State) -> Account:
-        device = torch.device("cpu" if self.card.name == "cpu" else "cuda")
-        account = account_of(self.model, tensors_in(call), self.options.optimizer, device)
+        account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
         account = replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
         return self.proposing.adjusted(account)
 

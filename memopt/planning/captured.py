@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from memopt.budget.account import Account
 from memopt.budget.breakdown import is_receipt
+from memopt.budget.caching_allocator import ROUNDING_BYTES
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
 from memopt.pricing.price import PricedGraph, is_scheduled, price
+from memopt.pricing.storages import storage_bytes, tensors_of
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
 from memopt.torch_compat import known_sizes
+from passes.node_facts import is_tangent
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,17 @@ class Captured:
         key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
-                self._joined[key] = replace(join(self._prices(accumulating)), recompute=self.recompute, link=self.link)
+                joined = join(self._prices(accumulating))
+                self._joined[key] = replace(
+                    joined, recompute=self.recompute, link=self.link, given=self._given(), major=self.hardware.major
+                )
         return self._joined[key]
+
+    def _given(self) -> tuple[int, ...]:
+        """Bytes of what the regions are given: parameters, buffers and inputs."""
+        nodes = (node for region in self.regions for node in region.module.graph.find_nodes(op="placeholder"))
+        given = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
+        return tuple(map(storage_bytes, given))
 
     def _prices(self, accumulating: bool) -> list[PricedGraph]:
         held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
@@ -71,6 +84,7 @@ class Captured:
                 region.parameter_gradients if accumulating else (),
                 region.fused_away,
                 self.hardware.least_moved_bytes,
+                1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
             )
             for region in self.regions
         ]
@@ -88,6 +102,15 @@ class Joined:
     """Whether anything may be evaluated again."""
     link: Link | None = None
     """The road over which activations may wait on the host; None: they may not."""
+    given: tuple[int, ...] = ()
+    """Bytes of each tensor that the regions are given."""
+    major: int = 0
+    """Of the card's compute capability."""
+
+    @cached_property
+    def on_cards(self) -> dict[tuple[object, ...], Account]:
+        """What `on_card` found, by what it was asked."""
+        return {}
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:

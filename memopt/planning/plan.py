@@ -20,8 +20,9 @@ from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import sweep
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
+from memopt.planning.on_card import on_card
 from memopt.planning.plan_file import as_json, fields_from
-from memopt.planning.planner import Recipe, recipes, smallest, solve, split
+from memopt.planning.planner import Recipe, recipes, smallest, solve_on_card, split
 from memopt.planning.receipt import ReceiptRow
 from memopt.planning.report import render
 from memopt.progress import stage
@@ -260,14 +261,15 @@ def make_plan(
     with stage("loading the solver"):
         warm_up()
     with stage("solving") as tell:
-        solution = solve(joined, account, budget_bytes, effort, tell, offload=offload)
+        solution, account = solve_on_card(joined, account, budget_bytes, effort, tell, offload=offload)
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    save_all = Schedule.save_all(seen.problem)
     return Plan(
         model=captured.model_name,
         hardware=captured.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
-        plain=breakdown(seen.problem, Schedule.save_all(seen.problem), account),
+        plain=breakdown(seen.problem, save_all, on_card(seen, save_all, account)),
         planned=breakdown(seen.problem, solution.schedule, account),
         ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
         step_seconds=joined.problem.seconds,

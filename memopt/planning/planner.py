@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import breakdown, output_bytes
@@ -11,12 +11,15 @@ from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
 from passes import HostStay
 
 # Recomputation that adds less than this share of the step is no reason to pull another lever.
 LITTLE = 5e-3
+# How often a step is planned anew at most, where torch's allocator holds too much.
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,41 @@ def solve(
     return plain
 
 
+def solve_on_card(
+    joined: Joined,
+    account: Account,
+    budget_bytes: int,
+    effort: Effort = DEFAULT_EFFORT,
+    tell: Callable[[str], None] | None = None,
+    *,
+    offload: bool = True,
+) -> tuple[Solution, Account]:
+    """`solve`, again with less where torch's allocator would not keep the budget with what was found; and the account
+    with what the allocator comes to hold.
+
+    Raises `BudgetError`.
+    """
+    allowance = 0
+    for _ in range(_ROUNDS):
+        tighter = replace(without_allocator(account), fragmentation=allowance)
+        try:
+            solution = solve(joined, tighter, budget_bytes, effort, tell, offload=offload)
+        except BudgetError:
+            if not allowance:
+                raise
+            break
+        fitted = within(joined, solution.schedule, account, budget_bytes)
+        if fitted is not None:
+            return solution, fitted
+        needed = breakdown(joined.problem, solution.schedule, on_card(joined, solution.schedule, account)).peak_bytes
+        allowance += max(needed - budget_bytes, budget_bytes // 256)
+    solution = joined.smallest if offload else joined.portfolio.smallest()
+    fitted = within(joined, solution.schedule, account, budget_bytes)
+    if fitted is None:
+        raise BudgetError(budget_bytes, *smallest(joined, account))
+    return solution, fitted
+
+
 def _recomputing(
     joined: Joined, graph_bytes: int, effort: Effort, tell: Callable[[str], None] | None
 ) -> Solution | None:
@@ -99,7 +137,8 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
-    least = breakdown(joined.problem, joined.smallest.schedule, account)
+    schedule = joined.smallest.schedule
+    least = breakdown(joined.problem, schedule, on_card(joined, schedule, account))
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
     return least.peak_bytes, f"{largest} (at {least.at})"
 

@@ -12,6 +12,7 @@ from memopt.budget.account import Account
 from memopt.budget.breakdown import breakdown
 from memopt.levers import OFFLOAD_ACTIVATIONS
 from memopt.planning.captured import Captured
+from memopt.planning.on_card import on_card
 from memopt.solver import Schedule
 from memopt.units import duration, size
 
@@ -34,7 +35,8 @@ class ReceiptRow:
 def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
     """A captured step with nothing recomputed, as a row of a receipt."""
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
-    peak = breakdown(seen.problem, Schedule.save_all(seen.problem), account).peak_bytes
+    save_all = Schedule.save_all(seen.problem)
+    peak = breakdown(seen.problem, save_all, on_card(seen, save_all, account)).peak_bytes
     return ReceiptRow(lever, peak, seen.problem.seconds)
 
 

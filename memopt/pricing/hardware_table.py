@@ -46,6 +46,12 @@ class Hardware:
     side, since one direction alone reaches 0.8 to 0.85."""
     least_moved_bytes: int = 2**20
     """Smaller values do not go to the host: starting their copies would take the CPU longer than they take the link."""
+    major: int = 9
+    """Of the card's compute capability: cuBLAS takes its workspace by it."""
+    context_bytes: int = 512 * 1024**2
+    """What a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when they are
+    called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400 MB in use
+    (pytorch/pytorch#107667, #109888); more is assumed, to be on the safe side until it is measured."""
     host_bytes: int | None = None
     """Room on the host for what is moved there; None: twice the device's memory."""
 
@@ -60,10 +66,13 @@ class Hardware:
         return self.flops.get(dtype, self.flops["float32"])
 
 
-def _gpu(name: str, terabytes_per_second: float, gib: int, pcie: int, source: str, **teraflops: float) -> Hardware:
+def _gpu(
+    name: str, terabytes_per_second: float, gib: int, pcie: int, major: int, source: str, **teraflops: float
+) -> Hardware:
     flops = {dtype: TERA * value for dtype, value in teraflops.items()}
     # An eager op costs the host about 5 µs to dispatch and launch, whatever the GPU.
-    return Hardware(name, flops, TERA * terabytes_per_second, 5e-6, gib * GIB, source, link_bytes_per_second=PCIE[pcie])
+    rate = TERA * terabytes_per_second
+    return Hardware(name, flops, rate, 5e-6, gib * GIB, source, link_bytes_per_second=PCIE[pcie], major=major)
 
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0}
@@ -77,28 +86,28 @@ _HOPPER = {
     "float8_e5m2": 1979.0,
 }
 _GPUS = (
-    _gpu("a100-40", 1.555, 40, 4, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
-    _gpu("a100-80", 2.039, 80, 4, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
-    _gpu("h100", 3.35, 80, 5, "NVIDIA H100 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
-    _gpu("h200", 4.8, 141, 5, "NVIDIA H200 datasheet, SXM: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
+    _gpu("a100-40", 1.555, 40, 4, 8, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
+    _gpu("a100-80", 2.039, 80, 4, 8, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
+    _gpu("h100", 3.35, 80, 5, 9, "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
+    _gpu("h200", 4.8, 141, 5, 9, "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
     _gpu(
-        "l4", 0.3, 24, 4, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
+        "l4", 0.3, 24, 4, 8, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5, float8_e5m2=242.5,
     ),
-    _gpu("t4", 0.32, 16, 3, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s; no BF16 units", float32=8.1, float16=65.0),
+    _gpu("t4", 0.32, 16, 3, 7, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0),
     _gpu(
-        "rtx-3060", 0.36, 12, 4,
+        "rtx-3060", 0.36, 12, 4, 8,
         "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "
         "accumulation, GA102 whitepaper",
         float32=12.7, tfloat32=12.7, float16=25.5, bfloat16=25.5,
     ),
     _gpu(
-        "rtx-3090", 0.936, 24, 4,
+        "rtx-3090", 0.936, 24, 4, 8,
         "NVIDIA GA102 whitepaper, RTX 3090: 71 TFLOPS FP16 with FP32 accumulation, 936 GB/s",
         float32=35.6, tfloat32=35.6, float16=71.0, bfloat16=71.0,
     ),
     _gpu(
-        "rtx-4090", 1.008, 24, 4,
+        "rtx-4090", 1.008, 24, 4, 8,
         "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
         float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3, float8_e5m2=330.3,
     ),

@@ -58,14 +58,15 @@ def price(
     accumulated: Collection[int] = (),
     fused: frozenset[fx.Node] = frozenset(),
     least_moved_bytes: int = 0,
+    block_bytes: int = 1,
 ) -> PricedGraph:
     """Price a canonical joint graph; the values of `fused` nodes are never held, and no schedule names these.
 
     `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
-    Values of fewer than `least_moved_bytes` cannot go to the host.
+    Values of fewer than `least_moved_bytes` cannot go to the host. Memory is handed out in multiples of `block_bytes`.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes).run()
+    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes).run()
 
 
 class _Pricer:
@@ -77,9 +78,11 @@ class _Pricer:
         accumulated: Collection[int],
         fused: frozenset[fx.Node],
         least_moved_bytes: int,
+        block_bytes: int,
     ) -> None:
         self.graph = joint.graph
         self.least_moved_bytes = least_moved_bytes
+        self.block_bytes = block_bytes
         self.price_of = price_of
         self.fused = fused
         self.storages: Storages = find_storages(joint.graph, fused)
@@ -143,7 +146,7 @@ class _Pricer:
                 seconds=price.seconds,
                 reads=tuple(dict.fromkeys(reads)),
                 makes=makes,
-                workspace_bytes=price.workspace_bytes + set_aside,
+                workspace_bytes=self.rounded(price.workspace_bytes) + self.rounded(set_aside),
                 recomputable=recomputable,
                 block=block,
                 attention=is_attention_core(node, path),
@@ -162,7 +165,8 @@ class _Pricer:
         self.number[index] = len(self.listed)
         stays = index in self.mutated or info.bytes < self.least_moved_bytes
         value = "" if stays else self.value_of(index)
-        self.listed.append(Storage(info.name, info.bytes + surplus_bytes, kept=index in self.kept, movable=bool(value)))
+        nbytes = self.rounded(info.bytes + surplus_bytes)
+        self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))
         self.values.append(value)
         return self.number[index]
 
@@ -179,7 +183,8 @@ class _Pricer:
         if not self.recomputable(node):
             return
         device = _device_type(node)
-        self.listed.append(Storage(f"{node.name}_state", GENERATOR_STATE_BYTES[device], movable=False))
+        state_bytes = self.rounded(GENERATOR_STATE_BYTES[device])
+        self.listed.append(Storage(f"{node.name}_state", state_bytes, movable=False))
         self.values.append("")
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
@@ -197,7 +202,7 @@ class _Pricer:
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
         copied = [
-            (self.storages.infos[index].bytes, storage_bytes(given.meta["val"]))
+            (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
             for given, gradient in pairs
             if isinstance(gradient, fx.Node) and gradient.meta["val"].stride() != given.meta["val"].stride()
             for index in self.storages.of[gradient]
@@ -206,6 +211,9 @@ class _Pricer:
         growth = sum(max(0, copy - original) for original, copy in copied)
         largest = max((original for original, _ in copied), default=0)
         self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=growth + largest, recomputable=False))
+
+    def rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.block_bytes) * self.block_bytes
 
     def recomputable(self, node: fx.Node) -> bool:
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):

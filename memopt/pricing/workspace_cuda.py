@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 from memopt.pricing.op_call import OpCall
 from memopt.pricing.workspace_rules import (
     KB,
@@ -17,11 +20,21 @@ from memopt.pricing.workspace_rules import (
     output_bytes,
 )
 
-CUDA_PERSISTENT_WORKSPACE_BYTES = 32 * MB + 32 * MB
-"""What cuBLAS and cuBLASLt take from the allocator at their first call, and keep: once a step, not once an op.
 
-Hopper's default; others take 8 MB each (`CUBLAS_WORKSPACE_CONFIG`, `CUBLASLT_WORKSPACE_SIZE`).
-"""
+def library_workspaces(major: int) -> tuple[int, ...]:
+    """Bytes of the blocks that cuBLAS and cuBLASLt take from the allocator at their first calls, and keep.
+
+    Each thread has handles of its own, the caller's and autograd's, and a workspace for each. Where torch lets cuBLASLt
+    share that of cuBLAS, or does not keep them, it is less. For a card of compute capability `major`, with what
+    `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) say.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`.
+    """
+    pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    default = 32 * MB if major in (9, 10, 12) else 2 * 4096 * KB + 8 * 16 * KB
+    matmul = sum(int(size) * KB * int(count) for size, count in pairs) if pairs else default
+    light = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return (matmul, int(light) * KB if light.isdecimal() else MB) * 2
 
 
 def _cuda_flash_backward(call: OpCall) -> int:

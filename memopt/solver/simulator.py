@@ -52,7 +52,7 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
         return Simulation(problem.resident_bytes, -1, 0.0, 0.0, np.zeros(0, np.int64))
     change = np.zeros(len(evaluations) + 1, np.int64)
     transient = np.zeros(len(evaluations), np.int64)
-    for storage, born, dies in _lifetimes(problem, evaluations, schedule.offloads):
+    for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
         change[born] += problem.storages[storage].bytes
         change[dies + 1] -= problem.storages[storage].bytes
     for position, op in enumerate(evaluations):
@@ -65,7 +65,7 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
     return Simulation(int(live[peak_position]), peak_position, seconds, added_seconds, live, stalls, host)
 
 
-def _lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tuple[Offload, ...]) -> list[list[int]]:
+def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tuple[Offload, ...]) -> list[list[int]]:
     """Every version of every storage as [storage, position of its making, last position at which it is live]."""
     versions: list[list[int]] = []
     latest: dict[int, list[int]] = {}

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
-from memopt.budget.account import BOOKKEEPING_BYTES, CUDA_RESERVE_BYTES, Account, account_of, distinct_bytes
+from memopt.budget.account import BOOKKEEPING_BYTES, Account, account_of, distinct_bytes
+from memopt.pricing import hardware
 
-CPU = torch.device("cpu")
+CPU = hardware("cpu")
+KB, MB = 1024, 1024**2
 ACCOUNT = Account(
     parameters=1000, buffers=30, inputs=200, optimizer_state=2000, optimizer_temporaries=40, gradients=900, reserve=16
 )
@@ -44,10 +47,18 @@ def test_inputs_on_the_device_count_once_as_what_they_hold() -> None:
 def test_inputs_elsewhere_do_not_count() -> None:
     model = nn.Linear(8, 8, device="meta")
     inputs = [torch.randn(6), torch.randn(6, device="meta")]
-    account = account_of(model, inputs, None, torch.device("cuda"))
+    account = account_of(model, inputs, None, hardware("cpu"))
     assert account.inputs == 24
-    assert account.parameters == account.gradients == (64 + 8) * 4
-    assert account.reserve == BOOKKEEPING_BYTES + CUDA_RESERVE_BYTES
+
+
+@pytest.mark.parametrize(("card", "workspace"), [("h100", 32 * MB), ("rtx-4090", 8 * MB + 128 * KB)])
+def test_on_a_card_blocks_are_rounded_and_libraries_and_the_context_counted(card: str, workspace: int) -> None:
+    model = nn.Linear(8, 8, device="meta")
+    account = account_of(model, [torch.randn(6, device="meta")], None, hardware(card))
+    assert account.inputs == 512
+    assert account.parameters == account.gradients == 1024
+    assert account.reserve == BOOKKEEPING_BYTES + 512 * MB + 2 * (workspace + MB)
+    assert account.context == account.uncounted_bytes == 512 * MB
 
 
 def test_adam_keeps_two_numbers_a_parameter() -> None:
@@ -59,6 +70,7 @@ def test_adam_keeps_two_numbers_a_parameter() -> None:
 def test_distinct_bytes() -> None:
     x = torch.zeros(10)
     assert distinct_bytes([x, x[3:], x.view(2, 5), x.clone(), torch.zeros(0)]) == 80
+    assert distinct_bytes([x, torch.zeros(1)], 512) == 1024
     meta = torch.empty(1000, device="meta")
     assert distinct_bytes([meta, meta, torch.empty_like(meta)]) == 8000
     assert distinct_bytes([]) == 0
@@ -69,6 +81,9 @@ def test_resident_bytes() -> None:
     assert replace(ACCOUNT, gradients_held=True).resident_bytes == ACCOUNT.resident_bytes + 900
     assert replace(ACCOUNT, other_forwards=70).resident_bytes == ACCOUNT.resident_bytes + 70
     assert replace(ACCOUNT, between_regions=8).resident_bytes == ACCOUNT.resident_bytes + 8
+    allocator = replace(ACCOUNT, rounding=3, fragmentation=4)
+    assert allocator.resident_bytes == ACCOUNT.resident_bytes + 7
+    assert allocator.uncounted_bytes == 4
 
 
 def test_the_optimizer_step_holds_all_gradients_and_the_outputs() -> None:

@@ -149,8 +149,8 @@ def test_held_gradients_are_added_to_at_once() -> None:
     step = captured(region(6))
     first, later = make_plan(step, ACCOUNT, ROOMY), make_plan(step, HELD, ROOMY)
     weights = 6 * 16 * 16 * 4
-    assert simulate(first.joined.problem, first.schedule).live_bytes[-1] == weights + 8
-    assert simulate(later.joined.problem, later.schedule).live_bytes[-1] == 8
+    assert simulate(first.joined.problem, first.schedule).live_bytes[-1] == weights + 2 * 512
+    assert simulate(later.joined.problem, later.schedule).live_bytes[-1] == 2 * 512
     assert dict(later.plain.rows)["gradients"] == HELD.gradients
     assert not any(storage.kept and storage.name.startswith("mm") for storage in later.joined.problem.storages)
 
@@ -169,7 +169,7 @@ def test_recipes() -> None:
 def test_recipes_hold_the_optimizer_step() -> None:
     account = replace(ACCOUNT, optimizer_temporaries=10**6)
     peaks = {recipe.peak_gb * GIB for recipe in recipes(joined(captured()), account)}
-    assert peaks == {account.optimizer_step_bytes(4)}
+    assert peaks == {account.optimizer_step_bytes(512)}
 
 
 def test_module_rows() -> None:
@@ -197,4 +197,4 @@ layers.1: saved 0 B, 0 B by 0 again of 1, 0 times more
 def test_held_after_the_forward() -> None:
     problem = joined(captured(region(2))).problem
     # Both products and the first gelu for the backward, and the loss.
-    assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 4
+    assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 512

@@ -1,0 +1,105 @@
+"""Plans for a card count what torch's allocator holds; those for the CPU do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memopt.budget.account import Account
+from memopt.budget.allocator_replay import StepBlocks, replay
+from memopt.budget.breakdown import breakdown
+from memopt.errors import BudgetError
+from memopt.planning.captured import Captured, Joined
+from memopt.planning.on_card import expandable_segments, on_card, within
+from memopt.planning.plan import make_plan
+from memopt.planning.planner import smallest
+from memopt.pricing.workspace_cuda import library_workspaces
+from memopt.solver import Schedule
+from tests.planned import captured, region
+
+MB = 1024**2
+PARAMETERS = 4 * 512 * 512 * 4
+CONTEXT = 500 * MB
+ACCOUNT = Account(
+    parameters=PARAMETERS,
+    buffers=0,
+    inputs=8 * MB,
+    optimizer_state=2 * PARAMETERS,
+    optimizer_temporaries=PARAMETERS,
+    gradients=PARAMETERS,
+    reserve=CONTEXT + sum(library_workspaces(9)),
+    context=CONTEXT,
+)
+
+
+@pytest.fixture(scope="module")
+def step() -> Captured:
+    """Activations of 8 MB."""
+    return captured(region(4, width=512, batch=4096))
+
+
+@pytest.fixture(autouse=True)
+def default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+
+def joined(step: Captured) -> Joined:
+    return step.joined(accumulating=False)
+
+
+def test_off_a_card_nothing_is_added(step: Captured) -> None:
+    bare = replace(ACCOUNT, context=0)
+    schedule = Schedule.save_all(joined(step).problem)
+    assert on_card(joined(step), schedule, bare) == bare
+    assert within(joined(step), schedule, bare, 1) == bare, "the budget is the solver's business"
+    assert make_plan(step, bare, 1 << 30).account == bare
+
+
+def test_the_peak_is_what_the_allocator_must_hold(step: Captured) -> None:
+    problem, schedule = joined(step).problem, Schedule.save_all(joined(step).problem)
+    account = on_card(joined(step), schedule, ACCOUNT)
+    assert account.fragmentation > 0
+    held = breakdown(problem, schedule, account).peak_bytes - CONTEXT
+    blocks = StepBlocks(
+        resident=(*[MB] * 4, 8 * MB, *library_workspaces(9)), state=(*[MB] * 4, 4 * MB), temporaries=(*[MB] * 4,)
+    )
+    free = replay(problem, schedule, blocks, expandable_segments=False)
+    assert free.allocated_bytes <= held <= free.reserved_bytes
+    assert on_card(joined(step), schedule, account) == account, "counted once"
+
+
+def test_plans_keep_the_budget_with_what_the_allocator_holds(step: Captured) -> None:
+    roomy = make_plan(step, ACCOUNT, 1 << 30)
+    least, _ = smallest(joined(step), ACCOUNT)
+    for share in (0.0, 0.3, 0.8):
+        budget = int(least + share * (roomy.plain.peak_bytes - least))
+        plan = make_plan(step, ACCOUNT, budget)
+        assert plan.predicted_peak_bytes <= budget
+        assert within(joined(step), plan.schedule, ACCOUNT, budget) == plan.account
+    with pytest.raises(BudgetError) as refused:
+        make_plan(step, ACCOUNT, least - 20 * MB)
+    assert refused.value.smallest_bytes == least
+
+
+def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Schedule.save_all(joined(step).problem)
+    apart = on_card(joined(step), schedule, ACCOUNT)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    together = on_card(joined(step), schedule, ACCOUNT)
+    assert together.uncounted_bytes + together.rounding < apart.uncounted_bytes + apart.rounding
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("", False),
+        ("expandable_segments:True", True),
+        ("a:1,expandable_segments: True", True),
+        ("expandable_segments:False", False),
+    ],
+)
+def test_the_allocators_setting(setting: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    assert expandable_segments() is expected
