@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
@@ -12,3 +14,11 @@ os.environ["MEMOPT_CACHE"] = "0"
 # `make test` runs a worker a core: more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is read from, or left in, the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -33,7 +33,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.proposing import Proposing
 from memopt.precision import DecidePrecision, check_rules, precision_rewriting
-from memopt.pricing import Hardware, hardware, hardware_of, measure_hardware
+from memopt.pricing import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.progress import stage
 from memopt.proposals import BF16_PARAMETERS
 from memopt.torch_compat import without_autocast
@@ -265,7 +265,7 @@ class CallPlanner:
         """What the step is planned for: the card that was named, or the device at hand."""
         if self.options.calibrate:
             with stage("timing the device"):
-                return measure_hardware(self.device())
+                return calibrated_hardware(self.device())
         return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
 
     @cached_property

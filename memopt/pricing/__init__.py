@@ -1,11 +1,13 @@
 """What a joint graph costs: bytes by storage, seconds by a device's rates."""
 
 from memopt.pricing.calibrate import measure_hardware
+from memopt.pricing.calibration import calibrated_hardware
 from memopt.pricing.hardware_table import Hardware, hardware, hardware_of, known_hardware
 from memopt.pricing.time_model import node_bytes, node_flops, node_seconds, op_seconds
 
 __all__ = [
     "Hardware",
+    "calibrated_hardware",
     "hardware",
     "hardware_of",
     "known_hardware",

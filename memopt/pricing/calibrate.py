@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from memopt.pricing.hardware_table import Hardware, hardware
 
@@ -17,7 +18,7 @@ _LINK_SHARE = 0.9
 def measure_hardware(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> Hardware:
-    """Time a large matmul for each dtype, a large copy and a small op, in about a second; return the rates found.
+    """Time a large matmul for each dtype, copies and a small op, in about a second; return the rates found.
 
     On a GPU also copies to the host and back, both at once.
     """
@@ -31,12 +32,14 @@ def measure_hardware(
         matrix = torch.ones(size, size, device=device, dtype=dtype)
         seconds = _seconds(lambda matrix=matrix: torch.mm(matrix, matrix), device)  # type: ignore[misc]
         flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    bytes_per_second = _copy_rate(target, large, device)
+    cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
     total = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware("cpu").memory_bytes
     return Hardware(
         name=name,
         flops=flops,
-        bytes_per_second=2 * large.nbytes / _seconds(lambda: target.copy_(large), device),
+        bytes_per_second=bytes_per_second,
         launch_seconds=_seconds(lambda: torch.add(small, 1), device, repeats=100),
         memory_bytes=total,
         source=f"measured on {name} with torch {torch.__version__}",
@@ -44,9 +47,45 @@ def measure_hardware(
         bandwidth_efficiency=1.0,
         link_bytes_per_second=_link_rate(device) if on_cuda else 0.0,
         link_efficiency=_LINK_SHARE,
+        cached_bytes=cached_bytes,
+        cached_bytes_per_second=cached_rate,
+        between_seconds=0.0 if on_cuda else _between_kernels(small),
+        major=torch.cuda.get_device_capability(device)[0] if on_cuda else 0,
         least_moved_bytes=2**20 if on_cuda else 4096,
         host_bytes=hardware("cpu").memory_bytes // 2,
     )
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    repeats = max(3, 2**20 // source.nbytes)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, repeats)
+
+
+def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
+    """Up to how many bytes, read and written, copies are faster by half than large ones, and how fast they are then;
+    a quarter of each of these sizes is left to what else the cache holds."""
+    for power in range(26, 15, -1):
+        numbers = 2**power // 2 // source.element_size()
+        here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0
+        if here > 1.5 * rate:
+            return 2**power * 3 // 4, here
+    return 0, 0.0
+
+
+def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
+    """Seconds of a kernel in a graph of small ones, with two views each as in training graphs, less those of itself."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(kernels):
+        column = graph.call_function(torch.ops.aten.view.default, (value, [1, 1]))
+        row = graph.call_function(torch.ops.aten.t.default, (column,))
+        value = graph.call_function(torch.ops.aten.add.Tensor, (row, 1.0))
+    graph.output(value)
+    module = fx.GraphModule({}, graph)
+    start = small.view(1, 1)
+    together = _seconds(lambda: module(start), small.device, repeats=5) / kernels
+    return max(1e-9, together - _seconds(lambda: torch.ops.aten.add.Tensor(start, 1.0), small.device, repeats=100))
 
 
 def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
@@ -66,9 +105,9 @@ def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """Seconds of one run, the best of three rounds after one to warm up."""
+    """Seconds of one run, the best of five rounds after one to warm up."""
     best = float("inf")
-    for _ in range(4):
+    for _ in range(6):
         _wait(device)
         start = time.perf_counter()
         for _ in range(repeats):

@@ -46,6 +46,13 @@ class Hardware:
     side, since one direction alone reaches 0.8 to 0.85."""
     least_moved_bytes: int = 2**20
     """Smaller values do not go to the host: starting their copies would take the CPU longer than they take the link."""
+    cached_bytes: int = 0
+    """Ops that move no more find what they read in the device's cache, as what ran before left it there."""
+    cached_bytes_per_second: float = 0.0
+    """At which they move it."""
+    between_seconds: float = 0.0
+    """What passes between two kernels where nothing runs meanwhile: Python, views, frees. Launches then add too. 0 on a
+    GPU, where both are beside the kernel before."""
     major: int = 9
     """Of the card's compute capability: cuBLAS takes its workspace by it."""
     context_bytes: int = 512 * 1024**2

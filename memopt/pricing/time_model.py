@@ -44,9 +44,16 @@ def _looked_at_twice(node: fx.Node) -> int:
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
-    """max(FLOPs / peak, bytes / bandwidth, launch), peak and bandwidth as far as kernels reach them."""
+    """max(FLOPs / peak, bytes / bandwidth, launch), peak and bandwidth as far as kernels reach them.
+
+    Where nothing runs between kernels, the launch and what else passes then come on top of the longer of the other two.
+    """
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
-    traffic = bytes_moved / (hardware.bytes_per_second * hardware.bandwidth_efficiency)
+    cached = bytes_moved <= hardware.cached_bytes
+    bandwidth = hardware.cached_bytes_per_second if cached else hardware.bytes_per_second
+    traffic = bytes_moved / (bandwidth * hardware.bandwidth_efficiency) if bytes_moved else 0.0
+    if hardware.between_seconds:
+        return hardware.between_seconds + hardware.launch_seconds + max(arithmetic, traffic)
     return max(arithmetic, traffic, hardware.launch_seconds)
 
 

@@ -95,3 +95,5 @@ def test_measuring_this_machine_finds_sensible_rates() -> None:
     assert 1e8 < measured.bytes_per_second < 1e13
     assert 1e-8 < measured.launch_seconds < 1e-2
     assert measured.flops_efficiency == measured.bandwidth_efficiency == 1.0
+    assert 0 < measured.between_seconds < 1e-2, "of a CPU, which runs its own Python"
+    assert measured.cached_bytes == 0 or measured.cached_bytes_per_second > measured.bytes_per_second

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
+import torch
 
 import memopt
-from memopt.pricing import hardware
+from memopt.pricing import hardware, node_prices
 from memopt.pricing.node_prices import price_nodes
+from memopt.pricing.op_call import OpCall
 from memopt.pricing.price import is_scheduled
 from memopt.pricing.time_model import node_seconds
 from tests.families import BY_NAME
@@ -27,6 +32,24 @@ def test_timed_prices_are_of_this_machine() -> None:
     timed = price_nodes(nodes, hardware("cpu"), timed=True)
     assert all(timed[node].seconds > 0 for node in nodes)
     assert any(timed[node].seconds != node_seconds(node, hardware("cpu")) for node in nodes)
+
+
+def test_the_ops_that_make_up_most_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU with what passes between kernels on top, and on a GPU at hand in place of its rates."""
+    nodes = [node for node in region(2).module.graph.nodes if is_scheduled(node)]
+    asked = []
+
+    def timed(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
+        asked.append((device.type, sum(expected.values())))
+        return {call: 7.0 for call in expected if "mm" in str(call.op)}
+
+    monkeypatch.setattr(node_prices, "calibrated_seconds", timed)
+    for card in (replace(hardware("cpu"), between_seconds=1.0), hardware("h100")):
+        prices = price_nodes(nodes, card, timed=True)
+        for node in nodes:
+            assert (prices[node].seconds == 7.0 + card.between_seconds) is ("mm" in str(node.target))
+    assert [device for device, _ in asked] == ["cpu", "cuda"]
+    assert asked[1][1] == pytest.approx(sum(node_seconds(node, hardware("h100")) for node in nodes))
 
 
 def test_calibrated_plans_keep_the_budget() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,18 @@ def test_op_seconds_is_the_longest_of_three() -> None:
     assert op_seconds(5_000, 100, "float32", PLAIN) == 5.0
     assert op_seconds(100, 700, "float32", PLAIN) == 7.0
     assert op_seconds(1, 1, "float32", PLAIN) == 0.5
+
+
+def test_what_is_small_moves_at_the_rate_of_the_cache() -> None:
+    cached = replace(PLAIN, cached_bytes=700, cached_bytes_per_second=2 * PLAIN.bytes_per_second)
+    assert op_seconds(0, 700, "float32", cached) == 3.5
+    assert op_seconds(0, 800, "float32", cached) == 8.0
+
+
+def test_what_passes_between_kernels_adds() -> None:
+    waiting = replace(PLAIN, between_seconds=0.25)
+    assert op_seconds(5_000, 100, "float32", waiting) == 0.25 + 0.5 + 5.0
+    assert op_seconds(0, 0, "float32", waiting) == 0.75
 
 
 def test_op_seconds_takes_off_what_kernels_do_not_reach() -> None:

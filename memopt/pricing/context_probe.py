@@ -1,0 +1,75 @@
+"""Measures what a process holds on a GPU beside torch's allocator: in another process, which runs this file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+# What is measured is believed within these bounds: others may take or give back memory in the meantime.
+_LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
+
+
+def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
+    """Bytes by which a GPU's free memory falls, less what torch's allocator reserves, while a process has called the
+    libraries that training calls.
+
+    Modules are loaded when their kernels are first called, so that a large model may come to hold somewhat more. None
+    where the process fails, or the figure cannot be right.
+    """
+    before = torch.cuda.mem_get_info(device)[0]
+    command = [sys.executable, str(Path(__file__)), str(device)]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            reserved = child.stdout.readline()  # it waits until its input is closed
+            during = torch.cuda.mem_get_info(device)[0]
+            child.communicate(timeout=limit_seconds)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return context_bytes(before, during, reserved)
+
+
+def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
+    """What is neither free nor reserved; None where `reserved` is no number or the result is not credible."""
+    if not reserved.strip().isdecimal():
+        return None
+    found = free_before - free_during - int(reserved)
+    return found if _LEAST <= found <= _MOST else None
+
+
+def call_libraries(device: torch.device, dtype: torch.dtype) -> None:
+    """A forward and backward through matmul, convolution, attention, norms, an embedding, and an optimiser's step."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(
+        [
+            torch.nn.Conv2d(3, 64, 8, 8),
+            torch.nn.BatchNorm2d(64),
+            torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
+            torch.nn.Embedding(100, 64),
+            torch.nn.Linear(64, 100),
+        ]
+    ).to(device, dtype)
+    convolution, norm, layer, embedding, head = model
+    optimizer = torch.optim.AdamW(model.parameters())
+    hidden = norm(convolution(torch.randn(2, 3, 64, 64, device=device, dtype=dtype))).flatten(2).transpose(1, 2)
+    tokens = torch.randint(0, 100, (2, 64), device=device)
+    logits = head(layer(hidden + embedding(tokens)))
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _main() -> None:
+    device = torch.device(sys.argv[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        call_libraries(device, dtype)
+    torch.cuda.synchronize(device)
+    print(torch.cuda.memory_reserved(device), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _main()
