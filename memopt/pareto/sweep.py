@@ -11,6 +11,7 @@ from memopt.errors import GIB
 from memopt.options import Effort
 from memopt.pareto.frontier import Frontier, FrontierPoint
 from memopt.planning.captured import Joined
+from memopt.planning.on_card import on_card
 from memopt.planning.planner import recipes, smallest, solve, step_peak_bytes
 from memopt.progress import stage
 from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
@@ -26,13 +27,15 @@ _NEAREST = 1e-3
 def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
     """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
 
-    The time of the best effort is shared evenly among them.
+    The time of the best effort is shared evenly among them. On a card, all points count what its allocator must hold
+    beyond what it hands out as it is for the smallest budget.
     """
-    problem, account = joined.problem, plan.account
+    problem = joined.problem
     with stage("loading the solver"):
         warm_up()
     with stage("looking for the smallest budget"):
-        least, dominated_by = smallest(joined, account)
+        least, dominated_by = smallest(joined, plan.account)
+        account = on_card(joined, joined.smallest.schedule, plan.account)
     plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
     by_hand = recipes(joined, account)
     budgets = {*budgets_between(least, plain, points), *(round(recipe.peak_gb * GIB) for recipe in by_hand)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memopt.budget.caching_allocator import ROUNDING_BYTES
 from memopt.proposals.levers import Levers
 from memopt.proposals.one_parameter import PIECE_ELEMENTS
 from memopt.proposals.proposal import StepBytes
@@ -108,7 +109,7 @@ def _copy_seconds(size: int, elements: int, price: StepPrice, facts: TrainingFac
 
 
 def _scalars(facts: TrainingFacts) -> int:
-    """Fused kernels read the number of the step on the device, one for each parameter."""
+    """Fused kernels read the number of the step on the device, one for each parameter, in a block of its own."""
     if device_type(facts.hardware) == "cpu" or not facts.fused:
         return 0
-    return 4 * len(facts.trained)
+    return ROUNDING_BYTES * len(facts.trained)

@@ -127,7 +127,7 @@ def test_a_model_on_meta() -> None:
         device="rtx-4090",
         precision="fp32",
     )
-    assert plan.plain_peak_gb == curve.plain_gb
+    assert plan.plain_peak_gb == pytest.approx(curve.plain_gb, rel=1e-3), "but for holes between blocks"
     assert plan.smallest_gb() == curve.smallest_gb
     assert plan.bound <= middle.added_time
 

@@ -80,7 +80,7 @@ def test_plans_keep_what_the_curve_says() -> None:
 
 def test_the_optimizer_step_is_the_least_peak() -> None:
     curve = CURVES["a large optimiser step"]()
-    after = replace(ACCOUNT, optimizer_temporaries=20_000).optimizer_step_bytes(4)
+    after = replace(ACCOUNT, optimizer_temporaries=20_000).optimizer_step_bytes(512)
     assert curve.smallest_gb * GIB == curve.floor_gb * GIB == after
     assert "optimizer temporaries" in curve.dominated_by
 

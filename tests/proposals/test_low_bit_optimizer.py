@@ -186,8 +186,9 @@ def test_two_bytes_and_two_scales_an_element() -> None:
     given = [nn.Parameter(torch.empty(2**13, 2**11, device="meta")), nn.Parameter(torch.empty(100, device="meta"))]
     found = proposal(given, "adamw", "h100", Levers(low_bit_optimizer=True))
     elements = 2**24
-    assert found.after.optimizer_state - 2 * 4 * 100 - 2 * (elements + elements // 256 * 4) in range(17)
-    assert found.before.optimizer_state == 8 * (elements + 100)
+    blocks = 2 * 512 + 2 * 512  # the small parameter's moments, and numbers of the step
+    assert found.after.optimizer_state - 2 * (elements + elements // 256 * 4) in range(2 * 512, blocks + 1)
+    assert found.before.optimizer_state == 8 * elements + 2 * 512
     assert found.added_seconds > 0
 
 
