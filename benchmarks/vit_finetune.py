@@ -161,7 +161,7 @@ def by_memopt(recipe: str, peak_gb: float, *, small: bool, steps: int) -> Row:
     row = measured(recipe, "memopt", BATCH, lambda: step(whole).loss, steps)
     plan = memopt.plan_of(model)
     pulled = " + ".join(("memopt", *plan.levers, *plan.proposals))
-    predicted_gb = plan.predicted_peak_gb - UNSEEN / GIB
+    predicted_gb = plan.predicted_peak_gb - plan.account.uncounted_bytes / GIB
     return Row(**{**asdict(row), "method": pulled, "predicted_gb": predicted_gb, "budget_gb": budget_gb})
 
 

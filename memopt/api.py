@@ -68,8 +68,9 @@ def optimize(
             the budget before anything runs; "auto": inductor on CUDA, plain operators elsewhere.
         outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
             "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
-        calibrate: time the device (on the CPU every kind of op) rather than go by its data sheet; plans then differ a
-            little from run to run.
+        calibrate: time the device, and the ops that make up most of the step, rather than go by its data sheet, for a
+            few seconds; what was found is kept on disk for the card, its driver and this version of torch, in
+            `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
         effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": what
             "default" finds, bettered until it meets the bound or the time is over; the first two are deterministic.
         limit_seconds: of wall time for each search of `effort="best"`, 60 if not given; the other efforts take none.

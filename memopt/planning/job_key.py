@@ -20,6 +20,7 @@ from memopt.budget.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
 from memopt.options import Options
+from memopt.planning.on_card import expandable_segments
 from memopt.planning.state import State
 from memopt.pricing import Hardware
 
@@ -70,11 +71,11 @@ class Job:
             _torch(),
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
             [(name, _value(each), id(each) in state.hooked) for name, each in self.model.named_parameters()],
-            account_of(self.model, tensors_in(self.call), None, torch.device("cpu" if card.name == "cpu" else "cuda")),
+            account_of(self.model, tensors_in(self.call), None, card),
             (state.gradients_held, state.other_forwards),
             optimizer,
             (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
-            (card, autocast_state(), self.further),
+            (card, card.name != "cpu" and expandable_segments(), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -96,19 +97,21 @@ def _seconds(call: OpCall, device: torch.device) -> float:
 
 
 def _alone(run: Callable[[], object]) -> float:
-    """Seconds of single runs on the CPU, a fast one's, each after memory like that of other operators was touched: one
+    """The median seconds of single runs on the CPU, each after memory like that of other operators was touched: one
     right after the other they would find all that they read in the nearest cache, as no operator of a step does."""
     other = torch.ones(_OTHER_BYTES // 4)
+    # A single thread's own time: other work on the machine does not count in it.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     run()
     seconds = []
     for _ in range(_RUNS):
         other.mul_(1.0)
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
         if sum(seconds) > _RUNS_SECONDS:
             break
-    return sorted(seconds)[len(seconds) // 4]
+    return max(1e-9, statistics.median(seconds))
 
 
 def _randomize(args: Any, kwargs: Mapping[str, Any]) -> None:
