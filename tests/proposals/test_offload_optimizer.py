@@ -200,7 +200,7 @@ def test_on_a_gpu_pinned_memory_comes_in_powers_of_two() -> None:
     assert 2 * 4 * 2**22 <= found.host_bytes <= 1.01 * 2 * 4 * 2**22 + 2**24
     assert found.saved.optimizer_state == found.before.optimizer_state
     fused = proposal(parameters, partial(optim.AdamW, fused=True), "h100", DEVICE)
-    assert fused.after.optimizer_state == 4
+    assert fused.after.optimizer_state == 512, "a block of its own"
     stateless = proposal(parameters, "sgd", "h100", DEVICE)
     assert stateless.host_bytes == 0
     assert stateless.saved.optimizer_state == 0
