@@ -66,6 +66,7 @@ __all__ = [
     "eager_optimizers",
     "enters_autocast",
     "extract_halves",
+    "failing_on_fakes",
     "fate_of_gradient",
     "fresh_fakes",
     "is_checkpoint",
@@ -585,6 +586,17 @@ def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
 def without_torch_functions() -> AbstractContextManager[None]:
     """Torch functions go straight to their implementation, past modes such as that of tracing."""
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def failing_on_fakes() -> Iterator[None]:
+    """For calls on fakes that may fail: torch would log each as an error, with its stack."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:

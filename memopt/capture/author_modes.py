@@ -13,6 +13,7 @@ from memopt.torch_compat import (
     TorchDispatchMode,
     autocast_kernel,
     composite_kernel,
+    failing_on_fakes,
     plain_tensors,
     tree_leaves,
     tree_map,
@@ -127,16 +128,23 @@ class AuthorModes:
                 raise Untraceable(f"{func} writes under no_grad into a value that requires a gradient")
 
     def _reached(self, func: Any, device: str, args: Any, kwargs: Any) -> bool:
-        """Whether autocast changes what a composite computes: the same calls on the same types if not."""
-        seen = []
-        for enabled in (True, False):
+        """Whether autocast changes what a composite computes: the same calls on the same types if not. Operands of
+        several types may be such as only its casts bring together."""
+
+        def calls(*, enabled: bool) -> list[tuple[Any, ...]]:
             with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), _Calls() as calls:
                 given = tree_map(_stripped, (args, kwargs))
                 dtype = torch.get_autocast_dtype(device)
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     func(*given[0], **given[1])
-            seen.append(calls.seen)
-        return seen[0] != seen[1]
+            return calls.seen
+
+        reached = calls(enabled=True)
+        try:
+            with failing_on_fakes():
+                return reached != calls(enabled=False)
+        except RuntimeError:
+            return True
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,6 +24,7 @@ from memopt.torch_compat import (
 )
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
+_VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 
 
 def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str = "") -> fx.GraphModule:
@@ -65,6 +66,16 @@ class _Reader(fx.Interpreter):
         result = super().run_node(n)
         rebind_data_sizes(self.mode, n, result)
         return result
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What changes a tensor's shape in place gives another tensor here, which is the first one from then on: a node
+        has one shape."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        if target not in _VIEWS_IN_PLACE or any(self.env.get(each) is args[0] for each in inputs):
+            return super().call_method(target, args, kwargs)
+        view = super().call_method(target.removesuffix("_"), args, kwargs)
+        self.env.update((node, view) for node, value in self.env.items() if value is args[0])
+        return view
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, torch._ops.HigherOrderOperator):

@@ -111,6 +111,20 @@ class Island(Layered):
         return x
 
 
+class ChangesShapesInPlace(Layered):
+    """Dimensions added, swapped and removed in place, and written to through them, as BigBird does the first."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = torch.einsum("bi,ji->bj", block[:3](x), block[3].weight)
+            y.unsqueeze_(1)
+            y.transpose_(0, 1).mul_(0.5)
+            z = y.squeeze(0)
+            z.add_(0.1)
+            x = x + torch.einsum("bij->ij", y) + y.squeeze_(0).t_().t()
+        return x
+
+
 class TwiceUnderAutocast(Layered):
     """Weights that are cast once and used three times, so that their gradients are summed in 16 bits."""
 
@@ -191,6 +205,7 @@ KINDS = (
     Constants,
     WithBatchNorm,
     CustomOperator,
+    ChangesShapesInPlace,
 )
 
 
@@ -205,6 +220,12 @@ def test_what_is_lost_on_operators_stays_at_dynamos_level_and_the_plan_says_so(k
     plan = check(make(kind), nullcontext if kind is WritesUnderNoGrad else BF16)
     assert not operators(plan)
     assert "a region is not rewritten by passes, since" in str(plan.notes)
+
+
+def test_shapes_that_change_in_place_are_shapes_of_other_values() -> None:
+    plan = memopt.plan(make(ChangesShapesInPlace), 1.0, batch(), precision="bf16")
+    assert plan.predicted_peak_bytes > 0
+    assert "unsqueeze_(" not in text(plan)
 
 
 def test_an_own_function_is_one_opaque_node() -> None:
