@@ -4,7 +4,7 @@
 
 Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimiser is AdamW (fused, as the plain
 one holds a parameter-size more at its step than the article's figure leaves room for). GB are 10^9 bytes and leave out
-the CUDA context, as the articles' `max_memory_reserved` does. "exact" are the levers that are on by default, each row
+the CUDA context, as the articles' `max_memory_reserved` does, which counts what the allocator holds. "exact" are the levers that are on by default, each row
 with those above it and nothing on the host: the smallest peak that has a plan, and its time beside the plain step's, by
 the time model.
 The articles: Raschka, "Optimizing memory usage for training LLMs and vision transformers in PyTorch" (2023). By its
@@ -136,16 +136,16 @@ class Ladder:
     def climb(self) -> list[Row]:
         for precision in ("fp32", "bf16"):
             plain = self.plan(1e12, precision=precision)
-            reserve, seconds = plain.account.reserve, plain.step_seconds
-            self.add(f"plain, {precision}", plain.plain.peak_bytes - reserve, 0.0)
+            context, seconds = plain.account.context, plain.step_seconds
+            self.add(f"plain, {precision}", plain.predicted_peak_bytes - context, 0.0)
             if precision == "fp32":
-                self.add("plain, fp32, as its loop does it", with_old_gradients(plain) - reserve, 0.0)
+                self.add("plain, fp32, as its loop does it", with_old_gradients(plain) - context, 0.0)
             least = self.least(precision=precision)
             for name, peak_gb in self.article.ladder.items():
-                if (budget := int(peak_gb * GB) + reserve) > least:
-                    self.planned(f"exact, {precision}, as {name!r}", budget, reserve, seconds, precision=precision)
-            self.planned(f"exact, {precision}", least, reserve, seconds, precision=precision)
-            self.in_pieces(precision, reserve, seconds)
+                if (budget := int(peak_gb * GB) + context) > least:
+                    self.planned(f"exact, {precision}, as {name!r}", budget, context, seconds, precision=precision)
+            self.planned(f"exact, {precision}", least, context, seconds, precision=precision)
+            self.in_pieces(precision, context, seconds)
         self.narrow(seconds)
         return self.rows
 
@@ -161,23 +161,23 @@ class Ladder:
             return error.smallest_bytes
         raise AssertionError("0.7 GB fit")
 
-    def planned(self, step: str, least: int, reserve: int, seconds: float, **options: Any) -> None:
+    def planned(self, step: str, least: int, context: int, seconds: float, **options: Any) -> None:
         plan = self.plan(least, **options)
-        self.add(step, plan.predicted_peak_bytes - reserve, (plan.step_seconds + plan.added_seconds) / seconds - 1)
+        self.add(step, plan.predicted_peak_bytes - context, (plan.step_seconds + plan.added_seconds) / seconds - 1)
 
-    def in_pieces(self, precision: str, reserve: int, seconds: float) -> None:
+    def in_pieces(self, precision: str, context: int, seconds: float) -> None:
         """Microbatches, then the proposals about the optimiser on top."""
         model = self.article.make()
         samples, joined, account = self.sample_by_sample(model, precision=precision)
         nbytes, _ = smallest(joined, account)
         added = self.added(samples, joined, seconds)
-        self.add(f"exact, {precision}, {samples} microbatches", nbytes - reserve, added)
+        self.add(f"exact, {precision}, {samples} microbatches", nbytes - context, added)
         facts = TrainingFacts.of(model, ADAMW, hardware(CARD))
         for names in (("low_bit_optimizer",), ("offload_optimizer",)):
             offer = Offer(Levers.named(names), propose(facts, Levers.named(names)))
             nbytes, _ = smallest(joined, offer.adjusted(account))
             step = f"exact, {precision}, {samples} microbatches, {' and '.join(names)}"
-            self.add(step, nbytes - reserve, added + offer.added_seconds / seconds)
+            self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
         """All proposals: parameters and gradients in bf16, the optimiser's state with the host."""
@@ -192,7 +192,7 @@ class Ladder:
         nbytes, _ = smallest(joined, account)
         added = self.added(samples, joined, seconds) + price.seconds / seconds
         step = f"bf16 parameters, {samples} microbatches, offload_optimizer"
-        self.add(step, nbytes - account.reserve, added)
+        self.add(step, nbytes - account.context, added)
 
     def sample_by_sample(self, model: nn.Module, **options: Any) -> tuple[int, Joined, Account]:
         """The batch in pieces of one sample, each adding to the gradients of those before."""
