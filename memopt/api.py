@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from memopt.calls.planned_call import PlannedCall, planned_call_of
-from memopt.options import DEFAULT_ALLOW, check_effort, check_options, check_points, positive_int
+from memopt.options import DEFAULT_ALLOW, check_effort, check_options, check_points, check_share, positive_int
 from memopt.pareto.frontier import Frontier
 from memopt.planning.largest import LargestSize
 from memopt.planning.plan import Plan
@@ -152,6 +153,7 @@ def max_batch(
     *,
     multiple_of: int = 1,
     at_most: int | None = None,
+    max_added_time: float | None = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
     precision: Policy = "auto",
@@ -163,10 +165,12 @@ def max_batch(
 
     `make_inputs(size)` gives the example inputs of a batch of that size as `plan` takes them, "meta" tensors too; sizes
     are multiples of `multiple_of`, up to `at_most`. What a size is the size of is its affair: `max_length` is the same.
-    The batch that is named has a plan within the budget, and the next size has none.
+    The batch that is named has a plan within the budget, and the next size has none. The very largest may have to
+    recompute several times over: `max_added_time` is what a plan may add, as a fraction of the plain step's time (0.3:
+    30%), by the time model; None for any amount.
 
-    Raises `BudgetError` where not even `multiple_of` fits; `ValueError` where memory does not grow with the size. Other
-    arguments and errors as in `plan`.
+    Raises `BudgetError` where not even `multiple_of` fits; `ValueError` where that adds too much time, or memory does
+    not grow with the size. Other arguments and errors as in `plan`.
     """
     step = positive_int("multiple_of", multiple_of)
     most = None if at_most is None else positive_int("at_most", at_most)
@@ -174,7 +178,12 @@ def max_batch(
     if not callable(make_inputs):
         raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
     call = PlannedCall(model, options)
-    return LargestSize(lambda size: call.plan(make_inputs(size), advise=False), options.budget_bytes, step, most).find()
+    added = math.inf if max_added_time is None else check_share("max_added_time", max_added_time)
+
+    def plan(size: int) -> Plan:
+        return call.plan(make_inputs(size), advise=False)
+
+    return LargestSize(plan, options.budget_bytes, step, most, added).find()
 
 
 max_length = max_batch

@@ -132,6 +132,15 @@ def check_points(points: int) -> int:
     return points
 
 
+def check_share(name: str, value: Any) -> float:
+    """`value` as a fraction, 0 or more. Raises `TypeError`, `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a fraction, such as 0.3 for 30%, not {value!r}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be a fraction of 0 or more, such as 0.3 for 30%, not {value!r}")
+    return float(value)
+
+
 def positive_int(name: str, value: Any) -> int:
     """`value`, checked. Raises `TypeError`, `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int):

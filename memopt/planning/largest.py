@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ _GROWTH = 8
 
 @dataclass
 class LargestSize:
-    """Looks for the largest multiple of `step` whose plan fits, up to `at_most`.
+    """Looks for the largest multiple of `step` whose plan fits, up to `at_most`, and adds no more than `added_time`.
 
     `plan(size)` raises `BudgetError` where it does not fit. What fits is taken to fit in smaller sizes too. Few sizes
     are planned: the next one tried is where a straight line through the two nearest smallest budgets meets the budget.
@@ -26,8 +27,12 @@ class LargestSize:
     budget_bytes: int
     step: int = 1
     at_most: int | None = None
+    added_time: float = math.inf
+    """As a fraction of the plain step's."""
     smallest_bytes: dict[int, int] = field(default_factory=dict)
     """The smallest budget of each number of steps that was planned."""
+    _too_slow: bool = False
+    """Whether some size was refused for its time, of which the smallest budgets say nothing."""
 
     def find(self) -> int:
         """The size. Raises `BudgetError` where not even the smallest fits, `ValueError` where none is too large."""
@@ -58,7 +63,15 @@ class LargestSize:
                 raise
             return False
         self.smallest_bytes[number] = plan.smallest_bytes()
-        return True
+        if plan.added_time <= self.added_time:
+            return True
+        if number == 1:
+            raise ValueError(
+                f"a size of {self.step} fits with {plan.added_time:.0%} of added time only, more than "
+                f"max_added_time={self.added_time:g}; give more of it, or a larger budget"
+            )
+        self._too_slow = True
+        return False
 
     def _next(self, fits: int, refused: int) -> int:
         """A number of steps between the two, both left out: 1, 2, then by the line, and its neighbours."""
@@ -67,7 +80,7 @@ class LargestSize:
         most = min(refused - 1, _GROWTH * max(fits, 1))
         if len(known) < 2:
             return min(1 + len(known), most)
-        if len(known) % 3 == 0 and refused in self.smallest_bytes:
+        if refused in self.smallest_bytes and (self._too_slow or len(known) % 3 == 0):
             return (fits + refused) // 2  # where lines do not help, this does
         low, high = self._nearest(known)
         slope = (self.smallest_bytes[high] - self.smallest_bytes[low]) / (high - low)

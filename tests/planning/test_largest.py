@@ -20,6 +20,7 @@ class Planned:
     """As much of a plan as the search looks at."""
 
     least: int
+    added_time: float = 0.0
 
     def smallest_bytes(self) -> int:
         return self.least
@@ -92,3 +93,25 @@ def test_a_size_that_nothing_depends_on() -> None:
 def test_at_most_below_the_step() -> None:
     with pytest.raises(ValueError, match="at_most must be at least 8, the smallest size to try, not 5"):
         search(lambda size: size, 100, step=8, at_most=5)
+
+
+@given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 1000))
+def test_what_would_add_too_much_time_does_not_fit(quick: int, step: int, budget: int) -> None:
+    """Sizes up to `quick` add nothing, larger ones half of the step."""
+
+    def plan(size: int) -> Plan:
+        if size > budget:
+            raise BudgetError(budget, size, "activations")
+        return cast(Plan, Planned(size, 0.0 if size <= quick else 0.5))
+
+    def find(added_time: float) -> int:
+        return LargestSize(plan, budget, step, added_time=added_time).find()
+
+    if budget < step:
+        return
+    assert find(0.5) == budget // step * step
+    if quick < step:
+        with pytest.raises(ValueError, match=r"50% of added time only, more than max_added_time=0.3"):
+            find(0.3)
+    else:
+        assert find(0.3) == min(budget, quick) // step * step
