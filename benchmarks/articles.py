@@ -235,10 +235,12 @@ def chosen_articles(only: list[str] | None) -> Iterator[Article]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[article.name for article in ARTICLES])
-    found = {article: Ladder(article).climb() for article in chosen_articles(parser.parse_args().only)}
     known = json.loads(RESULT.read_text())["articles"] if RESULT.exists() else {}
-    known |= {article.name: [asdict(row) for row in rows] for article, rows in found.items()}
-    RESULT.write_text(json.dumps({**stamp(), "articles": known}, indent=1) + "\n")
+    found: dict[Article, list[Row]] = {}
+    for article in chosen_articles(parser.parse_args().only):
+        found[article] = Ladder(article).climb()
+        known[article.name] = list(map(asdict, found[article]))
+        RESULT.write_text(json.dumps({**stamp(), "articles": known}, indent=1) + "\n")
     for article, rows in found.items():
         Console(width=120).print(table(article, rows))
 

@@ -207,8 +207,9 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        """Repair under caps between the floor and the smallest peak known, by bisection."""
-        known = [*self._baselines, *self._hull_plans, *self._found]
+        """Repair under caps between the floor and the smallest peak known, by bisection. The same whatever was solved
+        before: a refusal names its figure to another process."""
+        known = [*self._baselines, *self._hull_plans]
         nested = self._deepest_nested(known)
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]

@@ -44,6 +44,16 @@ def test_promises_on_random_graphs(number: int) -> None:
     assert refusal.value.floor_bytes == floor_bytes(problem)
 
 
+def test_the_smallest_schedule_is_the_same_whatever_was_solved_before() -> None:
+    """A refusal names it to another process, which asks for that very budget first."""
+    for problem in (transformer(4), unet(3)):
+        fresh, used = Portfolio(problem), Portfolio(problem)
+        least, peak = fresh.smallest(), simulate(problem, Schedule.save_all(problem)).peak_bytes
+        for share in (0.6, 0.3, 0.1, 0.02):
+            used.solve(int(least.peak_bytes + share * (peak - least.peak_bytes)))
+        assert used.smallest().schedule == least.schedule
+
+
 def test_most_tiny_graphs_are_solved_to_the_optimum() -> None:
     solved, equal = 0, 0
     for number in range(60):
