@@ -62,8 +62,10 @@ def optimize(
             "offload_activations" (bitwise exact: the host's memory, where the card has a link to it). With
             `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's. "plain", off
             by default, runs a model unplanned that cannot be captured. Also off by default are the proposals
-            "bf16_parameters" (for steps in bf16), "low_bit_optimizer" and "offload_optimizer", pulled where nothing
-            else makes the step fit; they need `example_inputs`, and the optimiser to go through `wrap_optimizer`.
+            "bf16_parameters" (for steps in bf16), "low_bit_optimizer", "offload_optimizer" and "optimizer_in_backward"
+            (each parameter is stepped as soon as the backward is through with it: no clipping by the norm of all
+            gradients, no GradScaler, no accumulation, no `TrainStep`; for backend "aten"), pulled where nothing else
+            makes the step fit; they need `example_inputs`, and the optimiser to go through `wrap_optimizer`.
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and what is then held is checked against
             the budget before anything runs; "auto": inductor on CUDA, plain operators elsewhere.

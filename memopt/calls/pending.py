@@ -67,6 +67,8 @@ class PendingForward:
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
         waiting = max(1, len(self.beside.waiting()) - 1) * held_after_forward(joined.problem, save_all)
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
+        if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
+            gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
         return peak - account.other_forwards + waiting + gradients
 
     def _held_unplanned(self) -> int:
@@ -87,7 +89,12 @@ class PendingForward:
             )
 
     def _handed_on(self, leaf: torch.Tensor) -> bool:
-        """Whether the leaf's gradient comes beside its `.grad`, where the plan has it added."""
+        """Whether the leaf's gradient comes beside its `.grad`, where the plan has it added, or is held to the end,
+        where the plan may have the leaf stepped by it before."""
+        if any(region.steps for region in self.plan.regions) and id(leaf) not in self.hooked:
+            fate = fate_of_gradient(leaf)
+            free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
+            return fate is Fate.RETURNED or (fate is Fate.ACCUMULATED and not free)
         if leaf.grad is None or not self.plan.account.gradients_held or id(leaf) in self.hooked:
             return False
         fate = fate_of_gradient(leaf)

@@ -25,6 +25,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.outputs import detach_all_but_scalars, hand_out
 from memopt.emit.partition import partition
+from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
 from memopt.levers import Rung
 from memopt.lowering import Lowered
@@ -101,7 +102,10 @@ class Situation:
         if plan is None:
             return compiled  # without gradients: nothing waits for a backward
 
+        steps = plan.regions[0].steps
+
         def region(*args: Any) -> Any:
+            check_own_memory(args, steps)
             forward = self._begin(plan)
             return hand_out(compiled(*args), undifferentiated, forward)
 
@@ -169,7 +173,7 @@ class Situation:
         lowering_bytes: int,
     ) -> tuple[Lowered, Plan | None]:
         """Lower a region by the best plan of all rungs, when lowering adds so many bytes."""
-        climb = self.calls.planner.climb()
+        climb = self.calls.planner.climb(self.state)
         for rung in self.calls.planner.rungs:
             try:
                 with again():
@@ -206,7 +210,8 @@ class Situation:
                 if plan is None:
                     raise _NotYet
             elif decide.regions[0].fingerprint == joint.fingerprint:
-                plan = replace(decide, origin=lambda: captured)
+                planned_for = planner.proposing.as_kept(captured, decide)
+                plan = replace(decide, origin=lambda: planned_for)
             else:
                 raise _AnotherStep
             plans.append(plan)

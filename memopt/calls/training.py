@@ -16,11 +16,13 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamo import loss_call, training_call
 from memopt.capture.inputs import Call, check_device
 from memopt.emit.gradients import Accumulation, is_hooked
+from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError, CaptureError
 from memopt.options import Options
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.state import State
+from memopt.proposals import OPTIMIZER_IN_BACKWARD
 from memopt.training_state import generator_states, set_generators
 
 
@@ -100,9 +102,14 @@ class TrainingCalls:
 
     def _state(self) -> State:
         parameters = list(self.model.parameters())
+        proposing = self.planner.proposing
+        stepped = proposing.stepping is not None
+        hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
+        if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
+            hooked += sharing_memory(self.model)
         return State(
             gradients_held=any(parameter.grad is not None for parameter in parameters),
-            hooked=frozenset(id(parameter) for parameter in parameters if is_hooked(parameter)),
+            hooked=frozenset(map(id, hooked)),
         )
 
     def _situation(self, state: State) -> Situation:

@@ -9,6 +9,7 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import Accumulation, accumulate_in_place
+from memopt.emit.stepping import nodes_before_steps
 from memopt.torch_compat import extract_halves
 from passes import ApplyOffloads, ApplySchedule, HostStay
 from passes.apply_schedule import BACKWARD
@@ -24,6 +25,8 @@ class RegionSchedule:
     evaluations: tuple[str, ...]
     boundary: int
     stays: tuple[HostStay, ...] = ()
+    steps: tuple[int, ...] = ()
+    """Numbers of the inputs that are parameters which the optimiser steps within the backward, before its end."""
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
@@ -35,14 +38,16 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region. With `accumulation`, gradients are added to `.grad` in place."""
+    """The forward and backward modules of a region. With `accumulation`, gradients are added to `.grad` in place, and
+    parameters stepped where the schedule says so."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
     if accumulation is not None:
         first, tensors = joint.forward_outputs, joint.tensor_positions
         inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
-        accumulate_in_place(backward, inputs, accumulation)
+        steps = nodes_before_steps(joint, scheduled, backward, schedule.steps)
+        accumulate_in_place(backward, inputs, accumulation, steps)
     return forward, backward
 
 

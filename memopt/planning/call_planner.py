@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -89,15 +89,17 @@ class CallPlanner:
         account = replace(account, gradients_held=state.gradients_held, other_forwards=state.other_forwards)
         return self.proposing.adjusted(account)
 
-    def climb(self) -> Climb:
-        """What weighs plans with different levers against each other."""
+    def climb(self, state: State, *, advise: bool = True) -> Climb:
+        """What weighs plans with different levers against each other; `advise`: and names what is not allowed."""
         proposing = self.proposing
-        return Climb(self.options.budget_bytes, self.options.effort, proposing.allowed, proposing.offers)
+        offers = proposing.offers if advise else proposing.offers_allowed
+        offered = partial(offers, gradients_held=state.gradients_held)
+        return Climb(self.options.budget_bytes, self.options.effort, proposing.allowed, offered, notes=proposing.notes)
 
     @cached_property
     def proposing(self) -> Proposing:
         """Which proposals there are, and which was pulled."""
-        return Proposing(self.model, self.options, self.card, self.rewriting.autocast)
+        return Proposing(self.model, self.options, self.card, self.rewriting.autocast, self.lowering.fuses)
 
     def plan_ahead(self, call: Call, state: State, *, advise: bool = True) -> Plan:
         """Capture and plan a call ahead of its first run, on fakes.
@@ -105,12 +107,10 @@ class CallPlanner:
         Raises `BudgetError`, with what else would help if `advise`, and `CaptureError`.
         """
         self.proposing.check_allowed()
-        climb = self.climb()
+        climb = self.climb(state, advise=advise)
         climb.narrowed = self._on_narrow_parameters(call, state)
         if advise:
             climb.advice = Advice(self, call, state)
-        else:
-            climb.offers = self.proposing.offers_allowed
         with self.types():
             self.screen(call, state)
             job = self.job(call, state)
@@ -145,7 +145,8 @@ class CallPlanner:
             narrows = BF16_PARAMETERS in kept.plan.proposals
             with self.types():
                 _, trace = self._capture(hollow, state, self.proposing.narrowing() if narrows else None)
-                return trace(self.rungs[kept.rung].rewriting)[0]
+                found = trace(self.rungs[kept.rung].rewriting)[0]
+            return self.proposing.as_kept(found, kept.plan)
 
         return captured
 
@@ -245,7 +246,7 @@ class CallPlanner:
                 "recompute" in self.options.allow,
                 offload_link(self.card, self.options.allow),
             )
-        return self.known[key]
+        return self.known[key].stepping_by(self.proposing.stepping)
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
         """Sizes that depend on data: seen by running the call's forward without gradients; unknown for fakes."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from torch import fx
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import is_receipt
@@ -14,8 +16,10 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.pricing import Hardware
 from memopt.pricing.node_prices import price_nodes
-from memopt.pricing.price import PricedGraph, is_scheduled, price
+from memopt.pricing.price import NodePrice, PricedGraph, PricedStep, is_scheduled, price
+from memopt.pricing.stepping import Steps
 from memopt.pricing.storages import storage_bytes, tensors_of
+from memopt.proposals import Stepping
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
 from memopt.torch_compat import known_sizes
 from passes.node_facts import is_tangent
@@ -38,6 +42,35 @@ class Captured:
     """Whether anything may be evaluated again."""
     link: Link | None = None
     """The road over which activations may wait on the host; None: they may not."""
+    stepping: Stepping | None = None
+    """How the optimiser steps within the backward; None: after it."""
+    base: Captured | None = field(default=None, repr=False, compare=False)
+    """The same without `stepping`: what prices are known of."""
+
+    def stepping_by(self, stepping: Stepping | None) -> Captured:
+        """The same call with the optimiser stepping so; the same object for the same way."""
+        base = self.base or self
+        if stepping is None:
+            return base
+        if stepping not in base._siblings:
+            base._siblings[stepping] = replace(base, stepping=stepping, base=base)
+        return base._siblings[stepping]
+
+    def stepping_as(self, steps: Sequence[Sequence[int]]) -> Captured:
+        """With all inputs left to the end of their region's backward but those, which a plan steps before."""
+        if self.stepping is None:
+            return self
+        inside = {number for each in steps for number in each}
+        numbers = {number for region in self.regions for number in region.parameter_inputs}
+        return self.stepping_by(self.stepping.leaving(numbers - inside))
+
+    @cached_property
+    def _siblings(self) -> dict[Stepping, Captured]:
+        return {}
+
+    @cached_property
+    def _node_prices(self) -> dict[bool, Callable[[fx.Node], NodePrice]]:
+        return {}
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -51,18 +84,24 @@ class Captured:
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     @cached_property
-    def _joined(self) -> dict[tuple[bool, bool], Joined]:
+    def _joined(self) -> dict[tuple[bool, bool, frozenset[int]], Joined]:
         return {}
 
-    def joined(self, *, accumulating: bool, as_seen: bool = False) -> Joined:
+    def joined(self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset()) -> Joined:
         """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`; `as_seen`: with
-        data-dependent sizes as they were on the batch at hand rather than the most that is allowed."""
-        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed)
+        data-dependent sizes as they were on the batch at hand rather than the most that is allowed; `left`: with more
+        parameters that are stepped at the backward's end only."""
+        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed, left)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
-                joined = join(self._prices(accumulating))
                 self._joined[key] = replace(
-                    joined, recompute=self.recompute, link=self.link, given=self._given(), major=self.hardware.major
+                    join(self._prices(accumulating, key[1], left)),
+                    recompute=self.recompute,
+                    link=self.link,
+                    given=self._given(),
+                    major=self.hardware.major,
+                    left=left,
+                    leaving=lambda more: self.joined(accumulating=accumulating, as_seen=as_seen, left=left | more),
                 )
         return self._joined[key]
 
@@ -72,22 +111,39 @@ class Captured:
         given = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
         return tuple(map(storage_bytes, given))
 
-    def _prices(self, accumulating: bool) -> list[PricedGraph]:
-        held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
-        generated = frozenset().union(*(region.generated for region in self.regions))
-        price_of = price_nodes(held, self.hardware, timed=self.timed, generated=generated).__getitem__
+    def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int]) -> list[PricedGraph]:
+        same = self.base if self.base is not None and self.base.hardware == self.hardware else self
+        if as_seen not in same._node_prices:
+            held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
+            generated = frozenset().union(*(region.generated for region in self.regions))
+            prices = price_nodes(held, self.hardware, timed=self.timed, generated=generated)
+            same._node_prices[as_seen] = prices.__getitem__
         return [
             price(
                 region.module,
                 region.forward_outputs,
-                price_of,
+                same._node_prices[as_seen],
                 region.parameter_gradients if accumulating else (),
                 region.fused_away,
                 self.hardware.least_moved_bytes,
                 1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
+                self._steps(region, left),
             )
             for region in self.regions
         ]
+
+    def _steps(self, region: JointGraph, left: frozenset[int]) -> Steps:
+        """The parameters that are stepped in the backward of a region: before its end only where there is no other."""
+        if self.stepping is None:
+            return Steps()
+        given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        sizes = {number: self.stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
+        workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
+        inside = region.parameter_gradients if len(self.regions) == 1 and not region.fused else {}
+        steady = self.stepping.left | left
+        return Steps(
+            {at: number for at, number in inside.items() if number in workspaces and number not in steady}, workspaces
+        )
 
 
 @dataclass(frozen=True)
@@ -107,10 +163,20 @@ class Joined:
     major: int = 0
     """Of the card's compute capability."""
 
+    left: frozenset[int] = frozenset()
+    """Numbers of the inputs that are stepped at the backward's end only, for the schedules' sake."""
+    leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
+    """Gives the same problem with more inputs left so."""
+
     @cached_property
     def on_cards(self) -> dict[tuple[object, ...], Account]:
         """What `on_card` found, by what it was asked."""
         return {}
+
+    @property
+    def steps(self) -> dict[int, PricedStep]:
+        """The ops that stand for steps of parameters within the backward: those of the one region, in its numbers."""
+        return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:

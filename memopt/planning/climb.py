@@ -38,6 +38,8 @@ class Climb:
     """The step on a rung with narrower parameters, for offers that need it; None where it cannot be captured."""
     advice: Callable[[Sequence[Step]], Sequence[str]] = lambda steps: ()
     """What else would help, in a sentence each, asked for where nothing that may be pulled does."""
+    notes: tuple[str, ...] = ()
+    """What the plan, or the refusal, has to say anyway."""
     _steps: list[Step] = field(default_factory=list)
     _plans: list[tuple[Plan, Rung]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
@@ -47,6 +49,9 @@ class Climb:
     """By the `id` of the rung."""
     _idle: set[str] = field(default_factory=set)
     """Levers that found nothing to do: rungs above have them in name only."""
+
+    def __post_init__(self) -> None:
+        self._notes |= dict.fromkeys(self.notes)
 
     def skip(self, rung: Rung, notes: tuple[str, ...]) -> None:
         """The newest lever of a rung finds nothing to do, as the notes say."""
@@ -129,7 +134,8 @@ class Climb:
         for step in steps:
             taken = self._narrowed(step[0]) if offer.narrows else step
             if taken is not None:
-                yield taken
+                rung, captured, account = taken
+                yield rung, captured.stepping_by(offer.stepping), account
 
     def _is_hopeless(self, offer: Offer) -> bool:
         """Whether what is held all the time is above the budget."""
@@ -155,7 +161,7 @@ class Climb:
                 continue
             self._plans.append((replace(plan, proposals=offer.names), rung))
         plan, rung = self._fastest()
-        notes = tuple(map(str, offer.proposals))
+        notes = (*map(str, offer.proposals), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), rung
 
     def _fastest(self) -> tuple[Plan, Rung]:
@@ -174,6 +180,15 @@ class Climb:
 def _smallest(step: Step) -> tuple[int, str]:
     _, captured, account = step
     return smallest(captured.joined(accumulating=account.gradients_held), account)
+
+
+def _on_steps(plan: Plan) -> tuple[str, ...]:
+    """How many parameters are stepped before the backward's end."""
+    captured = plan.captured
+    if captured is None or captured.stepping is None:
+        return ()
+    inside = sum(len(region.steps) for region in plan.regions)
+    return (f"{inside} parameters are stepped within the backward, all others at its end",)
 
 
 def _seconds(plan: Plan) -> float:

@@ -261,7 +261,9 @@ def make_plan(
     with stage("loading the solver"):
         warm_up()
     with stage("solving") as tell:
-        solution, account = solve_on_card(joined, account, budget_bytes, effort, tell, offload=offload)
+        joined, solution, account = solve_on_card(joined, account, budget_bytes, effort, tell, offload=offload)
+    regions = split(joined, captured, solution.schedule)
+    captured = captured.stepping_as([region.steps for region in regions])
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
     save_all = Schedule.save_all(seen.problem)
     return Plan(
@@ -277,7 +279,7 @@ def make_plan(
         held_bytes=held_after_forward(joined.problem, solution.schedule),
         bound_seconds=solution.lower_bound_seconds,
         method=solution.method,
-        regions=split(joined, captured, solution.schedule),
+        regions=regions,
         modules=module_rows(joined, solution.schedule),
         notes=captured.all_notes,
         effort=effort,

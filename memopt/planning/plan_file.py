@@ -37,7 +37,8 @@ def fields_from(values: dict[str, Any]) -> dict[str, Any]:
 
     def region(row: dict[str, Any]) -> RegionSchedule:
         stays = tuple(HostStay(**stay) for stay in row.get("stays", ()))
-        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], stays)
+        steps = tuple(row.get("steps", ()))
+        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], stays, steps)
 
     return {
         **values,

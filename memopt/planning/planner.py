@@ -12,6 +12,7 @@ from memopt.errors import GIB, BudgetError
 from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.on_card import on_card, within, without_allocator
+from memopt.planning.settle import settled
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
 from passes import HostStay
@@ -72,9 +73,9 @@ def solve_on_card(
     tell: Callable[[str], None] | None = None,
     *,
     offload: bool = True,
-) -> tuple[Solution, Account]:
-    """`solve`, again with less where torch's allocator would not keep the budget with what was found; and the account
-    with what the allocator comes to hold.
+) -> tuple[Joined, Solution, Account]:
+    """`solve_settled`, again with less where torch's allocator would not keep the budget with what was found; and the
+    account with what the allocator comes to hold.
 
     Raises `BudgetError`.
     """
@@ -82,21 +83,48 @@ def solve_on_card(
     for _ in range(_ROUNDS):
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
-            solution = solve(joined, tighter, budget_bytes, effort, tell, offload=offload)
+            taken, solution = solve_settled(joined, tighter, budget_bytes, effort, tell, offload=offload)
         except BudgetError:
             if not allowance:
                 raise
             break
-        fitted = within(joined, solution.schedule, account, budget_bytes)
+        fitted = within(taken, solution.schedule, account, budget_bytes)
         if fitted is not None:
-            return solution, fitted
-        needed = breakdown(joined.problem, solution.schedule, on_card(joined, solution.schedule, account)).peak_bytes
+            return taken, solution, fitted
+        needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
         allowance += max(needed - budget_bytes, budget_bytes // 256)
-    solution = joined.smallest if offload else joined.portfolio.smallest()
-    fitted = within(joined, solution.schedule, account, budget_bytes)
+    taken, solution = settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
+    fitted = within(taken, solution.schedule, account, budget_bytes)
     if fitted is None:
         raise BudgetError(budget_bytes, *smallest(joined, account))
-    return solution, fitted
+    return taken, solution, fitted
+
+
+def solve_settled(
+    joined: Joined,
+    account: Account,
+    budget_bytes: int,
+    effort: Effort = DEFAULT_EFFORT,
+    tell: Callable[[str], None] | None = None,
+    *,
+    offload: bool = True,
+) -> tuple[Joined, Solution]:
+    """As `solve`, with the problem that the solution is of: another one where some parameters cannot be stepped before
+    the end of a backward that evaluates so much again."""
+    graph_bytes = budget_bytes - account.resident_bytes
+
+    def solution_of(each: Joined) -> Solution:
+        return solve(each, account, budget_bytes, effort, tell, offload=offload)
+
+    if not joined.steps:
+        return joined, solution_of(joined)
+    try:
+        return settled(joined, solution_of, graph_bytes)
+    except BudgetError:
+        tightest = settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
+        if tightest[1].peak_bytes <= graph_bytes and smallest(joined, account)[0] <= budget_bytes:
+            return tightest
+        raise BudgetError(budget_bytes, *smallest(joined, account)) from None
 
 
 def _recomputing(
@@ -137,8 +165,9 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
-    schedule = joined.smallest.schedule
-    least = breakdown(joined.problem, schedule, on_card(joined, schedule, account))
+    taken, solution = settled(joined, lambda each: each.smallest)
+    schedule = solution.schedule
+    least = breakdown(taken.problem, schedule, on_card(taken, schedule, account))
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
     return least.peak_bytes, f"{largest} (at {least.at})"
 
@@ -172,8 +201,9 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
                 boundaries[region] = len(evaluations[region])
         seen.add(index)
     stays = _stays(joined, schedule)
+    steps = tuple(sorted(step.number for step in joined.steps.values()))
     return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())))
+        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())), steps)
         for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
     )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from memopt.pricing.blocks import is_attention_core, number_blocks
+from memopt.pricing.stepping import PlacedStep, Steps, place_steps
 from memopt.pricing.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
@@ -39,6 +40,19 @@ class NodePrice:
     memory of its elements); else 0."""
 
 
+NO_STEPS = Steps()
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A parameter's step within the backward: an op of the account only."""
+
+    number: int
+    """Of the input."""
+    after: frozenset[int]
+    """The ops that read the parameter or its gradient: it comes behind all their evaluations."""
+
+
 @dataclass(frozen=True)
 class PricedGraph:
     """A joint graph as numbers. `nodes[i]` names the node that op `i` evaluates; "" for an op of the account only."""
@@ -49,6 +63,8 @@ class PricedGraph:
     """The module path of each op, "" where none is known."""
     values: tuple[str, ...] = ()
     """The node whose tensor each storage is, "" for what cannot be moved elsewhere (`Storage.movable`)."""
+    steps: dict[int, PricedStep] = field(default_factory=dict)
+    """By op."""
 
 
 def price(
@@ -59,14 +75,17 @@ def price(
     fused: frozenset[fx.Node] = frozenset(),
     least_moved_bytes: int = 0,
     block_bytes: int = 1,
+    steps: Steps = NO_STEPS,
 ) -> PricedGraph:
     """Price a canonical joint graph; the values of `fused` nodes are never held, and no schedule names these.
 
     `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
     Values of fewer than `least_moved_bytes` cannot go to the host. Memory is handed out in multiples of `block_bytes`.
+    Of `steps`, those that can be are taken as soon as the parameter and its gradient are read no more, the others at
+    the end, one after the other.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes).run()
+    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps).run()
 
 
 class _Pricer:
@@ -79,6 +98,7 @@ class _Pricer:
         fused: frozenset[fx.Node],
         least_moved_bytes: int,
         block_bytes: int,
+        steps: Steps,
     ) -> None:
         self.graph = joint.graph
         self.least_moved_bytes = least_moved_bytes
@@ -100,12 +120,10 @@ class _Pricer:
         results = joint.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results
-        self.kept = {
-            index
-            for position, node in enumerate(results)
-            if isinstance(node, fx.Node) and position not in accumulated
-            for index in self.storages.of.get(node, ())
-        }
+        self.steps = steps
+        self.placed: dict[fx.Node, list[PlacedStep]] = {}
+        self.kept: set[int] = set()
+        self.accumulated = accumulated
         self.forward_outputs = forward_outputs
         self.listed: list[Storage] = []
         self.number: dict[int, int] = {}
@@ -113,9 +131,13 @@ class _Pricer:
         self.nodes: list[str] = []
         self.modules: list[str] = []
         self.values: list[str] = []
+        self.priced_steps: dict[int, PricedStep] = {}
+        self.op_of: dict[fx.Node, int] = {}
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.fused)
+        self.placed = place_steps(self.graph, self.storages, self.steps, backward)
+        self.kept = self.kept_results()
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
         for node in forward:
@@ -126,12 +148,35 @@ class _Pricer:
         self.add_tangents()
         for node in backward:
             self.add(node, paths[node], -1, recomputable=False)
+            for step in self.placed.get(node, ()):
+                self.add_step(step)
         self.add_hand_over()
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values))
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), self.priced_steps)
+
+    def kept_results(self) -> set[int]:
+        """Storages of results that are alive to the end."""
+        gone = {*self.accumulated, *(step.position for steps in self.placed.values() for step in steps)}
+        return {
+            index
+            for position, node in enumerate(self.results)
+            if isinstance(node, fx.Node) and position not in gone
+            for index in self.storages.of.get(node, ())
+        }
+
+    def add_step(self, step: PlacedStep) -> None:
+        """The optimiser's step of one parameter."""
+        gradient = self.results[step.position]
+        assert isinstance(gradient, fx.Node)
+        (made,) = self.storages.of[gradient]
+        after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
+        self.priced_steps[len(self.ops)] = PricedStep(step.number, after)
+        name = f"step_of_input_{step.number}"
+        self.append(Op(name, 0.0, (self.number[made],), (), self.rounded(step.workspace_bytes), recomputable=False))
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         price = self.price_of(node)
+        self.op_of[node] = len(self.ops)
         reads = [self.number[index] for index in self.storages.read_by(node) if index not in self.resident]
         if recomputable and is_random(node):
             reads.append(len(self.listed) - 1)
@@ -198,19 +243,24 @@ class _Pricer:
 
     def add_hand_over(self) -> None:
         """Autograd takes a gradient over as `.grad` where its strides are the parameter's, else it copies it, one after
-        the other; the copy of an expanded gradient is larger than what it copies."""
+        the other; the copy of an expanded gradient is larger than what it copies. It steps by it, too, where parameters
+        are stepped in the backward, and this one is not yet."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
         copied = [
             (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
             for given, gradient in pairs
-            if isinstance(gradient, fx.Node) and gradient.meta["val"].stride() != given.meta["val"].stride()
+            if isinstance(gradient, fx.Node) and _strides(gradient) != _strides(given)
             for index in self.storages.of[gradient]
             if index in self.kept
         ]
         growth = sum(max(0, copy - original) for original, copy in copied)
         largest = max((original for original, _ in copied), default=0)
-        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=growth + largest, recomputable=False))
+        done = {step.number for step in self.priced_steps.values()}
+        given = {number for number, result in enumerate(self.results[self.forward_outputs :]) if result is not None}
+        workspaces = (nbytes for number, nbytes in self.steps.workspaces.items() if number in given - done)
+        workspace = growth + largest + self.rounded(max(workspaces, default=0))
+        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=workspace, recomputable=False))
 
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.block_bytes) * self.block_bytes
@@ -243,6 +293,10 @@ def is_scheduled(node: fx.Node) -> bool:
 def is_mutation(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _strides(node: fx.Node) -> tuple[int, ...]:
+    return node.meta["val"].stride()
 
 
 def _device_type(node: fx.Node) -> str:

@@ -5,15 +5,22 @@ from memopt.proposals.lever_price import LeverPrice, price_levers
 from memopt.proposals.levers import Levers
 from memopt.proposals.low_bit_backend import Backend, use_low_bit_optimizer
 from memopt.proposals.low_bit_optimizer import LowBitOptimizer
-from memopt.proposals.offers import BF16_PARAMETERS, OPTIMIZER_PROPOSALS, Offer, offers
+from memopt.proposals.offers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS, Offer, offers
 from memopt.proposals.offload_optimizer import OffloadedOptimizer, Where
-from memopt.proposals.optimizer_in_backward import OptimizerInBackward, refuse_what_needs_all_gradients
+from memopt.proposals.optimizer_in_backward import (
+    OptimizerInBackward,
+    SteppingHook,
+    refuse_what_needs_all_gradients,
+    stepping_hooks,
+)
 from memopt.proposals.proposal import Proposal, StepBytes
 from memopt.proposals.propose import propose
+from memopt.proposals.stepping import Stepping
 from memopt.proposals.training_facts import TrainingFacts
 
 __all__ = [
     "BF16_PARAMETERS",
+    "OPTIMIZER_IN_BACKWARD",
     "OPTIMIZER_PROPOSALS",
     "BF16ParametersOptimizer",
     "Backend",
@@ -26,6 +33,8 @@ __all__ = [
     "Proposal",
     "Rounding",
     "StepBytes",
+    "Stepping",
+    "SteppingHook",
     "TrainingFacts",
     "Where",
     "kept_wide",
@@ -33,6 +42,7 @@ __all__ = [
     "price_levers",
     "propose",
     "refuse_what_needs_all_gradients",
+    "stepping_hooks",
     "use_bf16_parameters",
     "use_low_bit_optimizer",
 ]

@@ -13,6 +13,7 @@ from memopt.proposals.levers import Levers
 from memopt.proposals.one_parameter import PIECE_ELEMENTS
 from memopt.proposals.proposal import StepBytes
 from memopt.proposals.step_price import StepPrice, device_type, nbytes, prices_of_each, step_price
+from memopt.proposals.stepping import Stepping
 from memopt.proposals.training_facts import TrainingFacts, trained
 
 
@@ -23,14 +24,15 @@ class LeverPrice:
     device: StepBytes
     host_bytes: int
     seconds: float
+    stepping: Stepping | None = None
+    """With the optimiser in the backward: what each of its steps takes there."""
 
 
 def price_levers(facts: TrainingFacts, levers: Levers) -> LeverPrice:
     """The rows of the account that `levers` move. Nothing of the model runs: the optimiser does, on fake tensors.
 
     With the optimiser in the backward, gradients and temporaries are those at the worst moment, which is then within
-    the backward, beside the activations still held; that saves where autograd itself runs the backward: one that is a
-    single graph of AOTAutograd gives all its gradients at its end.
+    the backward, beside the activations still held: a guess by the model's modules, for which a plan has the graph.
 
     Raises `ValueError` for an optimiser that cannot be tried, or that the levers do not fit.
     """
@@ -58,7 +60,9 @@ def price_levers(facts: TrainingFacts, levers: Levers) -> LeverPrice:
         )
     gradients, stepped = _gradients(facts, dtypes, temporaries, levers)
     parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
-    return LeverPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds)
+    each_stepped = zip(facts.trained, learning, temporaries, strict=True)
+    in_backward = Stepping.of(each_stepped) if levers.optimizer_in_backward else None
+    return LeverPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds, in_backward)
 
 
 def _dtype(parameter: torch.Tensor, facts: TrainingFacts, levers: Levers) -> torch.dtype:

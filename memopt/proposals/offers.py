@@ -11,15 +11,18 @@ from memopt.proposals.lever_price import LeverPrice
 from memopt.proposals.levers import Levers
 from memopt.proposals.proposal import Proposal
 from memopt.proposals.propose import propose
+from memopt.proposals.stepping import Stepping
 from memopt.proposals.training_facts import TrainingFacts
 
 BF16_PARAMETERS = "bf16_parameters"
+OPTIMIZER_IN_BACKWARD = "optimizer_in_backward"
 OPTIMIZER_PROPOSALS = {
     BF16_PARAMETERS: "parameters and gradients in bfloat16, rounded by chance when they are stepped",
     "low_bit_optimizer": "Adam's moments in 8 bits",
     "offload_optimizer": "the optimizer's state in the host's memory",
+    OPTIMIZER_IN_BACKWARD: "each parameter stepped, and its gradient freed, as soon as the backward has it",
 }
-"""What `allow` takes; all but the first leave the captured step as it is."""
+"""What `allow` takes. The first changes the captured step, the last what is held in its backward."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Offer:
     levers: Levers
     proposals: tuple[Proposal, ...]
     """One on top of the other, each with its price."""
+    stepping: Stepping | None = None
+    """How parameters are stepped within the backward; None: after it."""
+
+    @classmethod
+    def of(cls, facts: TrainingFacts, levers: Levers, known: dict[Levers, LeverPrice] | None = None) -> Offer:
+        """`known` and errors are those of `propose`."""
+        known = {} if known is None else known
+        proposals = propose(facts, levers, known)
+        return cls(levers, proposals, known[levers].stepping)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,8 +58,12 @@ class Offer:
         return sum(each.host_bytes for each in self.proposals)
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step with the proposals taken, whether the parameters are turned already or not."""
-        return replace(account, **asdict(self.proposals[-1].after))
+        """The account of the step with the proposals taken, whether the parameters are turned already or not. What is
+        stepped within the backward leaves nothing behind it: gradients and temporaries are the problem's then."""
+        after = asdict(self.proposals[-1].after)
+        if self.stepping is not None:
+            after.update(gradients=0, optimizer_temporaries=0)
+        return replace(account, **after)
 
     @property
     def narrows(self) -> bool:
@@ -63,7 +79,7 @@ def offers(facts: TrainingFacts, names: Collection[str]) -> tuple[Offer, ...]:
         for chosen in combinations(sorted(names), number):
             levers = Levers.named(chosen)
             try:
-                found.append(Offer(levers, propose(facts, levers, known)))
+                found.append(Offer.of(facts, levers, known))
             except (TypeError, ValueError):  # 8 bits are for Adam alone
                 continue
     return tuple(sorted(found, key=lambda offer: offer.added_seconds))

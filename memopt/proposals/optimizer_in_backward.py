@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,9 @@ class OptimizerInBackward(Parameterwise):
     Equal bit for bit to `inner` stepped after the backward, as far as that goes over its parameters one by one.
     `loss.backward()` trains; `step()` is still to be called after each, as schedulers ask for it, and steps what got
     its gradient otherwise. `state_dict` is that of `inner`.
+
+    Autograd calls it for a parameter once the gradient is there. The backward of a captured call hands all gradients
+    over at its end; one that is planned with this lever calls it inside, once nothing reads the parameter any more.
 
     What has to see all gradients before any is used is impossible, and refused where it is known: clipping by the
     norm of all, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped half.
@@ -46,7 +50,7 @@ class OptimizerInBackward(Parameterwise):
         number = len(self.param_groups) - 1
         for parameter in self.param_groups[-1]["params"]:
             if parameter.requires_grad:
-                hook = self._hook(number)
+                hook = SteppingHook(self, number)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -62,19 +66,23 @@ class OptimizerInBackward(Parameterwise):
         self._forget_hooks()
         return self.inner
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def step_now(parameter: torch.Tensor) -> None:
-            if id(parameter) in self._stepped:
-                raise ValueError(
-                    "a second backward before optimizer.step(): with the optimizer in the backward, each backward is "
-                    "a whole step, and gradients cannot be accumulated; call step() after each, or take another lever"
-                )
-            self._stepped.add(id(parameter))
-            with torch.no_grad():
-                self.step_parameter(self.param_groups[number], parameter)
-            parameter.grad = None
+    def step_now(self, number: int, parameter: torch.Tensor) -> None:
+        """Step a parameter of group `number` by its whole gradient, and free that.
 
-        return step_now
+        Raises `ValueError` where it has been stepped since the last `step()`.
+        """
+        if parameter.grad is None:  # autograd calls hooks where no gradient came, too
+            return
+        if id(parameter) in self._stepped:
+            raise ValueError(
+                "a second backward before optimizer.step(): with the optimizer in the backward, each backward is "
+                "a whole step, and gradients cannot be accumulated; call step() after each, have the loss read "
+                "parameters within the model's own call alone, or take another lever"
+            )
+        self._stepped.add(id(parameter))
+        with torch.no_grad():
+            self.step_parameter(self.param_groups[number], parameter)
+        parameter.grad = None
 
     def _forget_hooks(self) -> None:
         self._handles: list[Any] = []
@@ -85,6 +93,23 @@ class OptimizerInBackward(Parameterwise):
         super().__setstate__(state)
         if "_handles" not in self.__dict__:
             self._forget_hooks()
+
+
+@dataclass(frozen=True, eq=False)
+class SteppingHook:
+    """What autograd calls once a parameter's gradient is whole: its `OptimizerInBackward` steps it."""
+
+    optimizer: OptimizerInBackward
+    group: int
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.optimizer.step_now(self.group, parameter)
+
+
+def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
+    """Those among the parameter's hooks; none where no optimiser steps it in the backward."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return [hook for hook in hooks.values() if isinstance(hook, SteppingHook)]
 
 
 def refuse_what_needs_all_gradients(

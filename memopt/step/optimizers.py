@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memopt.calls.planned_call import planned_call_of
-from memopt.proposals import OptimizerInBackward
+from memopt.proposals import OPTIMIZER_IN_BACKWARD, OptimizerInBackward
 from memopt.proposals.parameterwise import Parameterwise
 from memopt.step.ranks import unwrapped
 
@@ -34,7 +34,8 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
             raise ValueError("LBFGS evaluates the loss several times a step, which TrainStep does not; use another")
         if isinstance(each, OptimizerInBackward):
             raise ValueError(
-                "OptimizerInBackward steps within the backward, before TrainStep could clip or skip; use another here"
+                "OptimizerInBackward steps within the backward, before TrainStep could clip or skip: train in a loop "
+                "of your own (loss.backward(), optimizer.step()), or leave it out"
             )
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
@@ -80,6 +81,12 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
     """Raise `ValueError` where a plan counts on proposals that are not around the optimisers."""
     planned = planned_call_of(unwrapped(model))
     pulled = planned.pulled.names if planned is not None else ()
+    if OPTIMIZER_IN_BACKWARD in pulled:
+        raise ValueError(
+            f"the plan of this {type(unwrapped(model)).__name__} counts on {OPTIMIZER_IN_BACKWARD}, and TrainStep "
+            "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "
+            "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave it out of allow"
+        )
     if pulled and not all(isinstance(each, Parameterwise) for each in optimizers):
         raise ValueError(
             f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(pulled)}: give TrainStep "

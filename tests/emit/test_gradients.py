@@ -10,7 +10,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
-from memopt.emit.gradients import AccumulateGradient, Accumulation, accumulate_in_place, is_hooked
+from memopt.emit.gradients import AccumulateGradient, Accumulation, StepParameter, accumulate_in_place, is_hooked
+from memopt.proposals import OptimizerInBackward
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
 
@@ -143,6 +144,84 @@ def test_an_input_that_is_no_leaf_gets_its_gradient() -> None:
     loss(parameter * 5).backward()
     assert Twice.given[0] is not None
     assert parameter.grad.tolist() == [11.0] * 3
+
+
+def stepped(parameter: Tensor, *, allowed: bool = True, other: Tensor | None = None) -> Tensor:
+    step = StepParameter(Accumulation(allowed), position=1)
+    result: Any = Twice.apply(step, torch.zeros(3) if other is None else other, parameter)
+    return result.sum()
+
+
+def in_backward(*parameters: torch.nn.Parameter) -> OptimizerInBackward:
+    return OptimizerInBackward(torch.optim.SGD(parameters, lr=1.0))
+
+
+def test_a_parameter_is_stepped_and_nothing_passed_on() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = in_backward(parameter)
+    for steps in (1, 2):
+        stepped(parameter).backward()
+        optimizer.step()
+        assert parameter.tolist() == [-2.0 * steps] * 3
+        assert parameter.grad is None
+    assert Twice.given == [None, None]
+
+
+def test_its_own_hook_is_not_in_the_way() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    in_backward(parameter)
+    assert is_hooked(parameter)
+    assert not is_hooked(parameter, stepped=True)
+    in_backward(parameter)
+    assert is_hooked(parameter, stepped=True)
+
+
+def held(parameter: Tensor) -> None:
+    parameter.grad = torch.zeros(3)
+
+
+def negated(parameter: Tensor) -> None:
+    parameter.register_hook(lambda gradient: gradient.neg().neg())
+
+
+def late(parameter: Tensor) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize("prepare", [held, negated, late])
+def test_autograd_steps_where_there_is_more_to_do(prepare: Callable[[Tensor], None]) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    in_backward(parameter)
+    prepare(parameter)
+    stepped(parameter).backward()
+    assert Twice.given[0] is not None
+    assert parameter.tolist() == [-2.0] * 3
+
+
+def test_autograd_steps_while_several_forwards_wait() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    in_backward(parameter)
+    (stepped(parameter, allowed=False) + stepped(parameter, allowed=False)).backward()
+    assert None not in Twice.given
+    assert parameter.tolist() == [-4.0] * 3
+
+
+def test_what_is_asked_for_or_dropped_steps_nothing() -> None:
+    parameter, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    in_backward(parameter)
+    (gradient,) = torch.autograd.grad(stepped(parameter), parameter)
+    assert gradient.tolist() == [2.0] * 3
+    stepped(parameter, other=other).backward(inputs=[other])
+    assert Twice.given[1] is None
+    assert parameter.tolist() == [0.0] * 3
+
+
+def test_without_an_optimizer_it_is_autograds() -> None:
+    parameter = trained()
+    stepped(parameter).backward()
+    assert Twice.given == [None]
+    assert parameter.grad.tolist() == [3.0] * 3
+    assert parameter.tolist() == [0.0] * 3
 
 
 def backward_graph() -> fx.GraphModule:

@@ -1,0 +1,62 @@
+"""Where a scheduled region's parameters are stepped: behind the last of all evaluations that read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.joint import JointGraph
+from memopt.pricing.stepping import MemoryUses
+from memopt.pricing.storages import find_storages
+from passes.apply_schedule import BACKWARD
+
+
+def nodes_before_steps(
+    joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
+) -> dict[int, set[str]]:
+    """Position of the gradient among the backward's results → names of the backward's nodes that read the parameter's
+    memory or the gradient's, under whatever name, evaluations that are repeated included.
+
+    `numbers` are those of the inputs to step. It is told from the scheduled graph alone, so that what was planned is
+    not trusted; what cannot be stepped before the end is left out. `backward` is what was extracted of it.
+    """
+    if not numbers:
+        return {}
+    named = {node.name: node.target for node in scheduled.graph.nodes}
+    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+    assert all(named.get(node.name) == node.target for node in calls), "a node has another name in the backward"
+    uses = MemoryUses(scheduled.graph, find_storages(scheduled.graph))
+    found: dict[int, set[str]] = {}
+    for position, number in joint.parameter_gradients.items():
+        before = uses.before_step(position, number) if number in numbers else None
+        if before is not None:
+            late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
+            found[position - joint.forward_outputs] = late
+    return found
+
+
+def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Raise `ValueError` where a parameter that is stepped in the backward shares its memory with another input of the
+    region: what reads that is not known to read the parameter."""
+    if not numbers:
+        return
+    held = Counter(each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor))
+    for number in numbers:
+        assert isinstance(inputs[number], nn.Parameter)
+        if held[inputs[number].untyped_storage()._cdata] > 1:
+            raise ValueError(
+                f"a parameter of shape {tuple(inputs[number].shape)} shares its memory with another tensor that the "
+                "model reads, and the plan counts on stepping it within the backward; give the model a copy, or leave "
+                "optimizer_in_backward out of allow"
+            )
+
+
+def sharing_memory(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose memory is that of another parameter or of a buffer, too."""
+    tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
+    held = Counter(each.untyped_storage()._cdata for each in tensors)
+    return [each for each in model.parameters() if held[each.untyped_storage()._cdata] > 1]

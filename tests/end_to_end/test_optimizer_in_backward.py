@@ -1,0 +1,401 @@
+"""Parameters stepped inside the planned backward: the numbers of the plain model, less memory, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import memopt
+from memopt import BudgetError
+from memopt.budget.account import distinct_bytes
+from memopt.calls.planned_call import planned_call_of
+from memopt.capture.inputs import tensors_in
+from memopt.emit import partition as partition_module
+from memopt.errors import GIB
+from memopt.meter import measure_peak
+from memopt.proposals import Levers, OptimizerInBackward
+from tests.families import BY_NAME, Batch, loss_of, normals
+from tests.proposals.pieces import same, small_gpt2, text, values
+
+NAME = "optimizer_in_backward"
+EXACT = {"recompute", NAME}
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, batch: Batch, steps: int = 3) -> list[float]:
+    """The losses; dropout draws the same in each run."""
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = loss_of(model(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+        del loss
+    return found
+
+
+def pull(model: nn.Module, names: Collection[str] = (NAME,), optimizer: Any = optim.AdamW, **options: Any) -> nn.Module:
+    """Have plans count on proposals, whatever the budget."""
+    options = {"precision": "fp32", "allow": {"recompute"}, **options}
+    memopt.optimize(model, options.pop("budget_gb", 4), optimizer=optimizer, **options)
+    planned = planned_call_of(model)
+    assert planned is not None
+    planned.forward.planner.proposing.decide(names)
+    return model
+
+
+def pulled(make: Callable[[], nn.Module] = small_gpt2, **options: Any) -> tuple[nn.Module, optim.Optimizer]:
+    model = pull(make(), **options)
+    return model, memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
+
+
+def stepped_inside(model: nn.Module) -> int:
+    return sum(len(region.steps) for region in memopt.plan_of(model).regions)
+
+
+@cache
+def refusal(name: str) -> BudgetError:
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(BY_NAME[name].make(), 1e-3, BY_NAME[name].batch("usual"), precision="fp32", allow=EXACT)
+    return error.value.with_traceback(None)
+
+
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
+def test_within_the_smallest_budget_bit_by_bit(name: str) -> None:
+    """Tied embeddings, batch statistics, dropout and much recomputation; measured, the peak is within."""
+    make, batch, error = BY_NAME[name].make, BY_NAME[name].batch("usual"), refusal(name)
+    assert error.smallest_with[(NAME,)] == error.smallest_bytes < 0.9 * error.smallest_with[()]
+    plain = make()
+    expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-3)), batch)
+    model, budget = make(), 1.001 * error.smallest_gb
+    memopt.optimize(model, budget, example_inputs=batch, precision="fp32", allow=EXACT)
+    plan = memopt.plan_of(model)
+    assert plan.proposals == (NAME,)
+    assert plan.added_time > 0
+    optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-3))
+    held = distinct_bytes([*model.parameters(), *model.buffers(), *tensors_in(((), batch))])
+    with measure_peak("cpu") as peak:
+        assert train(model, optimizer, batch) == expected
+    assert peak.allocated_bytes + held <= budget * GIB
+    assert same(values(model.parameters()), values(plain.parameters()))
+    assert stepped_inside(model) == len(list(model.parameters()))
+
+
+def peak_of_steps(model: nn.Module, optimizer: optim.Optimizer, batch: Batch) -> int:
+    train(model, optimizer, batch, 1)
+    with measure_peak("cpu") as peak:
+        train(model, optimizer, batch, 1)
+    return peak.allocated_bytes
+
+
+def narrow_layers() -> nn.Module:
+    """Weights of 8 MB, hardly any activations."""
+    torch.manual_seed(0)
+    return Layers(512, 8, nn.Linear)
+
+
+def test_the_peak_is_lower_than_without() -> None:
+    """By all gradients but the largest, since nothing else is held when they are."""
+    batch = {"x": normals(4, 512)}
+    plain = pull(narrow_layers(), (), optim.SGD)
+    before = peak_of_steps(plain, optim.SGD(plain.parameters(), 0.1), batch)
+    model = pull(narrow_layers(), optimizer=optim.SGD)
+    after = peak_of_steps(model, memopt.wrap_optimizer(model, optim.SGD(model.parameters(), 0.1)), batch)
+    assert before > distinct_bytes(model.parameters())
+    assert after < 0.4 * before
+    predicted = [memopt.plan_of(each).predicted_peak_bytes for each in (plain, model)]
+    assert predicted[0] - predicted[1] == pytest.approx(before - after, rel=0.01)
+
+
+def test_the_account_is_that_of_the_step() -> None:
+    model, batch = pull(narrow_layers()), {"x": normals(4, 512)}
+    optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-3))
+    found = memopt.check(model, optimizer, batch)
+    assert found.row("gradients").measured_bytes == found.row("gradients").predicted_bytes == 0
+    measured = found.total.measured_bytes
+    assert measured <= found.total.predicted_bytes <= 1.02 * measured
+
+
+class Backwards(torch.autograd.Function):
+    """A product whose backward reads the weight after the weight's gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        return gradient @ weight, of_weight
+
+
+class Product(nn.Module):
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Any = Backwards.apply
+        return product(x, self.weight)
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int, depth: int, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def products() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(16, 3, Product)
+
+
+def trained_products(monkeypatch: pytest.MonkeyPatch | None = None) -> list[Tensor]:
+    model, optimizer = pulled(products)
+    if monkeypatch is not None:
+        monkeypatch.setattr(partition_module, "nodes_before_steps", lambda *_: {0: set(), 1: set(), 2: set()})
+    train(model, optimizer, {"x": normals(8, 16)})
+    assert stepped_inside(model) == 3
+    return values(model.parameters())
+
+
+def test_not_before_the_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right behind its gradient a weight is stepped too early: the layers below get another gradient."""
+    plain = products()
+    train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), {"x": normals(8, 16)})
+    expected = values(plain.parameters())
+    assert same(trained_products(), expected)
+    early = trained_products(monkeypatch)
+    assert not any(map(torch.equal, early[:2], expected[:2]))
+
+
+def test_with_bf16_parameters_in_8_bits() -> None:
+    """The same numbers as stepped after the backward, compensated: by chance, the order of the steps decides."""
+    batch = text(length=32)
+
+    def run(in_backward: bool) -> list[Tensor]:
+        model = small_gpt2()
+        levers = Levers("compensated", low_bit_optimizer=True, optimizer_in_backward=in_backward)
+        optimizer = levers.apply(model, optim.AdamW(model.parameters(), 1e-2))
+        pull(model, levers.names, precision="bf16")
+        train(model, optimizer, batch)
+        assert stepped_inside(model) == (28 if in_backward else 0)
+        return values(model.parameters())
+
+    assert same(run(True), run(False))
+
+
+def test_it_is_taken_together_with_others() -> None:
+    batch, allow = text(length=32), {"recompute", NAME, "bf16_parameters"}
+    options: dict[str, Any] = {"precision": "bf16", "allow": allow, "example_inputs": batch}
+    with pytest.raises(BudgetError) as error:
+        memopt.optimize(small_gpt2(), 1e-4, **options)
+    everything = ("bf16_parameters", NAME)
+    assert error.value.smallest_with[everything] < min(error.value.smallest_with[names,] for names in everything)
+    model = small_gpt2()
+    memopt.optimize(model, 1.001 * error.value.smallest_with[everything] / GIB, **options)
+    assert memopt.plan_of(model).proposals == everything
+    optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
+    losses = train(model, optimizer, batch, 4)
+    assert losses[-1] < losses[0]
+
+
+def test_frozen_parameters_and_one_with_a_hook() -> None:
+    def prepared() -> nn.Module:
+        model = small_gpt2()
+        model.get_parameter("transformer.wpe.weight").requires_grad_(False)
+        hooked = model.get_parameter("transformer.h.0.mlp.c_fc.weight")
+        hooked.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+        return model
+
+    plain = prepared()
+    expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), text())
+    model, optimizer = pulled(prepared)
+    assert train(model, optimizer, text()) == expected
+    assert same(values(model.parameters()), values(plain.parameters()))
+    assert stepped_inside(model) == 26
+
+
+def test_a_hook_that_comes_late() -> None:
+    model, optimizer = pulled()
+    plain = small_gpt2()
+    late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
+    for each, stepping in ((model, optimizer), (plain, late)):
+        loss = each(**text()).loss
+        each.get_parameter("lm_head.weight").register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
+        loss.backward()
+        stepping.step()
+    assert same(values(model.parameters()), values(plain.parameters()))
+
+
+def test_autograd_grad_steps_nothing() -> None:
+    model, _ = pulled()
+    plain, before = small_gpt2(), values(model.parameters())
+    found = torch.autograd.grad(model(**text()).loss, list(model.parameters()))
+    expected = torch.autograd.grad(plain(**text()).loss, list(plain.parameters()))
+    assert same(found, expected)
+    assert same(values(model.parameters()), before)
+
+
+def test_backward_into_some_parameters_steps_these() -> None:
+    model, optimizer = pulled()
+    plain = small_gpt2()
+    late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
+    for each, stepping in ((model, optimizer), (plain, late)):
+        some = [each.get_parameter("transformer.h.1.mlp.c_fc.weight")]
+        each(**text()).loss.backward(inputs=some)
+        stepping.step()
+    assert same(values(model.parameters()), values(plain.parameters()))
+
+
+def test_two_forwards_of_one_backward() -> None:
+    """Their gradients are summed before any is used."""
+    model, optimizer = pulled()
+    plain = pull(small_gpt2(), ())
+    late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
+    for each, stepping in ((model, optimizer), (plain, late)):
+        (each(**text()).loss + each(**text(seed=2)).loss).backward()
+        stepping.step()
+    assert same(values(model.parameters()), values(plain.parameters()))
+
+
+def test_a_graph_is_not_gone_through_twice() -> None:
+    model, optimizer = pulled()
+    loss = model(**text()).loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_loss_that_reads_parameters_by_itself() -> None:
+    model, _ = pulled()
+    penalty = sum(parameter.sum() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"a second backward .* have the loss read parameters within the model's own"):
+        (model(**text()).loss + penalty).backward()
+
+
+def test_an_optimizer_that_is_not_wrapped() -> None:
+    model = pull(small_gpt2())
+    optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"28 of 28 parameters, the first of shape \(61, 32\), are not stepped in"):
+        model(**text())
+    optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
+    assert isinstance(optimizer, OptimizerInBackward)
+    train(model, optimizer, text(), 1)
+    optimizer.detach()
+    with pytest.raises(ValueError, match="28 of 28 parameters"):
+        model(**text())
+
+
+def test_held_gradients_are_refused() -> None:
+    model, _ = pulled()
+    weight = model.get_parameter("lm_head.weight")
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match=r"gradients are held from before.*call optimizer\.zero_grad\(\) first"):
+        model(**text())
+
+
+def test_train_step_is_refused() -> None:
+    model, _ = pulled()
+    with pytest.raises(ValueError, match=r"counts on optimizer_in_backward, and TrainStep looks at all gradients"):
+        memopt.TrainStep(model, optim.AdamW(model.parameters()))
+
+
+class Alias(nn.Module):
+    """Reads its weight by a tensor that is no parameter, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.alias = self.linear.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) @ self.alias).sum()
+
+
+class AliasInBuffer(Alias):
+    def __init__(self) -> None:
+        super().__init__()
+        alias = self.alias
+        del self.alias
+        self.register_buffer("alias", alias)
+
+
+def test_memory_under_another_name() -> None:
+    """A buffer is known of, and its parameter waits for the end; of other tensors it is refused."""
+    batch = {"x": normals(4, 8)}
+    model, optimizer = pulled(AliasInBuffer)
+    plain = AliasInBuffer()
+    plain.load_state_dict(model.state_dict())
+    plain.alias = plain.linear.weight.detach()
+    train(model, optimizer, batch, 2)
+    assert stepped_inside(model) == 1
+    train_after(plain, batch, 2)
+    assert same(values(model.parameters()), values(plain.parameters()))
+    model, _ = pulled(Alias)
+    with pytest.raises(ValueError, match=r"shape \(8, 8\) shares its memory with another tensor"):
+        model(**batch)
+
+
+def train_after(model: nn.Module, batch: Batch, steps: int) -> None:
+    optimizer = optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(steps):
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_where_it_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match=r"allow steps before it is known whether all gradients are finite"):
+        memopt.plan(small_gpt2(), 1, text(), precision="fp16", allow=EXACT)
+    with pytest.raises(BudgetError, match=r"not weighed: code that inductor compiles .* backend='aten'"):
+        memopt.optimize(small_gpt2(), 1e-4, example_inputs=text(), precision="fp32", allow=EXACT, backend="inductor")
+
+
+def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The plans that were kept are taken again, and step as before."""
+    monkeypatch.setenv("MEMOPT_CACHE", "1")
+    monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
+    batch = text(length=32)
+    with pytest.raises(BudgetError) as error:
+        memopt.plan(small_gpt2(), 1e-4, batch, precision="fp32", allow=EXACT)
+    budget = 1.001 * error.value.smallest_gb
+    found = []
+    for start in range(2):
+        model = small_gpt2()
+        memopt.optimize(model, budget, example_inputs=batch, precision="fp32", allow=EXACT)
+        plan = memopt.plan_of(model)
+        assert plan.proposals == (NAME,)
+        assert plan.smallest_gb() == pytest.approx(error.value.smallest_gb, rel=1e-3)
+        optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
+        if start:
+            monkeypatch.setattr(memopt.planning.climb, "make_plan", None)  # nothing is planned
+        found.append((train(model, optimizer, batch), values(model.parameters()), memopt.plan_of(model).regions))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2]
+    assert found[0][2][0].steps
+
+
+def test_a_plan_is_saved_with_its_steps(tmp_path: Any) -> None:
+    model, optimizer = pulled()
+    train(model, optimizer, text(), 1)
+    plan = memopt.plan_of(model)
+    plan.save(tmp_path / "plan.json")
+    assert memopt.Plan.load(tmp_path / "plan.json").regions == plan.regions
+    assert plan.at(1.5 * plan.predicted_peak_gb).regions[0].steps == plan.regions[0].steps
+    assert plan.frontier(3).smallest_gb == pytest.approx(plan.smallest_gb())

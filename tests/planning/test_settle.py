@@ -1,0 +1,116 @@
+"""Steps in schedules: right behind what they wait for, and at the end where a repetition comes too late for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from memopt.planning.captured import Captured, Joined
+from memopt.planning.planner import smallest, solve_settled, split
+from memopt.planning.settle import settle, settled
+from memopt.pricing import hardware
+from memopt.proposals import Stepping
+from memopt.solver import Offload, Schedule, Solution, simulate
+from tests.planned import ACCOUNT, captured, reading_late, region
+
+STEPPING = Stepping(((((16, 16), (16, 1), torch.float32), 64),))
+STEPPED = replace(ACCOUNT, gradients=0, optimizer_temporaries=0)
+
+
+def joined(step: Captured) -> Joined:
+    return step.stepping_by(STEPPING).joined(accumulating=False)
+
+
+def by_name(problem: Joined, *names: str) -> tuple[int, ...]:
+    names_of = {op.name.partition(" ")[0]: index for index, op in enumerate(problem.problem.ops)}
+    return tuple(names_of[name] for name in names)
+
+
+def names(problem: Joined, schedule: Schedule) -> list[str]:
+    return [problem.problem.ops[index].name.partition(" ")[0] for index in schedule.evaluations]
+
+
+def late(problem: Joined) -> Schedule:
+    """The first layer evaluated again at the very end, after its weight is stepped."""
+    order = list(range(len(problem.problem.ops)))
+    end = order.index(by_name(problem, "mul")[0])
+    return Schedule((*order[:end], *by_name(problem, "mm", "gelu"), *order[end:]))
+
+
+def test_a_weight_that_is_read_after_its_step() -> None:
+    problem = joined(captured(reading_late()))
+    schedule = late(problem)
+    schedule.check(problem.problem)
+    assert settle(problem, schedule) == (schedule, {0})
+
+
+def test_it_is_left_to_the_end() -> None:
+    problem = joined(captured(reading_late()))
+
+    def solve(each: Joined) -> Solution:
+        schedule = late(each)
+        return Solution(schedule, simulate(each.problem, schedule).peak_bytes, 0.0, 0.0, "by hand")
+
+    found, solution = settled(problem, solve)
+    assert found.left == {0}
+    assert [step.number for step in found.steps.values()] == [1]
+    assert solution.peak_bytes == simulate(found.problem, solution.schedule).peak_bytes
+    assert found is problem.leaving(frozenset({0}))  # type: ignore[misc]
+
+
+def test_a_step_moves_up_to_what_it_waits_for() -> None:
+    problem = joined(captured(region(2)))
+    order = list(range(len(problem.problem.ops)))
+    step = order.index(by_name(problem, "step_of_input_1")[0])
+    schedule = Schedule((*order[:step], *by_name(problem, "mm"), *order[step:]))
+    moved, wrong = settle(problem, schedule)
+    assert not wrong
+    assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "mm"]
+    assert settle(problem, moved) == (moved, frozenset())
+
+
+def test_stays_on_the_host_keep_their_neighbours() -> None:
+    problem = joined(replace(captured(region(2)), hardware=replace(hardware("h100"), least_moved_bytes=0)))
+    order = list(range(len(problem.problem.ops)))
+    step = order.index(by_name(problem, "step_of_input_1")[0])
+    (gelu,) = by_name(problem, "gelu")
+    storage = problem.problem.ops[by_name(problem, "mm")[0]].makes[0]
+    # "mm" of the first layer waits on the host until the repetition of "gelu" that comes before the step.
+    evaluations = (*order[:step], gelu, *order[step:])
+    schedule = Schedule(evaluations, (Offload(storage, gelu, gelu + 1, step - 1, step),))
+    schedule.check(problem.problem)
+    moved, wrong = settle(problem, schedule)
+    assert not wrong
+    assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "gelu"]
+    (stay,) = moved.offloads
+    assert (stay.fetch_from, stay.back_before) == (step - 1, step + 1)
+
+
+def test_a_plan_says_which_inputs_are_stepped() -> None:
+    step = captured(region(3)).stepping_by(STEPPING)
+    problem, solution = solve_settled(step.joined(accumulating=False), STEPPED, 10**9)
+    (schedule,) = split(problem, step, solution.schedule)
+    assert schedule.steps == (0, 1, 2)
+    assert all(name and "step" not in name for name in schedule.evaluations)
+    assert step.stepping_as([schedule.steps]).joined(accumulating=False).problem == problem.problem
+    assert step.stepping_as([(1,)]).joined(accumulating=False).steps.keys() != problem.steps.keys()
+
+
+def test_the_smallest_budget_proves_true() -> None:
+    for layers in (2, 5):
+        problem = joined(captured(region(layers)))
+        least = smallest(problem, STEPPED)[0]
+        solve_settled(problem, STEPPED, least)
+        plain = captured(region(layers)).joined(accumulating=False)
+        assert least < smallest(plain, ACCOUNT)[0]
+
+
+def test_several_regions_step_at_their_ends() -> None:
+    """Autograd hands the gradients of each over when its backward is through, and steps then."""
+    step = captured(region(2, loss=False), region(2, first=2)).stepping_by(STEPPING)
+    problem = step.joined(accumulating=False)
+    assert not problem.steps
+    ends = [op for op in problem.problem.ops if op.name.startswith("hand_over_gradients")]
+    assert [op.workspace_bytes for op in ends] == [64, 64]
+    assert step.stepping_by(None).joined(accumulating=False).problem.ops[-1].workspace_bytes == 0
