@@ -22,7 +22,7 @@ def nodes_before_steps(
     memory or the gradient's, under whatever name, evaluations that are repeated included.
 
     `numbers` are those of the inputs to step. It is told from the scheduled graph alone, so that what was planned is
-    not trusted; what cannot be stepped before the end is left out. `backward` is what was extracted of it.
+    not trusted. `backward` is what was extracted of it.
     """
     if not numbers:
         return {}
@@ -36,6 +36,7 @@ def nodes_before_steps(
         if before is not None:
             late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
             found[position - joint.forward_outputs] = late
+    assert len(found) == len(numbers), "a plan steps what its schedule cannot"
     return found
 
 

@@ -122,6 +122,7 @@ class _Pricer:
         self.results = results
         self.steps = steps
         self.placed: dict[fx.Node, list[PlacedStep]] = {}
+        self.stepped_by: set[int] = set()
         self.kept: set[int] = set()
         self.accumulated = accumulated
         self.forward_outputs = forward_outputs
@@ -137,6 +138,7 @@ class _Pricer:
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.fused)
         self.placed = place_steps(self.graph, self.storages, self.steps, backward)
+        self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
         self.kept = self.kept_results()
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
@@ -166,13 +168,10 @@ class _Pricer:
 
     def add_step(self, step: PlacedStep) -> None:
         """The optimiser's step of one parameter."""
-        gradient = self.results[step.position]
-        assert isinstance(gradient, fx.Node)
-        (made,) = self.storages.of[gradient]
         after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
         self.priced_steps[len(self.ops)] = PricedStep(step.number, after)
         name = f"step_of_input_{step.number}"
-        self.append(Op(name, 0.0, (self.number[made],), (), self.rounded(step.workspace_bytes), recomputable=False))
+        self.append(Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False))
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         price = self.price_of(node)
@@ -208,7 +207,7 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        stays = index in self.mutated or info.bytes < self.least_moved_bytes
+        stays = index in self.mutated or index in self.stepped_by or info.bytes < self.least_moved_bytes
         value = "" if stays else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
         self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))

@@ -68,6 +68,8 @@ class PlacedStep:
     """Of the gradient among the results."""
     number: int
     """Of the parameter among the inputs."""
+    storage: int
+    """The gradient's."""
     before: tuple[fx.Node, ...]
     """The nodes that must have run."""
     workspace_bytes: int
@@ -89,6 +91,7 @@ def place_steps(
             given, gradient = uses.inputs[number].meta["val"], uses.results[position].meta["val"]
             # A gradient that lies in memory in another order is copied.
             copy = storage_bytes(given) if gradient.stride() != given.stride() else 0
-            step = PlacedStep(position, number, tuple(before), steps.workspaces[number] + copy)
+            (made,) = storages.of[uses.results[position]]
+            step = PlacedStep(position, number, made, tuple(before), steps.workspaces[number] + copy)
             found.setdefault(last, []).append(step)
     return found

@@ -105,9 +105,10 @@ def test_behind_what_reads_it_by_another_name() -> None:
     assert found.index("step_0") > found.index("mul_2") > found.index("mul_1")
 
 
-def test_what_the_forward_returns_is_left_to_the_end() -> None:
-    backward = backward_of(sharing(returned=True), 0, boundary=1)
-    assert [type(each) for each in backward.children()] == [AccumulateGradient]
+def test_what_the_forward_returns_cannot_be_stepped() -> None:
+    with pytest.raises(AssertionError, match="a plan steps what its schedule cannot"):
+        backward_of(sharing(returned=True), 0, boundary=1)
+    assert [type(each) for each in backward_of(sharing(returned=True), boundary=1).children()] == [AccumulateGradient]
 
 
 def test_memory_of_its_own() -> None:

@@ -19,6 +19,9 @@ from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.proposals import Levers, OptimizerInBackward
+from tests.end_to_end.odd_models import GraphBreak
+from tests.end_to_end.usual import batch as odd_batch
+from tests.end_to_end.usual import make as odd_make
 from tests.families import BY_NAME, Batch, loss_of, normals
 from tests.proposals.pieces import same, small_gpt2, text, values
 
@@ -313,6 +316,19 @@ def test_train_step_is_refused() -> None:
     model, _ = pulled()
     with pytest.raises(ValueError, match=r"counts on optimizer_in_backward, and TrainStep looks at all gradients"):
         memopt.TrainStep(model, optim.AdamW(model.parameters()))
+
+
+def test_a_forward_that_breaks() -> None:
+    """Autograd steps by what each region hands over; a parameter of several regions waits for all."""
+    x, labels = odd_batch()
+    batch = {"x": x, "labels": labels}
+    plain = odd_make(GraphBreak)
+    expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), batch)
+    model, optimizer = pulled(lambda: odd_make(GraphBreak))
+    assert train(model, optimizer, batch) == expected
+    assert same(values(model.parameters()), values(plain.parameters()))
+    assert len(memopt.plan_of(model).regions) > 1
+    assert stepped_inside(model) == 0
 
 
 class Alias(nn.Module):
