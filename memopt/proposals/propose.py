@@ -13,8 +13,9 @@ _CHANGES = {
     "low_bit_optimizer": "Adam's moments in 8 bits, a scale for each 256; those of small parameters stay in float32",
     "device": "the optimizer's state in the host's memory, brought to the device piece by piece",
     "host": "the optimizer's state in the host's memory, and stepped there",
-    "optimizer_in_backward": "each parameter is stepped, and its gradient freed, as soon as the backward has it; no "
-    "clipping by the norm of all gradients, no GradScaler, no accumulation",
+    "optimizer_in_backward": "each parameter is stepped, and its gradient freed, as soon as the backward is through "
+    "with both; no clipping by the norm of all gradients, no GradScaler, no accumulation, and plain operators only "
+    "(backend 'aten')",
 }
 _EXACTNESS = {
     "stochastic": "the forward sees weights of 8 bits, right in expectation",

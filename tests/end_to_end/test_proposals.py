@@ -52,7 +52,8 @@ def test_a_refusal_names_proposals_that_make_it_fit() -> None:
     assert error.smallest_gb < 0.8 * plain
     with pytest.raises(BudgetError, match=r"with 'low_bit_optimizer' in allow \S+ GB would do \(.*8 bits") as between:
         memopt.plan(make(), 1.001 * error.smallest_gb, batch(), **OPTIONS)
-    assert between.value.proposals == (("low_bit_optimizer",),)
+    assert between.value.proposals[0] == ("low_bit_optimizer",)
+    assert all("low_bit_optimizer" in names for names in between.value.proposals)
     assert between.value.smallest_gb == plain
 
 
