@@ -171,7 +171,9 @@ class _Pricer:
         after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
         self.priced_steps[len(self.ops)] = PricedStep(step.number, after)
         name = f"step_of_input_{step.number}"
-        self.append(Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False))
+        self.append(
+            Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False)
+        )
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         price = self.price_of(node)

@@ -14,7 +14,7 @@ from memopt.proposals import Stepping
 from memopt.solver import Offload, Schedule, Solution, simulate
 from tests.planned import ACCOUNT, captured, reading_late, region
 
-STEPPING = Stepping(((((16, 16), (16, 1), torch.float32), 64),))
+STEPPING = Stepping(((((16, 16), (16, 1), torch.float32), 512),))
 STEPPED = replace(ACCOUNT, gradients=0, optimizer_temporaries=0)
 
 
@@ -112,5 +112,5 @@ def test_several_regions_step_at_their_ends() -> None:
     problem = step.joined(accumulating=False)
     assert not problem.steps
     ends = [op for op in problem.problem.ops if op.name.startswith("hand_over_gradients")]
-    assert [op.workspace_bytes for op in ends] == [64, 64]
+    assert [op.workspace_bytes for op in ends] == [512, 512]
     assert step.stepping_by(None).joined(accumulating=False).problem.ops[-1].workspace_bytes == 0
