@@ -10,20 +10,20 @@ from passes.free_first import FreeFirst
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
-from passes.graph_diff import GraphDiff, diff_graphs
 from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
-from passes.graph_text import format_graph, format_node
+from passes.graphs.graph_diff import GraphDiff, diff_graphs
+from passes.graphs.graph_text import format_graph, format_node
+from passes.graphs.node_facts import is_pure, is_random
+from passes.graphs.verify import VerifyError
 from passes.hoist_getitems import HoistGetitems
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.narrow_saved import NarrowSaved
-from passes.node_facts import is_pure, is_random
 from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.sum_wide import SumWide
-from passes.verify import VerifyError
 
 __all__ = [
     "CANONICAL",

@@ -10,10 +10,10 @@ from torch import fx
 
 from passes.apply_schedule import ApplySchedule, Rewriter
 from passes.graph_pass import PassError
-from passes.lazy_code import LazyCode
-from passes.node_facts import tensors
-from passes.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
-from passes.propagate import on_stored_values
+from passes.graphs.lazy_code import LazyCode
+from passes.graphs.node_facts import tensors
+from passes.graphs.propagate import on_stored_values
+from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.graph_pass import Pass, PassError
-from passes.lazy_code import LazyCode
-from passes.node_facts import is_pure, is_random, may_write
+from passes.graphs.lazy_code import LazyCode
+from passes.graphs.node_facts import is_pure, is_random, may_write
 
 Kwargs = dict[str, Argument]
 

@@ -7,13 +7,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.logits_path import NoMatch, Step
-from passes.loss_pattern import LossMatch, logits_bytes, losses, match_loss
-from passes.node_facts import is_pure
-from passes.op_kinds import op_name
-from passes.propagate import on_stored_values, refresh
-from passes.verify import VerifyError, check_signature
+from passes.graphs.node_facts import is_pure
+from passes.graphs.op_kinds import op_name
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import VerifyError, check_signature
+from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from passes.patterns.logits_path import NoMatch, Step
+from passes.patterns.loss_pattern import LossMatch, logits_bytes, losses, match_loss
 
 aten = torch.ops.aten
 

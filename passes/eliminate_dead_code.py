@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from passes.graph_pass import Pass
-from passes.node_facts import is_pure
+from passes.graphs.node_facts import is_pure
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.fp8_formats import E4M3
-from passes.fp8_history import DELAYED_SCALE
-from passes.fp8_matmul import why_not
-from passes.fp8_ops import FP8_LINEAR, SCALINGS
 from passes.graph_pass import Pass
-from passes.module_path import module_path
-from passes.op_kinds import is_cast, is_view, op_name
-from passes.propagate import on_stored_values, refresh
-from passes.verify import VerifyError
+from passes.graphs.module_path import module_path
+from passes.graphs.op_kinds import is_cast, is_view, op_name
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import VerifyError
+from passes.ops.fp8_formats import E4M3
+from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_matmul import why_not
+from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -94,7 +94,7 @@ class Fp8Linears(Pass):
 
     linears: frozenset[str]
     scaling: str = "current"
-    """One of `passes.fp8_ops.SCALINGS`."""
+    """One of `passes.ops.fp8_ops.SCALINGS`."""
     histories: str = ""
     """With delayed scaling: what the names begin with under which magnitudes are remembered."""
 

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import is_pure, tensors
-from passes.op_kinds import is_view
+from passes.graphs.node_facts import is_pure, tensors
+from passes.graphs.op_kinds import is_view
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.activation_pattern import bounded_calls, match_activation
 from passes.graph_pass import Pass
-from passes.logits_path import NoMatch
-from passes.propagate import on_stored_values
-from passes.verify import VerifyError
-from passes.written_out import call_before, erase_inner
+from passes.graphs.propagate import on_stored_values
+from passes.graphs.verify import VerifyError
+from passes.patterns.activation_pattern import bounded_calls, match_activation
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.written_out import call_before, erase_inner
 
 aten = torch.ops.aten
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.attention_pattern import AttentionMatch, match_attention, softmaxes
-from passes.attention_scores import Add, Fill, Scale
 from passes.graph_pass import Pass
-from passes.logits_path import NoMatch
-from passes.mask_rows import MASKS_BELOW, MaskRows
-from passes.node_facts import binds_new_symbols
-from passes.op_kinds import op_name
-from passes.propagate import on_stored_values, refresh
-from passes.verify import VerifyError
+from passes.graphs.node_facts import binds_new_symbols
+from passes.graphs.op_kinds import op_name
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import VerifyError
+from passes.patterns.attention_pattern import AttentionMatch, match_attention, softmaxes
+from passes.patterns.attention_scores import Add, Fill, Scale
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
 
 aten = torch.ops.aten
 
@@ -166,7 +166,7 @@ class _Rewrite:
 
     def _cleared(self, mask: Node, below: float) -> tuple[Node, Node]:
         """Query and mask of which the rows that are masked whole are zeros: all scores are alike there, and none gets
-        a gradient; see `passes.mask_rows` for what the kernels would make of them."""
+        a gradient; see `passes.patterns.mask_rows` for what the kernels would make of them."""
         largest = self._call(aten.amax.default, mask, [-1], True)
         whole = self._call(aten.le.Scalar, largest, below)
         query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)

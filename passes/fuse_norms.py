@@ -7,11 +7,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.logits_path import NoMatch
-from passes.norm_pattern import match_norm, roots
-from passes.propagate import on_stored_values
-from passes.verify import VerifyError
-from passes.written_out import call_before, erase_inner
+from passes.graphs.propagate import on_stored_values
+from passes.graphs.verify import VerifyError
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.norm_pattern import match_norm, roots
+from passes.patterns.written_out import call_before, erase_inner
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from typing import ClassVar, TypeAlias
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
-from passes.graph_diff import diff_graphs
-from passes.lazy_code import LazyCode
-from passes.verify import VerifyError, check_signature, check_structure, verify
+from passes.graphs.graph_diff import diff_graphs
+from passes.graphs.lazy_code import LazyCode
+from passes.graphs.verify import VerifyError, check_signature, check_structure, verify
 
 
 class PassError(ValueError):

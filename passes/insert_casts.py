@@ -8,10 +8,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import OPERATOR_OVERLOAD
-from passes.op_kinds import fills_with, follows_input, is_cast, is_new, moves_data, mutated_arguments, op_name, promotes
-from passes.propagate import on_stored_values, refresh
-from passes.verify import check_signature
+from passes.graphs.node_facts import OPERATOR_OVERLOAD
+from passes.graphs.op_kinds import (
+    fills_with,
+    follows_input,
+    is_cast,
+    is_new,
+    moves_data,
+    mutated_arguments,
+    op_name,
+    promotes,
+)
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import check_signature
 
 # Parameters and running statistics stay as they are: the kernels take a 16-bit input with them.
 _CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})

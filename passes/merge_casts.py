@@ -8,9 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import may_write, storages
-from passes.op_kinds import is_cast, moves_data
-from passes.propagate import on_stored_values, refresh
+from passes.graphs.node_facts import may_write, storages
+from passes.graphs.op_kinds import is_cast, moves_data
+from passes.graphs.propagate import on_stored_values, refresh
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import (
+from passes.graphs.node_facts import (
     argument_key,
     backward_nodes,
     binds_new_symbols,

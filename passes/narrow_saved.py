@@ -6,10 +6,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import backward_nodes
-from passes.op_kinds import op_name, promotes
-from passes.propagate import on_stored_values, refresh
-from passes.verify import VerifyError
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import op_name, promotes
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import VerifyError
 
 _CAST = torch.ops.aten._to_copy.default
 

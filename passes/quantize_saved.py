@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.fp8_formats import E4M3
-from passes.fp8_ops import DEQUANTIZE, QUANTIZE
 from passes.graph_pass import Pass
-from passes.node_facts import backward_nodes
-from passes.op_kinds import is_view
-from passes.propagate import on_stored_values, refresh
-from passes.verify import VerifyError
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import is_view
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.verify import VerifyError
+from passes.ops.fp8_formats import E4M3
+from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
 
 _RESHAPE = torch.ops.aten.view.default
 

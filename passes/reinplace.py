@@ -7,9 +7,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.inplace_ops import InplaceVariant, inplace_variants
-from passes.memory_groups import MemoryGroups
-from passes.written_out import same_sizes
+from passes.graphs.memory_groups import MemoryGroups
+from passes.ops.inplace_ops import InplaceVariant, inplace_variants
+from passes.patterns.written_out import same_sizes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.node_facts import may_write
+from passes.graphs.node_facts import may_write
 
 _NO_OPERATIONS = frozenset(
     {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}

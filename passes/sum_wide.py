@@ -6,8 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.op_kinds import is_cast, is_view
-from passes.propagate import on_stored_values, refresh
+from passes.graphs.op_kinds import is_cast, is_view
+from passes.graphs.propagate import on_stored_values, refresh
 
 _SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
 

@@ -9,7 +9,7 @@ import torch
 
 from memopt.planning import call_planner
 from memopt.pricing import Hardware, hardware_of
-from passes.offload_ops import host_memory
+from passes.ops.offload_ops import host_memory
 
 RATE = 20e9
 ALLOW = {"recompute", "offload_activations"}

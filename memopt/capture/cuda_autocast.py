@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memopt.torch_compat import composite_kernel, tree_leaves, tree_map, without_autocast
-from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 # Composites that reach a listed operator, unlike those that only view or copy.
 _REACH_A_LIST = frozenset(

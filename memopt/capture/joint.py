@@ -14,7 +14,7 @@ from torch import fx
 from memopt.capture.operators import DecideJoint, Operators
 from memopt.pricing.fusion import can_inline, fused_away
 from passes import CANONICAL, format_graph
-from passes.node_facts import is_tangent
+from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

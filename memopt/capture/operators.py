@@ -14,7 +14,7 @@ from memopt.capture.author_modes import Untraceable, autocast_is_on, autocast_st
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.torch_compat import enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
-from passes.node_facts import OPERATOR_OVERLOAD
+from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
 
 @dataclass(frozen=True)

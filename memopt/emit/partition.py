@@ -13,7 +13,7 @@ from memopt.emit.stepping import nodes_before_steps
 from memopt.torch_compat import extract_halves
 from passes import ApplyOffloads, ApplySchedule, HostStay
 from passes.apply_schedule import BACKWARD
-from passes.node_facts import is_tangent
+from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from memopt.pricing.op_call import describe
 from memopt.pricing.price import GENERATOR_STATE_BYTES
 from memopt.pricing.workspace import call_workspace_bytes
 from memopt.torch_compat import FakeTensorMode, TorchDispatchMode, plain_tensors, tree_leaves
-from passes.offload_ops import COPY_OUT
+from passes.ops.offload_ops import COPY_OUT
 
 _ALLOCATE = ("empty_strided_cpu", "empty_strided_cuda")
 

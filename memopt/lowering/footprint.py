@@ -11,7 +11,7 @@ from torch import fx
 
 from memopt.lowering.dry_run import Ledger, dry_run
 from memopt.torch_compat import FakeTensorMode
-from passes.node_facts import is_tangent
+from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from memopt.progress import stage
 from memopt.proposals import BF16_PARAMETERS
 from memopt.torch_compat import without_autocast
 from memopt.training_state import TrainingState
-from passes.fp8_history import forget, new_prefix
+from passes.ops.fp8_history import forget, new_prefix
 
 if TYPE_CHECKING:
     from memopt.planning.state import State

@@ -22,7 +22,7 @@ from memopt.pricing.storages import storage_bytes, tensors_of
 from memopt.proposals import Stepping
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
 from memopt.torch_compat import known_sizes
-from passes.node_facts import is_tangent
+from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

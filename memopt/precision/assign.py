@@ -13,8 +13,8 @@ from torch import fx
 from memopt.precision.op_lists import FP32_OURS, KERNELS_SUM_IN_FP32
 from memopt.precision.plan import Choice, PrecisionPlan
 from memopt.precision.rules import Rules
-from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
-from passes.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
+from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
+from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
 
 
 class _State(Enum):

@@ -17,8 +17,8 @@ from memopt.pricing.hardware_table import Hardware
 from memopt.pricing.time_model import op_seconds
 from memopt.units import duration
 from passes import EliminateDeadCode, FoundLinear, Fp8Linears, Pipeline, QuantizeSaved, find_fp8_linears
-from passes.node_facts import backward_nodes
-from passes.op_kinds import is_cast, is_view, op_name
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import is_cast, is_view, op_name
 
 FP8 = "fp8"
 SCALINGS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block"}

@@ -18,9 +18,9 @@ from memopt.pricing.storages import storage_bytes
 from memopt.pricing.time_model import op_seconds
 from memopt.solver.arrays import Flags
 from memopt.solver.label_cut import ONE, ZERO
-from passes.autocast_lists import FP32_SET_DTYPE
-from passes.node_facts import tensors
-from passes.op_kinds import follows_input, is_cast, is_new, is_view, mutated_arguments, op_name, promotes
+from passes.graphs.autocast_lists import FP32_SET_DTYPE
+from passes.graphs.node_facts import tensors
+from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_view, mutated_arguments, op_name, promotes
 
 # One of their operands, or of its elements, negated at most: no rounding of their own.
 _ROUND_NOTHING = frozenset({"relu", "relu_", "neg", "abs", "masked_fill", "where", "cat", "concat", "stack", "maximum"})

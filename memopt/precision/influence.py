@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.op_kinds import follows_input, is_cast, is_pointwise, op_name
+from passes.graphs.op_kinds import follows_input, is_cast, is_pointwise, op_name
 
 _SUMS = frozenset({"add", "add_", "sub", "sub_"})
 _JOINS = frozenset({"cat", "concat", "stack", "hstack", "vstack"})

@@ -17,8 +17,8 @@ from memopt.pricing.op_call import OpCall, op_call
 from memopt.pricing.storages import storage_bytes
 from memopt.pricing.time_model import node_seconds
 from memopt.torch_compat import new_fake_mode
-from passes.node_facts import backward_nodes, storages, tensors
-from passes.propagate import propagating
+from passes.graphs.node_facts import backward_nodes, storages, tensors
+from passes.graphs.propagate import propagating
 
 # Parameters and running statistics of these stay in fp32.
 CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})

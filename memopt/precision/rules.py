@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from memopt.precision.plan import dtype_of
-from passes.module_path import module_path
-from passes.op_kinds import op_name
+from passes.graphs.module_path import module_path
+from passes.graphs.op_kinds import op_name
 
 DEFAULT = "default"
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from memopt.precision.plan import PrecisionPlan
 from memopt.torch_compat import plain_tensors
-from passes.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
+from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
 
 LARGEST = 65504.0
 """fp16 ends here."""

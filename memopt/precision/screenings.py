@@ -23,7 +23,7 @@ from memopt.precision.screen import KeptOut, Range, Ranges, Screening, kept_out,
 from memopt.torch_compat import plain_tensors
 from memopt.units import size
 from passes import format_graph
-from passes.graph_text import format_node
+from passes.graphs.graph_text import format_node
 
 NO_VALUES = "it was planned without values"
 WITHIN = "all values are within range"

@@ -17,8 +17,8 @@ from memopt.precision.plan import Choice, PrecisionPlan, dtype_name
 from memopt.solver.arrays import Flags
 from memopt.solver.label_cut import cheapest_within, labels_of
 from memopt.units import duration, size
-from passes.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
-from passes.op_kinds import follows_input, is_cast, mutated_arguments, op_name
+from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
+from passes.graphs.op_kinds import follows_input, is_cast, mutated_arguments, op_name
 
 _IN_FP32 = FP32 | FP32_SET_DTYPE | op_lists.FP32_OURS
 _DOUBLINGS = 30

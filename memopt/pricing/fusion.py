@@ -14,8 +14,8 @@ from torch import fx
 
 from memopt.pricing.storages import is_view, storage_bytes
 from passes import is_pure
-from passes.node_facts import backward_nodes
-from passes.op_kinds import is_pointwise, mutated_arguments, op_name
+from passes.graphs.node_facts import backward_nodes
+from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
 
 # Computed element by element, though torch does not tag them so.
 _ELEMENTWISE = frozenset({"_to_copy", "embedding", "full", "gather", "index", "index_select", "scalar_tensor"})

@@ -14,9 +14,9 @@ from memopt.pricing.stepping import PlacedStep, Steps, place_steps
 from memopt.pricing.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
-from passes.module_path import module_path
-from passes.node_facts import backward_nodes, binds_new_symbols, is_tangent
-from passes.offload_ops import TRANSFERS
+from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import backward_nodes, binds_new_symbols, is_tangent
+from passes.ops.offload_ops import TRANSFERS
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 

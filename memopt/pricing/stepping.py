@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from memopt.pricing.storages import Storages, storage_bytes
-from passes.node_facts import is_tangent
+from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memopt.torch_compat import upper_bound
-from passes.offload_ops import COPY_OUT
+from passes.ops.offload_ops import COPY_OUT
 
 # Share their input's memory although their schema does not say so.
 _SILENT_VIEWS = {

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from memopt.pricing.op_call import OpCall, op_call, tensors_in
 from memopt.pricing.workspace_table import estimate_workspace
 from memopt.torch_compat import CpuMemoryEvents
-from passes.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_history import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9

@@ -21,7 +21,7 @@ from memopt.pricing.workspace_rules import (
     input_bytes,
     one_input,
 )
-from passes.fp8_formats import BLOCK, PART_ELEMENTS
+from passes.ops.fp8_formats import BLOCK, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:

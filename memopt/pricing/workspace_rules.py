@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from memopt.pricing.op_call import OpCall, TensorSpec
-from passes.chunked_cross_entropy import chunk_rows
+from passes.ops.chunked_cross_entropy import chunk_rows
 
 Rule = Callable[[OpCall], int]
 

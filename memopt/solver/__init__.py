@@ -4,7 +4,7 @@ from memopt.solver.best_effort import Progress
 from memopt.solver.errors import Infeasible
 from memopt.solver.link import Link
 from memopt.solver.lower_bound import floor_bytes
-from memopt.solver.offload_portfolio import OffloadPortfolio, OffloadSolution
+from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.save_all import SaveAll

@@ -18,7 +18,7 @@ import memopt
 from memopt.calls.planned_call import planned_call_of
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
 from passes import EliminateDeadCode, Pipeline, format_graph
-from passes.module_path import module_path
+from passes.graphs.module_path import module_path
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run

@@ -19,7 +19,7 @@ from memopt.pricing import hardware
 from memopt.pricing.price import NodePrice, is_scheduled, is_tangent, price
 from memopt.pricing.storages import find_storages
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
-from passes.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
+from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
 from tests.emit.test_partition import joint_of, run_halves, without_repeated_results
 from tests.passes.capture import Captured, gpt2, resnet, rows_above_zero, run
 from tests.planned import region

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import memopt
 from memopt.errors import GIB
-from passes.offload_ops import host_memory
+from passes.ops.offload_ops import host_memory
 from tests.end_to_end.steps import assert_equal, train_step
 from tests.end_to_end.test_inductor import MODE, ROUNDING, batch, budget, compiled, forgotten, make
 from tests.linked import ALLOW, linked

@@ -18,7 +18,7 @@ from memopt.errors import GIB
 from memopt.options import DEFAULT_ALLOW
 from memopt.planning.plan import make_plan
 from passes import ApplySchedule
-from passes.offload_ops import host_memory
+from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import Layered
 from tests.end_to_end.pieces import assert_same, check, loss, run, step

@@ -17,7 +17,7 @@ from passes import (
     format_graph,
 )
 from passes.apply_schedule import BACKWARD, FORWARD
-from passes.verify import verify
+from passes.graphs.verify import verify
 from tests.passes.capture import (
     Captured,
     Sketch,

@@ -5,7 +5,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from passes import CANONICAL, Pipeline, diff_graphs, format_graph
-from passes.verify import verify
+from passes.graphs.verify import verify
 from tests.passes.capture import Captured, assert_bitwise_equal, dynamic_mlp, gpt2, resnet, rows_above_zero
 
 CAPTURED = [gpt2, resnet, rows_above_zero, dynamic_mlp]

@@ -4,7 +4,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from passes import Fp8Linears, PassError, find_fp8_linears, format_graph
-from passes.fp8_ops import FP8_LINEAR
+from passes.ops.fp8_ops import FP8_LINEAR
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import capture_operators, norm_error, outputs_and_gradients
 

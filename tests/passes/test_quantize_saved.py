@@ -6,8 +6,8 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from passes import PassError, QuantizeSaved, format_graph
-from passes.fp8_formats import E4M3
-from passes.fp8_ops import QUANTIZE
+from passes.ops.fp8_formats import E4M3
+from passes.ops.fp8_ops import QUANTIZE
 from tests.passes.capture import Sketch, aten, run, with_inputs
 from tests.passes.operators import norm_error
 

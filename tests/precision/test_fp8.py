@@ -10,7 +10,7 @@ from memopt.precision.fp8 import DecideFp8, has_units, quantized, quantizing
 from memopt.precision.rules import Rules
 from memopt.pricing import hardware
 from passes import CANONICAL, QuantizeSaved
-from passes.fp8_ops import FP8_LINEAR, MATMUL, QUANTIZE
+from passes.ops.fp8_ops import FP8_LINEAR, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch, aten, capture
 
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ import pytest
 from torch.fx import Graph, Node
 
 from memopt.pricing.blocks import is_attention_core, number_blocks
-from passes.module_path import module_path
+from passes.graphs.module_path import module_path
 from tests.passes.capture import aten, gpt2
 
 

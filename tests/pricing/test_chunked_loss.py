@@ -10,7 +10,7 @@ from memopt.pricing.op_call import describe
 from memopt.pricing.time_model import node_flops
 from memopt.pricing.workspace import _measure
 from memopt.pricing.workspace_table import estimate_workspace
-from passes.linear_cross_entropy import weight_gradient, with_gradients
+from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
 
 OPERATOR = torch.ops.memopt.linear_cross_entropy_with_gradients.default
 TOKENS, WIDTH, CLASSES = 256, 32, 4000

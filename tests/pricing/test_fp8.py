@@ -13,9 +13,9 @@ from memopt.pricing.op_call import describe
 from memopt.pricing.time_model import node_bytes, node_flops, node_seconds
 from memopt.pricing.workspace import _is_cheap, _measure
 from memopt.pricing.workspace_table import estimate_workspace
-from passes.fp8_formats import E4M3, E5M2, quantize
-from passes.fp8_history import DELAYED_SCALE
-from passes.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
+from passes.ops.fp8_formats import E4M3, E5M2, quantize
+from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,0 +1,1 @@
+"""Waiting on the host as a third choice beside keeping and recomputing."""

@@ -1,0 +1,147 @@
+"""Brings plans for larger budgets below a budget by offloading.
+
+What hides behind compute makes a budget of B bytes as good as one of B + H bytes, where H is what the link has on the
+host. How large H can be is found by bisection; the cuts that weigh all three choices are tried too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Ints
+from memopt.solver.hull import lower_hull
+from memopt.solver.just_in_time import just_in_time
+from memopt.solver.link import Link
+from memopt.solver.liveness import peak_bytes, to_array
+from memopt.solver.min_cut import Cut, CutNetwork
+from memopt.solver.offload.cuts import offload_cuts
+from memopt.solver.offload.search import OffloadSearch
+from memopt.solver.polish import polish
+from memopt.solver.portfolio import Portfolio, Solution
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
+from memopt.solver.search import LENGTH_EXPONENTS, Candidate, candidate
+
+_BISECTIONS = 7
+# Shares of the way from the smallest peak to saving everything, tried where nothing fits without offload.
+_DEEP_SHARES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6)
+# Up to so many ops the portfolio is asked for a plan at each budget tried, and looks long at the last.
+_SMALL_OPS = 4_000
+
+
+class OffloadClimb:
+    """The climb for one problem, with what does not depend on budget and link done once."""
+
+    def __init__(self, problem: RematProblem, arrays: Arrays, portfolio: Portfolio) -> None:
+        self._problem = problem
+        self._arrays = arrays
+        self._portfolio = portfolio
+        self._save_all = to_array(Schedule.save_all(problem))
+
+    def improve(
+        self, search: OffloadSearch, budget_bytes: int, link: Link, plain: Solution | None, quickly: bool
+    ) -> None:
+        """Offer `search`, which is for that budget and link, plans for larger budgets with offloads.
+
+        `plain` is the portfolio's plan within the budget, None where it has none.
+        """
+        search.consider("save all", self._save_all)
+        seeds = self._seeds(search, plain)
+        larger_bytes = self._climb(search, seeds, budget_bytes if plain is not None else None, link)
+        if quickly:
+            return
+        for evaluations in self._three_way(link):
+            search.consider("three-way cut", polish(self._arrays, evaluations, peak_bytes(self._arrays, evaluations)))
+        above = self._portfolio.solve(larger_bytes, "default" if self._is_small else "fast")
+        search.consider(f"{above.method}, offloaded", to_array(above.schedule))
+        self._look_around(search, [*seeds, _as_candidate(self._arrays, above)], budget_bytes, larger_bytes)
+
+    def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
+        """Schedules without offloads to start from: of the cut, and the portfolio's nearest, which is the last."""
+        seeds = [*self._hull_plans, _as_candidate(self._arrays, plain or self._portfolio.smallest())]
+        for plan in seeds if plain is None else ():
+            search.consider(f"{plan.method}, offloaded", plan.evaluations)
+        return seeds
+
+    def _climb(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
+        """Bring plans for larger budgets below this one, upwards while that is faster; the last that was.
+
+        From the smallest peak up where there is no plan without offloads for the budget, then None.
+        """
+        most = peak_bytes(self._arrays, self._save_all)
+        if budget_bytes is None:
+            low = self._portfolio.smallest().peak_bytes
+            tried = [int(low + share * (most - low)) for share in _DEEP_SHARES]
+            last = max((i for i, larger in enumerate(tried) if self._bring_below(search, seeds, larger)), default=0)
+            low, high = tried[last], [*tried, most][last + 1]
+        else:
+            low = budget_bytes
+            high = int(min(most, low + link.bytes_per_second * self._problem.seconds))
+        for _ in range(_BISECTIONS):
+            middle = (low + high) // 2
+            if self._bring_below(search, seeds, middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _bring_below(self, search: OffloadSearch, seeds: list[Candidate], larger_bytes: int) -> bool:
+        """Offload from the fastest plan known for a larger budget; False where that is slower than the best."""
+        fitting = sorted((p for p in seeds if p.peak_bytes <= larger_bytes), key=lambda plan: plan.added_seconds)
+        if not fitting:
+            return False
+        polished = [
+            candidate(self._arrays, plan.method, polish(self._arrays, plan.evaluations, larger_bytes))
+            for plan in (*fitting[:2], seeds[-1])
+            if plan.peak_bytes <= larger_bytes
+        ]
+        if self._is_small:
+            polished.append(_as_candidate(self._arrays, self._portfolio.solve(larger_bytes, "fast")))
+        before = search.best
+        least, *others = sorted(polished, key=lambda plan: plan.added_seconds)
+        goes_on = search.consider(f"{least.method}, offloaded", least.evaluations)
+        for plan in others:
+            search.consider(f"{plan.method}, offloaded", plan.evaluations)
+        return goes_on or search.best is not before
+
+    def _look_around(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int, larger_bytes: int) -> None:
+        """Polish the best seeds in several ways under caps around the one that the climb ended at."""
+        exponents = LENGTH_EXPONENTS if self._is_small else (0.5,)
+        for share in np.linspace(0.75, 1.15, 9 if self._is_small else 3):
+            cap_bytes = int(budget_bytes + share * (larger_bytes - budget_bytes))
+            fitting = sorted((p for p in seeds if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
+            for plan, exponent in itertools.product(fitting[:3], exponents):
+                search.consider(
+                    f"{plan.method}, offloaded", polish(self._arrays, plan.evaluations, cap_bytes, exponent)
+                )
+
+    @property
+    def _is_small(self) -> bool:
+        return len(self._problem.ops) <= _SMALL_OPS
+
+    @cached_property
+    def _network(self) -> CutNetwork:
+        return CutNetwork(self._problem)
+
+    @cached_property
+    def _hull(self) -> tuple[Cut, ...]:
+        return lower_hull(self._network, limit=16)
+
+    @cached_property
+    def _hull_plans(self) -> list[Candidate]:
+        schedules = (just_in_time(self._problem, cut.saved) for cut in self._hull)
+        return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
+
+    def _three_way(self, link: Link) -> list[Ints]:
+        """Schedules of the cuts that weigh all three choices."""
+        forward = sum(op.seconds for op in self._problem.ops[: self._problem.forward_ops])
+        capacity_seconds = min(forward, self._problem.seconds - forward)  # out in the one, back in the other
+        cuts = offload_cuts(self._problem, self._network, self._hull, link, capacity_seconds)
+        return [to_array(just_in_time(self._problem, cut.saved)) for cut in cuts]
+
+
+def _as_candidate(arrays: Arrays, solution: Solution) -> Candidate:
+    return candidate(arrays, solution.method, to_array(solution.schedule))

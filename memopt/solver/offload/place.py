@@ -1,0 +1,238 @@
+"""Chooses what a given order of evaluations puts on the host, and when it goes and comes back.
+
+A sweep from the first evaluation to the last: where more bytes are live than the cap, the value that is read again
+latest goes (Belady, 1966), provided that its copy out fits into the idle time of the link before that evaluation and
+its copy back before its next read. What goes is thereby chosen by need, and is long away, as in Capuchin (Peng et al.,
+2020). All transfers hide behind compute if the link is as fast as planned; where it is slower, compute waits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memopt.solver.arrays import Arrays, Flags, Floats, Ints
+from memopt.solver.liveness import live_bytes
+from memopt.solver.native import native, native_part
+from memopt.solver.offload.queue import Queue, book, earliest_start, empty_queue, latest_start
+
+# Planned transfers take longer by this share, so that rounding makes no stalls.
+_ROUNDING = 1e-9
+
+
+class Gaps(NamedTuple):
+    """Stretches of a schedule during which a version is alive and not used: the chances to offload it."""
+
+    storage: Ints
+    start: Ints
+    """Position of the use before."""
+    stop: Ints
+    """Position of the next read."""
+
+
+class Stays(NamedTuple):
+    """Per gap, what was chosen; positions and seconds mean something where `chosen`."""
+
+    chosen: Flags
+    freed: Ints
+    fetch: Ints
+    out_start: Floats
+    back_start: Floats
+
+
+class Placer:
+    """Places offloads into one order of evaluations, under any number of caps and links."""
+
+    def __init__(self, arrays: Arrays, evaluations: Ints) -> None:
+        self._arrays = arrays
+        self._evaluations = evaluations
+        self._live = live_bytes(arrays, evaluations)
+        self._time = np.concatenate([[0.0], np.cumsum(arrays.seconds[evaluations])])
+        self._gaps = _gaps_of(arrays, evaluations)
+
+    def place(self, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> Ints | None:
+        """Stays on the host after which at most `cap_bytes` are live; None where some transfer could not hide.
+
+        `transfer_seconds` are each storage's, one way, as planned: the smaller, the more seems to hide. Rows are the
+        fields of `Offload`, transfers in the order of the queue out.
+        """
+        gaps, count = self._gaps, self._gaps.storage.size
+        size = self._arrays.size[gaps.storage]
+        seconds = transfer_seconds[gaps.storage] * (1 + _ROUNDING)
+        live = self._live.copy()
+        stays = Stays(
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(count),
+            np.zeros(count),
+        )
+        room = np.full(live.size if host_bytes is not None else 0, host_bytes or 0, np.int64)
+        order = np.argsort(gaps.start, kind="stable")
+        queues = empty_queue(count), empty_queue(count)
+        if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, stays):
+            return None
+        chosen = np.flatnonzero(stays.chosen)
+        _take_back(stays, size, live, cap_bytes, chosen[np.argsort(-seconds[chosen], kind="stable")])
+        chosen = np.flatnonzero(stays.chosen)
+        fetched = chosen[np.lexsort((gaps.stop[chosen], stays.back_start[chosen]))]
+        _loosen(stays, size, live, cap_bytes, fetched)
+        chosen = chosen[np.lexsort((stays.freed[chosen], stays.out_start[chosen]))]
+        out_after = np.maximum.accumulate(gaps.start[chosen])
+        return np.column_stack(
+            [gaps.storage[chosen], out_after, stays.freed[chosen], stays.fetch[chosen], gaps.stop[chosen]]
+        )
+
+
+def _gaps_of(arrays: Arrays, evaluations: Ints) -> Gaps:
+    most = int(np.diff(arrays.read_start)[evaluations].sum())
+    gaps = Gaps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64))
+    count = _find_gaps(arrays, evaluations, np.full(arrays.size.size, -1, np.int64), gaps)
+    return Gaps(gaps.storage[:count], gaps.start[:count], gaps.stop[:count])
+
+
+@native
+def _find_gaps(arrays: Arrays, evaluations: Ints, used: Ints, gaps: Gaps) -> int:
+    """Fill `gaps`; how many there are. `used` says per storage where it was used last."""
+    count = 0
+    for position in range(evaluations.size):
+        op = evaluations[position]
+        for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
+            storage = arrays.reads[at]
+            if position > used[storage] + 1 and arrays.movable[storage] and arrays.size[storage] > 0:
+                gaps.storage[count] = storage
+                gaps.start[count] = used[storage]
+                gaps.stop[count] = position
+                count += 1
+            used[storage] = position
+        for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
+            used[arrays.makes[at]] = position
+    return count
+
+
+@native
+def _choose(
+    gaps: Gaps,
+    size: Ints,
+    seconds: Floats,
+    time: Floats,
+    live: Ints,
+    cap_bytes: int,
+    room: Ints,
+    order: Ints,
+    outward: Queue,
+    back: Queue,
+    stays: Stays,
+) -> bool:
+    """The sweep; False where something does not fit. `time` is when each evaluation begins, `room` the host's."""
+    active = np.zeros(order.size, np.int64)
+    not_before = np.zeros(order.size)  # time before which the copy out of a gap is not done, as far as known
+    count = entered = 0
+    for position in range(live.size):
+        while entered < order.size and gaps.start[order[entered]] < position:
+            active[count] = order[entered]
+            count += 1
+            entered += 1
+        while live[position] > cap_bytes:
+            count, best = _latest_read(gaps, active, count, not_before, position, time[position])
+            if best < 0:
+                return False
+            gap = active[best]
+            out_start = earliest_start(outward, time[gaps.start[gap] + 1], seconds[gap])
+            if out_start + seconds[gap] > time[position]:
+                not_before[gap] = out_start + seconds[gap]
+                continue
+            count -= 1
+            active[best] = active[count]
+            back_start = latest_start(back, time[gaps.stop[gap]], seconds[gap])
+            fetch = min(_last_begun(time, back_start), gaps.stop[gap])
+            if fetch <= position or not _take_room(room, gaps.start[gap], gaps.stop[gap], size[gap]):
+                continue
+            book(outward, out_start, seconds[gap])
+            book(back, back_start, seconds[gap])
+            stays.chosen[gap] = True
+            stays.freed[gap] = position
+            stays.fetch[gap] = fetch
+            stays.out_start[gap] = out_start
+            stays.back_start[gap] = back_start
+            live[position:fetch] -= size[gap]
+    return True
+
+
+@native_part
+def _latest_read(
+    gaps: Gaps, active: Ints, count: int, not_before: Floats, position: int, now: float
+) -> tuple[int, int]:
+    """How many active gaps are left, and the place of the one that ends last and may be out by now, or -1."""
+    best = -1
+    at = 0
+    while at < count:
+        gap = active[at]
+        if gaps.stop[gap] <= position:
+            count -= 1
+            active[at] = active[count]
+            continue
+        if not_before[gap] <= now and (best < 0 or gaps.stop[gap] > gaps.stop[active[best]]):
+            best = at
+        at += 1
+    return count, best
+
+
+@native_part
+def _last_begun(time: Floats, moment: float) -> int:
+    """The last evaluation that has begun at `moment`, -1 before the first."""
+    low, high = 0, time.size
+    while low < high:
+        middle = (low + high) // 2
+        if time[middle] <= moment:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@native_part
+def _take_room(room: Ints, start: int, stop: int, size_bytes: int) -> bool:
+    """Take room on the host from `start` to before `stop`, if there is; no array: as much as one likes."""
+    if room.size == 0:
+        return True
+    for position in range(start, stop):
+        if room[position] < size_bytes:
+            return False
+    room[start:stop] -= size_bytes
+    return True
+
+
+@native
+def _take_back(stays: Stays, size: Ints, live: Ints, cap_bytes: int, order: Ints) -> None:
+    """Give up, in `order`, stays that turned out not to be needed."""
+    for gap in order:
+        fits = True
+        for position in range(stays.freed[gap], stays.fetch[gap]):
+            if live[position] + size[gap] > cap_bytes:
+                fits = False
+                break
+        if fits:
+            live[stays.freed[gap] : stays.fetch[gap]] += size[gap]
+            stays.chosen[gap] = False
+
+
+@native
+def _loosen(stays: Stays, size: Ints, live: Ints, cap_bytes: int, fetched: Ints) -> None:
+    """Free later and fetch earlier where memory allows, so that slower transfers than planned stall less.
+
+    `fetched` is the order of the queue back, which stays as it is.
+    """
+    for gap in fetched:
+        while stays.freed[gap] < stays.fetch[gap] and live[stays.freed[gap]] + size[gap] <= cap_bytes:
+            live[stays.freed[gap]] += size[gap]
+            stays.freed[gap] += 1
+    earliest = 0
+    for gap in fetched:
+        at = stays.fetch[gap]
+        while at > max(stays.freed[gap], earliest) and live[at - 1] + size[gap] <= cap_bytes:
+            live[at - 1] += size[gap]
+            at -= 1
+        stays.fetch[gap] = at
+        earliest = at

@@ -1,0 +1,1 @@
+"""What any pass asks of a graph: text, differences, facts about nodes, checks."""

@@ -1,0 +1,124 @@
+"""How operators treat the dtype of their operands: which cast, which only move data, which work element by element."""
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes.graphs.node_facts import OPERATOR_OVERLOAD
+
+_CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision"})
+
+_VIEWS = frozenset(
+    {
+        "alias", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "lift_fresh", "mT",
+        "movedim", "narrow", "numpy_T", "permute", "ravel", "reshape", "select", "slice", "split", "split_with_sizes",
+        "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold",
+        "unsafe_chunk", "unsafe_split", "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view",
+    }
+)  # fmt: skip
+
+_COPIES = frozenset(
+    {
+        "clone", "constant_pad_nd", "contiguous", "embedding", "flip", "gather", "index", "index_select",
+        "lift_fresh_copy", "masked_select", "pad", "repeat", "repeat_interleave", "roll", "take", "take_along_dim",
+        "tile", "tril", "triu", "_unsafe_index",
+    }
+)  # fmt: skip
+
+# Their result is one of their elements, or zero: exact in any dtype.
+_SELECTS = frozenset(
+    {
+        "adaptive_max_pool1d", "adaptive_max_pool2d", "amax", "amin", "argmax", "argmin", "argsort", "max",
+        "max_pool1d", "max_pool2d", "max_pool3d", "median", "min", "sort", "topk",
+    }
+)  # fmt: skip
+
+# Element by element, or promoting their operands like such, though torch does not tag them so: the composite ones.
+_POINTWISE = frozenset(
+    {
+        "add", "alpha_dropout", "cat", "concat", "div", "divide", "dropout", "feature_dropout", "glu", "hardswish",
+        "hstack", "log_sigmoid", "masked_fill", "masked_fill_", "mul", "multiply", "native_dropout", "stack", "sub",
+        "subtract", "vstack", "where",
+    }
+)  # fmt: skip
+
+_NEW = frozenset(
+    {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")}
+    | {f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
+)
+
+_FILLS = frozenset(
+    {"fill", "fill_", "full", "full_like", "masked_fill", "masked_fill_", "new_full", "scalar_tensor", "where", "pad"}
+)
+
+
+def op_name(node: Node) -> str:
+    """`layer_norm` for a call of `aten.layer_norm.default`; empty for what is no operator of aten."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace != "aten":
+        return ""
+    return str(target.overloadpacket.__name__)
+
+
+def is_cast(node: Node) -> bool:
+    """True for a call that may change its input's dtype and nothing else (a device or a layout, at most)."""
+    return op_name(node) in _CASTS
+
+
+def is_view(node: Node) -> bool:
+    """True for a call whose result is a view of its first argument, or as good as one."""
+    return op_name(node) in _VIEWS
+
+
+def moves_data(node: Node) -> bool:
+    """True for a call that only rearranges, copies or picks elements of its first argument: exact in any dtype."""
+    return op_name(node) in _VIEWS | _COPIES
+
+
+def follows_input(node: Node) -> bool:
+    """True for a call whose result has its first argument's dtype and is as exact in 16 bits as in 32."""
+    return op_name(node) in _VIEWS | _COPIES | _SELECTS
+
+
+def is_new(node: Node) -> bool:
+    """True for a call that reads its first argument's shape and dtype at most: `zeros_like`, `new_ones`."""
+    return op_name(node) in _NEW
+
+
+def is_pointwise(node: Node) -> bool:
+    """True for a call that works element by element and promotes its operands to a common dtype."""
+    target: Any = node.target
+    name = op_name(node)
+    return bool(name) and (name in _POINTWISE or torch.Tag.pointwise in target.tags)
+
+
+def promotes(node: Node) -> bool:
+    """True if the kernel itself takes operands of different dtypes and computes in the wider."""
+    target: Any = node.target
+    name = op_name(node)
+    return name in {"add", "sub", "mul", "div", "where", "cat", "stack"} or (
+        bool(name) and torch.Tag.pointwise in target.tags and name not in {"lerp", "gelu", "prelu"}
+    )
+
+
+def mutated_arguments(node: Node) -> tuple[Node, ...]:
+    """The tensors among the arguments that the operator's schema says it writes to."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD):
+        return ()
+    found = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        found += [each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Node)]
+    return tuple(found)
+
+
+def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
+    """Python numbers that the call may write to its result as they are: positions (or keywords) and values."""
+    if op_name(node) not in _FILLS:
+        return ()
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    return tuple((place, float(value)) for place, value in places if type(value) in (float, int))

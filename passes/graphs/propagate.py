@@ -1,0 +1,54 @@
+"""Stored values of calls that a pass changed: the call run again on the stored values of its arguments."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from passes.graphs.node_facts import binds_new_symbols, tensors
+
+
+def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
+    """Runs operators on the graph's fake tensors: no autograd, no autocast, no guards."""
+    values = (each for node in graph.nodes for each in tensors(node.meta.get("val")))
+    return propagating(next((each.fake_mode for each in values if hasattr(each, "fake_mode")), None))
+
+
+@contextlib.contextmanager
+def propagating(mode: Any) -> Iterator[None]:
+    """Runs operators on fake tensors and leaves no trace: no autograd, no autocast, no guards, no pending symbols."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if mode is not None:
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+            stack.enter_context(mode)
+        yield
+
+
+def refresh(node: Node) -> None:
+    """Sets a call's value to what its operator gives for the present values of its arguments; see `on_stored_values`.
+
+    Sizes that depend on data keep their symbols: only the dtype is then set, to that of the first argument.
+    """
+    if node.op != "call_function":
+        return
+    if binds_new_symbols(node):
+        source = next(tensors(node.all_input_nodes[0].meta["val"]))
+        node.meta["val"] = _retyped(node.meta["val"], source.dtype)
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    target: Any = node.target
+    node.meta["val"] = target(*args, **kwargs)
+
+
+def _retyped(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_retyped(each, dtype) for each in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

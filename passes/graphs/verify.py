@@ -1,0 +1,230 @@
+"""Checks a graph against itself: its structure, and each node's stored value against what its operator gives.
+
+`graph.lint()` alone passes a graph whose dtypes are stale. Here every call is run again on the stored fake values of
+its arguments, one node at a time, and what it returns is compared with what the node says it returns. Checking node by
+node needs no order and no inputs, and finds the node at fault rather than the last one it spoils.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.fx.node import map_arg
+
+from passes.graphs.graph_text import format_dtype, format_value
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
+from passes.graphs.propagate import propagating
+
+_MISSING = object()
+
+
+class VerifyError(ValueError):
+    """A graph that contradicts itself: which node, what is wrong, and how to mend it."""
+
+    def __init__(self, node: str | None, problem: str, mend: str) -> None:
+        where = f"node {node}: " if node else ""
+        super().__init__(f"{where}{problem}; {mend}")
+        self.node = node
+        self.problem = problem
+        self.mend = mend
+
+
+def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thorough: bool = True) -> None:
+    """Raises `VerifyError` unless the graph is well formed and every stored value is what its operator returns.
+
+    Shape, dtype, device, layout and stride are compared; sizes that depend on data are not. No random number is drawn
+    and no guard is added to the shape environment.
+
+    Args:
+        graph_module: an ATen graph whose nodes carry fake tensors in `meta["val"]`; not modified.
+        before: the graph this one was made from, itself verified.
+        thorough: False checks only nodes that are new, changed or fed by a changed value, which needs `before`.
+    """
+    graph = graph_module.graph
+    check_structure(graph)
+    if thorough:
+        suspects = list(graph.nodes)
+    elif before is None:
+        raise ValueError("verify(thorough=False) compares with the graph before the pass; give before=")
+    else:
+        suspects = changed_nodes(before.graph, graph)
+    with propagating(_fake_mode(graph)):
+        for node in suspects:
+            _check_node(graph_module, node)
+
+
+def check_structure(graph: Graph) -> None:
+    """Raises `VerifyError` unless `graph.lint()` holds and every value that is used has its metadata."""
+    try:
+        graph.lint()
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        # The rest of the message is the whole graph.
+        first_line, *_ = str(error).splitlines()
+        mend = "define each node once, before its users, in this graph"
+        raise VerifyError(None, f"graph.lint() says: {first_line}", mend) from error
+    for node in graph.nodes:
+        if "val" not in node.meta and node.users and node.op in ("placeholder", "call_function", "call_method"):
+            raise VerifyError(node.name, 'it has no meta["val"]', "set it where the pass makes the node")
+
+
+def check_signature(before: GraphModule, after: GraphModule) -> None:
+    """Raises `VerifyError` unless both graphs take the same inputs and return as many values of the same types."""
+    old, new = ([str(node.target) for node in each.graph.find_nodes(op="placeholder")] for each in (before, after))
+    mend = "restore them, or say keeps_signature = False in the pass"
+    if old != new:
+        raise VerifyError(None, f"the inputs changed from {old} to {new}", mend)
+    old_outputs, new_outputs = (each.graph.output_node() for each in (before, after))
+    old_text, new_text = (
+        [format_value(each.meta.get("val")) if isinstance(each, Node) else repr(each) for each in _flat(node.args)]
+        for node in (old_outputs, new_outputs)
+    )
+    if len(old_text) != len(new_text):
+        raise VerifyError(new_outputs.name, f"{len(old_text)} outputs became {len(new_text)}", mend)
+    for index, (was, now) in enumerate(zip(old_text, new_text, strict=True)):
+        if was != now:
+            raise VerifyError(new_outputs.name, f"output {index} changed from {was} to {now}", mend)
+
+
+def _flat(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, (tuple, list)):
+        for each in argument:
+            yield from _flat(each)
+    else:
+        yield argument
+
+
+def changed_nodes(before: Graph, after: Graph) -> list[Node]:
+    """The nodes of `after` that are new, or whose call, stored value or argument values differ from `before`.
+
+    Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one.
+    """
+    old = {node.name: node for node in before.nodes}
+
+    def same_value(node: Node) -> bool:
+        return node.name in old and old[node.name].meta.get("val", _MISSING) is node.meta.get("val", _MISSING)
+
+    def same(node: Node) -> bool:
+        if not same_value(node) or not all(same_value(each) for each in node.all_input_nodes):
+            return False
+        was = old[node.name]
+        return was.target == node.target and argument_key((was.args, was.kwargs)) == argument_key(
+            (node.args, node.kwargs)
+        )
+
+    return [node for node in after.nodes if not same(node)]
+
+
+def _fake_mode(graph: Graph) -> Any:
+    mode = None
+    for node in graph.nodes:
+        for each in tensors(node.meta.get("val")):
+            found = getattr(each, "fake_mode", None)
+            # A saved CPU random state is a real tensor even when it was made under a fake mode.
+            if found is None:
+                continue
+            if mode is not None and found is not mode:
+                raise VerifyError(node.name, "its value is of another fake mode", "trace the graph under one mode")
+            mode = found
+    return mode
+
+
+def _check_node(graph_module: GraphModule, node: Node) -> None:
+    if node.op in ("placeholder", "output"):
+        return
+    try:
+        actual = _run(graph_module, node)
+    except VerifyError:
+        raise
+    except Exception as error:
+        raise VerifyError(
+            node.name,
+            f"its operator refuses the stored values of its arguments: {error}",
+            "correct the arguments or their metadata",
+        ) from error
+    stored = node.meta.get("val")
+    difference = _difference(stored, actual)
+    if difference:
+        raise VerifyError(node.name, difference, 'set meta["val"] to what the operator returns')
+
+
+def _run(graph_module: GraphModule, node: Node) -> Any:
+    if node.op == "get_attr":
+        held = _attribute(graph_module, node)
+        # Subgraphs of higher-order operators are held as attributes too, and have no value of their own.
+        return held if isinstance(held, torch.Tensor) else node.meta.get("val")
+
+    def value(each: Node) -> Any:
+        stored = each.meta.get("val", _MISSING)
+        return _attribute(graph_module, each) if stored is _MISSING and each.op == "get_attr" else stored
+
+    if node.op == "call_module":
+        raise VerifyError(node.name, "it calls a module", "trace the model down to operators")
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    if isinstance(node.target, OPERATOR_OVERLOAD) and node.is_impure(impure_random=False):
+        # An operator that works in place may change its argument's sizes: let it have a view, not the stored value.
+        args, kwargs = _map_tensors((args, kwargs), torch.Tensor.detach)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _attribute(graph_module: GraphModule, node: Node) -> Any:
+    held: Any = graph_module
+    for name in str(node.target).split("."):
+        held = getattr(held, name)
+    return held
+
+
+def _map_tensors(argument: Any, change: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(_map_tensors(each, change) for each in argument)
+    if isinstance(argument, dict):
+        return {name: _map_tensors(each, change) for name, each in argument.items()}
+    return argument
+
+
+def _difference(stored: Any, actual: Any) -> str:
+    """What the node says against what its operator returned, in words; empty if they agree."""
+    if isinstance(stored, (tuple, list)) and isinstance(actual, (tuple, list)):
+        if len(stored) != len(actual):
+            return f"it says {len(stored)} outputs, its operator returns {len(actual)}"
+        found = (_difference(*pair) for pair in zip(stored, actual, strict=True))
+        return next((f"output {index}: {each}" for index, each in enumerate(found) if each), "")
+    if isinstance(stored, torch.Tensor) and isinstance(actual, torch.Tensor):
+        if stored.dtype != actual.dtype:
+            return f"it says dtype {format_dtype(stored.dtype)}, its operator returns {format_dtype(actual.dtype)}"
+        for what in ("device", "layout"):
+            if getattr(stored, what) != getattr(actual, what):
+                return f"it says {what} {getattr(stored, what)}, its operator returns {getattr(actual, what)}"
+        if not _same_numbers(tuple(stored.shape), tuple(actual.shape)):
+            return f"it says shape {list(stored.shape)}, its operator returns {list(actual.shape)}"
+        if stored.layout == torch.strided and not _same_numbers(stored.stride(), actual.stride()):
+            return f"it says stride {list(stored.stride())}, its operator returns {list(actual.stride())}"
+        return ""
+    if _is_number(stored) and _is_number(actual):
+        return "" if _same_numbers((stored,), (actual,)) else f"it says {stored}, its operator returns {actual}"
+    if type(stored) is not type(actual):
+        return f"it says {format_value(stored)}, its operator returns {format_value(actual)}"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _same_numbers(stored: tuple[Any, ...], actual: tuple[Any, ...]) -> bool:
+    return len(stored) == len(actual) and all(_same_number(*pair) for pair in zip(stored, actual, strict=True))
+
+
+def _same_number(stored: Any, actual: Any) -> bool:
+    if isinstance(stored, (bool, int, float)) and isinstance(actual, (bool, int, float)):
+        return stored == actual
+    # Each run of nonzero() or item() makes a symbol of its own, so two right answers are called differently.
+    if free_unbacked_symbols((stored, actual)):
+        return True
+    return statically_known_true(stored == actual)

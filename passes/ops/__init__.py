@@ -1,0 +1,1 @@
+"""Operators of memopt's own, and what they compute."""

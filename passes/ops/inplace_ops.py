@@ -1,0 +1,102 @@
+"""The elementwise operators that can write their result over an operand: same kernel, same bits, no new memory.
+
+A list of what is known, not of what looks possible: many `out=` variants are generated ones that compute a new result
+and copy it, and not every kernel that is elementwise by name reads each element before it writes it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes.graphs.op_kinds import mutated_arguments, op_name
+
+aten = torch.ops.aten
+
+_UNARY = (
+    "neg", "gelu", "silu", "sigmoid", "tanh", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "erf",
+    "sin", "cos", "clamp", "clamp_min", "clamp_max", "hardtanh", "leaky_relu", "elu", "hardswish", "hardsigmoid",
+    "mish",
+)  # fmt: skip
+_BACKWARDS = (
+    "threshold", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu", "elu", "softplus", "hardsigmoid",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InplaceVariant:
+    """How an operator writes over one of its operands."""
+
+    target: Any
+    out: str = ""
+    """The name of the argument that takes the operand; empty where the operator writes over its first."""
+
+
+_OVER_FIRST: Mapping[Any, Any] = {
+    aten.relu.default: aten.relu_.default,
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.add.Scalar: aten.add_.Scalar,
+    aten.sub.Scalar: aten.sub_.Scalar,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
+    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
+    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
+    aten.addcmul.default: aten.addcmul_.default,
+    aten.addcdiv.default: aten.addcdiv_.default,
+    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _UNARY},
+}
+
+_OVER_ANY: Mapping[Any, InplaceVariant] = {
+    aten.add.Tensor: InplaceVariant(aten.add.out, "out"),
+    aten.sub.Tensor: InplaceVariant(aten.sub.out, "out"),
+    aten.mul.Tensor: InplaceVariant(aten.mul.out, "out"),
+    aten.div.Tensor: InplaceVariant(aten.div.out, "out"),
+    aten.where.self: InplaceVariant(aten.where.self_out, "out"),
+    aten.maximum.default: InplaceVariant(aten.maximum.out, "out"),
+    aten.minimum.default: InplaceVariant(aten.minimum.out, "out"),
+    aten.addcmul.default: InplaceVariant(aten.addcmul.out, "out"),
+    aten.addcdiv.default: InplaceVariant(aten.addcdiv.out, "out"),
+    **{
+        (packet := getattr(aten, f"{name}_backward")).default: InplaceVariant(packet.grad_input, "grad_input")
+        for name in _BACKWARDS
+    },
+}
+
+# Besides those above: what makes its results in memory of their own.
+_MAKERS = frozenset(
+    {
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax", "_log_softmax_backward_data",
+        "_native_batch_norm_legit_functional", "_softmax", "_softmax_backward_data", "_to_copy", "addmm",
+        "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
+        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
+        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
+        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
+    }
+)  # fmt: skip
+
+
+def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
+    """How an operator may write over operands; none for what is not known to."""
+    if target in _OVER_FIRST:
+        yield InplaceVariant(_OVER_FIRST[target])
+    if target in _OVER_ANY:
+        yield _OVER_ANY[target]
+
+
+def known_targets() -> tuple[Any, ...]:
+    """Every operator that `inplace_variants` knows."""
+    return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
+
+
+def makes_memory(node: Node) -> bool:
+    """Whether a call's results are known to be new memory, each its own."""
+    if node.op != "call_function" or mutated_arguments(node):
+        return False
+    return node.target in _OVER_FIRST or node.target in _OVER_ANY or op_name(node) in _MAKERS

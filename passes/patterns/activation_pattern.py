@@ -1,0 +1,179 @@
+"""Finds GELU and SiLU that are written out, in whatever order, and says why what looks like them is neither.
+
+All of them are 0.5 x (1 + t), where t is tanh or erf of a polynomial in x; sigmoid(z) is 0.5 (1 + tanh(z / 2)).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graphs.op_kinds import is_cast, op_name
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.polynomial import Polynomial, Reader, T, Unknown, X
+from passes.patterns.written_out import check_only_read_by, check_unwritten, same_sizes
+
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_ACTIVATIONS: Mapping[str, tuple[str, Mapping[int, float]]] = {
+    "gelu_tanh": ("tanh", {1: _TANH_SCALE, 3: _TANH_SCALE * 0.044715}),
+    "gelu": ("erf", {1: math.sqrt(0.5)}),
+    "silu": ("tanh", {1: 0.5}),
+}
+"""What is inside of t, by power of x."""
+
+_COMPLEMENT: Polynomial = {(0, 0): 1.0, (0, 1): -1.0}
+_BOUNDED: Mapping[str, tuple[str, float, Polynomial]] = {
+    "tanh": ("tanh", 1.0, T),
+    "sigmoid": ("tanh", 0.5, {(0, 0): 0.5, (0, 1): 0.5}),
+    "erf": ("erf", 1.0, T),
+    "special_erf": ("erf", 1.0, T),
+    "erfc": ("erf", 1.0, _COMPLEMENT),
+    "special_erfc": ("erf", 1.0, _COMPLEMENT),
+}
+"""Each as a polynomial in t, where t is tanh or erf of so many times its argument."""
+
+_LOW = (torch.bfloat16, torch.float16)
+_MOST_STEPS = 16
+
+
+@dataclass(frozen=True)
+class ActivationMatch:
+    """An activation written out: each of `results` is `kind` of `value`."""
+
+    kind: str
+    """"gelu", "gelu_tanh" or "silu"."""
+    value: Node
+    results: tuple[Node, ...]
+    inner: tuple[Node, ...]
+    """The calls between, in the graph's order."""
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """0.5 x (1 + t) as it was found: t is `function` of the polynomial `inside`, by power of x."""
+
+    function: str
+    inside: Mapping[int, float]
+    value: Node
+    result: Node
+    inner: tuple[Node, ...]
+
+    @property
+    def kind(self) -> str:
+        """Constants may be rounded to what an fp32 can tell apart; in fp64 they may not."""
+        tolerance = 1e-14 if self.value.meta["val"].dtype == torch.float64 else 1e-7
+        for kind, (function, inside) in _ACTIVATIONS.items():
+            if (function, inside.keys()) == (self.function, self.inside.keys()) and all(
+                math.isclose(self.inside[power], inside[power], rel_tol=tolerance) for power in inside
+            ):
+                return kind
+        return ""
+
+    def __str__(self) -> str:
+        terms = (f"{factor:.8g} x{'' if power == 1 else f'^{power}'}" for power, factor in self.inside.items())
+        return f"0.5 x (1 + {self.function}({' + '.join(terms)}))"
+
+
+def bounded_calls(graph: Graph) -> Iterator[Node]:
+    """The calls that an activation may be made with, in order."""
+    return (node for node in graph.nodes if op_name(node) in _BOUNDED)
+
+
+def match_activation(graph_module: GraphModule, bounded: Node) -> ActivationMatch | None:
+    """What a tanh, erf or sigmoid is a part of; None where that is not like GELU. Raises `NoMatch` with the reason
+    where it is like it, yet another function or not to be replaced."""
+    formulas = list(_formulas(graph_module, bounded))
+    if not formulas:
+        return None
+    formula = next((each for each in formulas if each.kind), formulas[0])
+    if not formula.kind:
+        raise NoMatch(f"it is {formula}, which is neither GELU nor SiLU")
+    _check(formula)
+    match = _widened(formula)
+    check_only_read_by(match.inner, {*match.inner, *match.results}, match.value)
+    check_unwritten([match.value], match.inner[0], max(match.results))
+    return match
+
+
+def _check(formula: _Formula) -> None:
+    value, result = formula.value.meta["val"], formula.result.meta["val"]
+    steps = [each.meta["val"] for each in formula.inner]
+    if not same_sizes(result.shape, value.shape):
+        raise NoMatch(f"{formula.result.name} has another shape than {formula.value.name}")
+    if {value.dtype, *(each.dtype for each in steps)} != {result.dtype}:
+        raise NoMatch("it casts between its steps")
+    if not all(same_sizes(each.stride(), result.stride()) for each in steps):
+        raise NoMatch("it is laid out anew between its steps")
+
+
+def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
+    """Each way to see what the bounded value is a part of as 0.5 x (1 + t)."""
+    function, factor, outer = _BOUNDED[op_name(bounded)]
+    followers = _followers(bounded)
+    for value in _sources(bounded):
+        argument = Reader(graph_module, {value: X})
+        try:
+            inside = argument(bounded.args[0])
+        except Unknown:
+            continue
+        powers = sorted(power for power, _ in inside)
+        if not powers or powers[0] < 1:
+            continue
+        sign = math.copysign(1.0, inside[powers[-1], 0])  # both functions are odd
+        signed = {(x, t): each * sign**t for (x, t), each in outer.items()}
+        by_power = {power: sign * factor * inside[power, 0] for power in powers}
+        for result in followers:
+            reader = Reader(graph_module, {value: X, bounded: signed})
+            if _is_half_of_both(reader, result):
+                inner = sorted({*argument.inner, *reader.inner, bounded} - {result})
+                yield _Formula(function, by_power, value, result, tuple(inner))
+
+
+def _is_half_of_both(reader: Reader, result: Node) -> bool:
+    """Whether it is 0.5 x + 0.5 x t."""
+    try:
+        read = reader(result)
+    except Unknown:
+        return False
+    return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(each, 0.5, rel_tol=1e-9) for each in read.values())
+
+
+def _sources(bounded: Node) -> list[Node]:
+    """What the bounded value may be computed from, the nearest first."""
+    found: list[Node] = []
+    pending = list(bounded.all_input_nodes)
+    while pending and len(found) < _MOST_STEPS:
+        node = pending.pop(0)
+        if node not in found and _is_float(node):
+            found.append(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _followers(bounded: Node) -> list[Node]:
+    """What is computed from the bounded value, in the graph's order."""
+    found: set[Node] = set()
+    pending = [bounded]
+    while pending and len(found) < _MOST_STEPS:
+        users = [user for user in pending.pop(0).users if user not in found and op_name(user) and _is_float(user)]
+        found.update(users)
+        pending += users
+    return sorted(found)
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _widened(formula: _Formula) -> ActivationMatch:
+    """Computed in fp32 from 16 bits and cast back, it is what the fused operators do with a value in 16 bits."""
+    kind, value, result, inner = formula.kind, formula.value, formula.result, formula.inner
+    source = value.args[0] if is_cast(value) else None
+    if isinstance(source, Node) and source.meta["val"].dtype in _LOW and result.meta["val"].dtype == torch.float32:
+        readers = [user for user in result.users if op_name(user) != "sym_size"]
+        if all(is_cast(user) and user.meta["val"].dtype == source.meta["val"].dtype for user in readers):
+            return ActivationMatch(kind, source, tuple(readers), (*inner, result))
+    return ActivationMatch(kind, value, (result,), inner)

@@ -1,0 +1,167 @@
+"""Finds attention that is written out, softmax(Q Kᵀ · scale + mask) V, and says why what looks like it is not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from passes.graphs.node_facts import storages
+from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.patterns.attention_scores import PASS_ON, PRODUCTS, Add, Fill, Scale, ScoreStep, only_reader, walk_up_scores
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
+
+
+@dataclass(frozen=True)
+class AttentionMatch:
+    """Attention written out, and what is done to its scores from Q Kᵀ to the softmax, in order."""
+
+    softmax: Node
+    query: Node
+    key: Node
+    """[..., keys, width], or [..., width, keys] if `key_turned`."""
+    key_turned: bool
+    value: Node
+    result: Node
+    steps: tuple[ScoreStep, ...]
+    dropout: float
+    scores: Node
+    """Q Kᵀ."""
+    clears_rows: bool = False
+    """Whether rows that are masked whole have to be looked for."""
+
+
+def softmaxes(graph: Graph) -> Iterator[Node]:
+    """The softmaxes whose result weighs something in a product of matrices, in order."""
+    return (node for node in graph.nodes if op_name(node) in ("softmax", "_softmax") and _reaches_product(node))
+
+
+def match_attention(
+    softmax: Node, rows: MaskRows, *, with_dropout: bool = False, whole_rows: bool = False
+) -> AttentionMatch:
+    """Raises `NoMatch` with the reason where `scaled_dot_product_attention` would not mean the same; see the options
+    of `FuseAttention`."""
+    dim: Any = softmax.args[1]
+    dims = softmax.meta["val"].dim()
+    if dim % dims != dims - 1:
+        raise NoMatch("its softmax is not over the keys")
+    dropout, result = _downwards(softmax)
+    source: Any = softmax.args[0]
+    scores, steps = walk_up_scores(source, softmax)
+    query: Any
+    key: Any
+    value: Any
+    (query, key), value = scores.args, result.args[1]
+    turned = _unturned(key)
+    match = AttentionMatch(
+        softmax, query, turned or key, turned is None, value, result, tuple(reversed(steps)), dropout, scores
+    )
+    _check(match)
+    if dropout and not with_dropout:
+        raise NoMatch("its dropout would draw other random numbers")
+    may_mask = _may_mask_whole_rows(match.steps, rows)
+    if may_mask and not whole_rows:
+        raise NoMatch("its mask may mask a row whole")
+    fills = [step for step in match.steps if isinstance(step, Fill) and step.number != float("-inf")]
+    filled = any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills)
+    return replace(match, clears_rows=may_mask or filled)
+
+
+def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
+    """Whether a row may be masked whole with a finite number, by other than one `Fill` alone."""
+    masks = [step for step in steps if not isinstance(step, Scale)]
+    fills = [step for step in masks if isinstance(step, Fill)]
+    terms = [rows.masking_terms(step.mask) for step in masks if isinstance(step, Add)]
+    if None in terms:
+        return True
+    finite = sum(term or 0 for term in terms) + sum(fill.number != float("-inf") for fill in fills)
+    infinite = len(fills) - sum(fill.number != float("-inf") for fill in fills)
+    return finite > 0 and finite + infinite > 1
+
+
+def _reaches_product(node: Node) -> bool:
+    return any(
+        (op_name(user) in PRODUCTS and user.args[0] is node) or (_passes_on(user) and _reaches_product(user))
+        for user in node.users
+    )
+
+
+def _passes_on(node: Node) -> bool:
+    return op_name(node) in PASS_ON | {"dropout"} or is_cast(node)
+
+
+def _downwards(node: Node) -> tuple[float, Node]:
+    """Probability of dropout, and the product with V."""
+    dropout = 0.0
+    while True:
+        user = only_reader(node)
+        if op_name(user) in PRODUCTS and user.args[0] is node:
+            return dropout, user
+        if not _passes_on(user):
+            raise NoMatch(f"its probabilities are read by {user.name}")
+        if op_name(user) == "dropout":
+            probability: Any = user.args[1]
+            if dropout and probability and user.args[2]:
+                raise NoMatch("its probabilities go through dropout twice")
+            dropout = dropout or (float(probability) if user.args[2] else 0.0)
+        node = user
+
+
+def _unturned(key: Node) -> Node | None:
+    """What the keys are the transpose of."""
+    dims = key.meta["val"].dim()
+    if op_name(key) == "transpose" and {int(str(each)) % dims for each in key.args[1:3]} == {dims - 2, dims - 1}:
+        source: Any = key.args[0]
+        return source
+    return None
+
+
+def _check(match: AttentionMatch) -> None:
+    values = [each.meta["val"] for each in (match.query, match.key, match.value)]
+    dims, dtypes = {each.dim() for each in values}, {each.dtype for each in values}
+    if dims not in ({3}, {4}):
+        raise NoMatch(
+            f"its queries, keys and values have {' and '.join(map(str, sorted(dims)))} dimensions, not 3 or 4"
+        )
+    leading = [each.shape[:-2] for each in values]
+    pairs = [pair for other in leading[1:] for pair in zip(leading[0], other, strict=True)]
+    if not all(statically_known_true(one == other) for one, other in pairs):
+        raise NoMatch("its queries, keys and values have not the same batch and heads")
+    if len(dtypes) != 1:
+        raise NoMatch("its queries, keys and values have not the same dtype")
+    fills = [step for step in match.steps if isinstance(step, Fill)]
+    adds = [step for step in match.steps if isinstance(step, Add)]
+    for fill in fills:
+        if fill.mask.meta["val"].dtype != torch.bool:
+            raise NoMatch("its mask is not of bools")
+        if fill.number > MASKS_BELOW:
+            raise NoMatch(f"masked scores are {fill.number:g}, which is not small enough to mask them")
+    if any(add.mask.meta["val"].dtype not in dtypes for add in adds):
+        raise NoMatch("its mask has not the dtype of its queries")
+    masks = [*(fill.mask for fill in fills), *(add.mask for add in adds)]
+    if any(_shape_exceeds(mask, match.scores) for mask in masks):
+        raise NoMatch("its mask has more elements than its scores")
+    _check_writes(match)
+
+
+def _shape_exceeds(mask: Node, scores: Node) -> bool:
+    """Whether broadcasting with the mask would make the scores larger."""
+    given, expected = mask.meta["val"].shape, scores.meta["val"].shape
+    if len(given) > len(expected):
+        return True
+    aligned = zip(reversed(given), reversed(expected), strict=False)
+    return not all(statically_known_true(one == 1) or statically_known_true(one == other) for one, other in aligned)
+
+
+def _check_writes(match: AttentionMatch) -> None:
+    """Attention reads all of its inputs where V is read."""
+    masks = [step.mask for step in match.steps if not isinstance(step, Scale)]
+    held = frozenset[Any]().union(*(storages(each) for each in (match.query, match.key, *masks)))
+    node = match.scores
+    while node is not match.result:
+        node = node.next
+        if any(storages(each) & held for each in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to an input of the attention before its end")

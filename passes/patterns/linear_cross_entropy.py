@@ -1,0 +1,179 @@
+"""`memopt::linear_cross_entropy`: the operator that `ChunkLoss` puts in the place of a linear layer and its loss."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options, gradient_dtype
+
+
+@torch.library.custom_op("memopt::linear_cross_entropy_with_gradients", mutates_args=())
+def with_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    rows: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    later: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, divisor and gradients of hidden, weight and bias (see `Result`); those not needed are empty, and those of
+    weight and bias where they are computed `later`, in the backward."""
+    how = Options(reduction, ignore_index, label_smoothing, scale, softcap, rows)
+    chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
+    found = chunks.run(hidden=needs_hidden, weight=needs_weight and not later, bias=needs_bias and not later)
+    gradients = ((found.hidden, hidden), (found.weight, weight), (found.bias, bias))
+    of_hidden, of_weight, of_bias = (
+        hidden.new_empty(0) if gradient is None or of is None else gradient.to(gradient_dtype(of.dtype))
+        for gradient, of in gradients
+    )
+    return found.loss, found.divisor, of_hidden, of_weight, of_bias
+
+
+@with_gradients.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    loss, divisor = (hidden.new_empty((), dtype=wide) for _ in range(2))
+    of_hidden, of_weight, of_bias = (
+        of.new_empty(of.shape, dtype=gradient_dtype(of.dtype)) if of is not None and needed else hidden.new_empty(0)
+        for of, needed in zip((hidden, weight, bias), _at_once(options), strict=True)
+    )
+    return loss, divisor, of_hidden, of_weight, of_bias
+
+
+def _at_once(options: tuple[Any, ...]) -> tuple[bool, bool, bool]:
+    """Of hidden, weight and bias, which gradients the forward computes."""
+    needs_hidden, needs_weight, needs_bias, later = options[-4:]
+    return needs_hidden, needs_weight and not later, needs_bias and not later
+
+
+@torch.library.custom_op("memopt::linear_cross_entropy_weight_gradient", mutates_args=())
+def weight_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    factor: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    scale: float,
+    softcap: float,
+    rows: int,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias, times `factor`, from logits that are computed again; empty if not needed."""
+    how = Options("sum", ignore_index, label_smoothing, scale, softcap, rows)
+    chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
+    found = chunks.run(hidden=False, weight=needs_weight, bias=needs_bias)
+    of_weight, of_bias = (
+        hidden.new_empty(0) if gradient is None or of is None else gradient.mul_(factor).to(of.dtype)
+        for gradient, of in ((found.weight, weight), (found.bias, bias))
+    )
+    return of_weight, of_bias
+
+
+@weight_gradient.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    pairs = zip((weight, bias), options[-2:], strict=True)
+    of_weight, of_bias = (
+        hidden.new_empty(0) if of is None or not needed else of.new_empty(of.shape) for of, needed in pairs
+    )
+    return of_weight, of_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    _, divisor, *gradients = output
+    ctx.at_once, ctx.later = _at_once(inputs), inputs[-1] and (inputs[-3] or inputs[-2])
+    ctx.dtypes = [None if each is None else each.dtype for each in inputs[:3]]
+    # Ignored index to rows, and whether weight and bias need gradients.
+    ctx.options = (*inputs[6:11], *inputs[-3:-1])
+    again = inputs[:5] if ctx.later else ()
+    ctx.save_for_backward(divisor, *again, *(each for each, now in zip(gradients, ctx.at_once, strict=True) if now))
+
+
+def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(each is not None for each in of_gradients):
+        raise NotImplementedError("linear_cross_entropy has no gradients of gradients; leave ChunkLoss out")
+    nothing = (None,) * 12
+    if of_loss is None:
+        return (None, None, None, *nothing)
+    divisor, *kept = ctx.saved_tensors
+    # No target at all: the mean is not a number, its gradients are zeros, as torch has it.
+    factor = torch.where(divisor == 0, 0.0, of_loss / divisor)
+    again, kept = (kept[:5], kept[5:]) if ctx.later else ([], kept)
+    remaining = iter(kept)
+    gradients: list[Tensor | None] = [
+        (next(remaining) * factor).to(dtype) if now else None
+        for dtype, now in zip(ctx.dtypes, ctx.at_once, strict=True)
+    ]
+    if again:
+        computed = weight_gradient(*again, factor, *ctx.options)
+        gradients[1:] = [each if needed else None for each, needed in zip(computed, ctx.options[-2:], strict=True)]
+    return (*gradients, *nothing)
+
+
+with_gradients.register_autograd(_backward, setup_context=_keep)
+
+torch.library.define(
+    "memopt::linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, str reduction='mean', "
+    "int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., int rows=0, "
+    "bool weight_in_backward=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl("memopt::linear_cross_entropy", "CompositeImplicitAutograd")
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    rows: int = 0,
+    weight_in_backward: bool = False,
+) -> Tensor:
+    """Only where it is differentiated is it known whose gradients are wanted: frozen weights get none."""
+    needs = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)]
+    given = (hidden, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing, scale, softcap, rows)
+    loss: Tensor = with_gradients(*given, *needs, weight_in_backward)[0]
+    return loss
+
+
+LINEAR_CROSS_ENTROPY: Any = torch.ops.memopt.linear_cross_entropy.default
+"""Cross entropy of `linear(hidden, weight, bias)`, [rows, width] · [classes, width] and targets [rows], without its
+logits; a scalar in fp32 (fp64 for fp64). The options are those of `Options`."""
+
+
+@register_flop_formula(torch.ops.memopt.linear_cross_entropy_with_gradients)
+def _flops(hidden: Any, weight: Any, *options: Any, **_: Any) -> int:
+    """A matmul for the logits, and one for each gradient of a matrix."""
+    return _matmul(hidden, weight) * (1 + sum(_at_once(options)[:2]))
+
+
+@register_flop_formula(torch.ops.memopt.linear_cross_entropy_weight_gradient)
+def _flops_of_weight_gradient(hidden: Any, weight: Any, *options: Any, **_: Any) -> int:
+    return _matmul(hidden, weight) * (1 + options[-2])
+
+
+def _matmul(hidden: Any, weight: Any) -> int:
+    return int(2 * hidden[0] * hidden[1] * weight[0])

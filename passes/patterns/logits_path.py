@@ -1,0 +1,206 @@
+"""The way from a linear layer's result to a loss: which calls on it keep the rows apart, and what they compute."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from passes.graphs.op_kinds import is_cast, op_name
+
+_VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
+_SAME = frozenset({"alias", "contiguous", "clone"})
+
+
+class NoMatch(Exception):
+    """A part of a graph is not what was looked for; says why, in words that go on from `cross_entropy_loss: `."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call on the way, and which dimension of its result are the classes."""
+
+    node: Node
+    class_dim: int
+    moves_rows: bool = False
+    """Whether the same call has to be made on the linear layer's input in its place."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What is computed from values `x` on the way down: `softcap * tanh(scale * (x + bias))`, or `scale * (x + bias)`
+    where `softcap` is 0; with log_softmax behind it if `normalised`."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    bias: Node | None = None
+    normalised: bool = False
+
+    def above(self, node: Node) -> "Formula":
+        """With the call that stands on top of it. Raises `NoMatch` where the operator has no such formula."""
+        name = op_name(node).removesuffix("_")
+        factor = _factor(node)
+        if name == "log_softmax":
+            if replace(self, normalised=False) != Formula():
+                raise NoMatch("its log probabilities are computed with")
+            return Formula(normalised=True)
+        if factor is None and name not in ("tanh", "add"):
+            return self
+        if self.bias is not None:
+            raise NoMatch(f"a bias is added to its logits after {node.name}")
+        if factor is not None:
+            return replace(self, scale=self.scale * factor)
+        if name == "add":
+            return replace(self, bias=_bias(node))
+        if self.softcap:
+            raise NoMatch("its logits go through tanh twice")
+        return replace(self, scale=1.0, softcap=self.scale)
+
+
+@dataclass(frozen=True)
+class Path:
+    """From a linear layer down to a loss."""
+
+    nodes: tuple[Step, ...]
+    """From the linear layer, which is the first, to the loss's input."""
+    returned: tuple[Node, ...]
+    """Those of the nodes, or their detached values, that the graph returns."""
+    formula: Formula
+
+    @property
+    def top(self) -> Node:
+        return self.nodes[0].node
+
+
+def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
+    """The way up from a loss's input to what is no longer a step of it. Raises `NoMatch`."""
+    steps: list[Step] = []
+    returned: list[Node] = []
+    formula = Formula()
+    while True:
+        returned += _returned(value, reader)
+        source, source_dim, moves = _source(value, class_dim)
+        steps.append(Step(value, class_dim, moves))
+        if source is None:
+            return Path(tuple(reversed(steps)), tuple(returned), formula)
+        formula = formula.above(value)
+        reader, value, class_dim = value, source, source_dim
+
+
+def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
+    """What a step works on, the classes' dimension there, and whether it moves rows; None for no step."""
+    name = op_name(node).removesuffix("_")
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None, class_dim, False
+    before: Any = source.meta.get("val")
+    after: Any = node.meta["val"]
+    if name == "add":
+        return _added_to(node), class_dim, False
+    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
+        return source, class_dim, False
+    if name == "log_softmax":
+        dim: Any = node.args[1]
+        if dim % after.dim() != class_dim:
+            raise NoMatch("its log_softmax is not over the classes")
+        return source, class_dim, False
+    if name in _VIEWS and _overload(node) != "dtype":
+        if class_dim == after.dim() - 1 and _same(before.shape[-1], after.shape[-1]):
+            return source, before.dim() - 1, True
+        raise NoMatch(f"{node.name} takes the classes apart")
+    if name in ("slice", "select", "index_select"):
+        return _picked(node, class_dim)
+    if name == "transpose":
+        dims: Any = node.args[1:3]
+        first, second = (each % after.dim() for each in dims)
+        return source, {first: second, second: first}.get(class_dim, class_dim), True
+    if name == "permute":
+        order: Any = node.args[1]
+        return source, order[class_dim] % after.dim(), True
+    if name == "index":
+        indices: Any = node.args[1]
+        if class_dim != after.dim() - 1 or None in indices or _indexed(indices) >= before.dim():
+            raise NoMatch(f"{node.name} picks among the classes")
+        return source, before.dim() - 1, True
+    return None, class_dim, False
+
+
+def _indexed(indices: Any) -> int:
+    """How many dimensions indices take: a mask as many as it has."""
+    masks = (torch.bool, torch.uint8)
+    return sum(each.meta["val"].dim() if each.meta["val"].dtype in masks else 1 for each in indices)
+
+
+def _picked(node: Node, class_dim: int) -> tuple[Node, int, bool]:
+    """`slice`, `select` and `index_select` of rows."""
+    source: Any = node.args[0]
+    before, after = source.meta["val"], node.meta["val"]
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = given % before.dim()
+    if op_name(node) == "select":
+        if dim <= class_dim:
+            class_dim += 1
+        return source, class_dim, True
+    if dim == class_dim and not _same(before.shape[dim], after.shape[dim]):
+        raise NoMatch(f"{node.name} picks among the classes")
+    return source, class_dim, dim != class_dim
+
+
+def _factor(node: Node) -> float | None:
+    """By what number a call multiplies its first argument; None where it does not."""
+    name = op_name(node).removesuffix("_")
+    if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
+        return None
+    number = node.args[1]
+    if type(number) not in (int, float) or not isinstance(node.args[0], Node):
+        return None
+    value = float(number)  # type: ignore[arg-type]
+    return value if name == "mul" else 1.0 / value if value else None
+
+
+def _added_to(node: Node) -> Node | None:
+    """The logits in a sum of logits and a bias."""
+    one, other = (each if isinstance(each, Node) else None for each in node.args[:2])
+    if one is None or other is None or node.kwargs:
+        return None
+    logits, bias = (one, other) if one.meta["val"].dim() >= other.meta["val"].dim() else (other, one)
+    return logits if bias.meta["val"].dim() == 1 and logits.meta["val"].dim() > 1 else None
+
+
+def _bias(node: Node) -> Node:
+    logits = _added_to(node)
+    (bias,) = (each for each in node.args[:2] if each is not logits)
+    assert isinstance(bias, Node)
+    return bias
+
+
+def _is_float_cast(node: Node) -> bool:
+    source: Any = node.args[0]
+    if not is_cast(node):
+        return False
+    before, after = source.meta["val"], node.meta["val"]
+    return before.is_floating_point() and after.is_floating_point() and before.device == after.device
+
+
+def _overload(node: Node) -> str:
+    target: Any = node.target
+    return str(target._overloadname)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return statically_known_true(one == other)
+
+
+def _returned(node: Node, reader: Node) -> list[Node]:
+    """Where the graph returns a value on the way. Raises `NoMatch` for one that something else reads."""
+    found = []
+    for user in node.users:
+        detached = op_name(user) in ("detach", "alias") and all(each.op == "output" for each in user.users)
+        if user.op == "output":
+            found.append(node)
+        elif detached and user is not reader:
+            found.append(user)
+        elif user is not reader and op_name(user) != "sym_size":
+            raise NoMatch(f"{node.name} is read by {user.name} as well")
+    return found

@@ -1,0 +1,186 @@
+"""Finds the losses of a graph that are the cross entropy of a linear layer, and says why others are not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.graphs.node_facts import storages
+from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.patterns.logits_path import NoMatch, Path, walk_up
+from passes.patterns.picked_loss import Picked, check_readers, find_picked
+
+_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_REDUCTIONS = {1: "mean", 2: "sum"}
+_NONE = torch.iinfo(torch.int64).min
+"""The `ignore_index` of a loss that ignores nothing."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`hidden @ weight.T + bias`, as `linear` or `matmul` or what is like them."""
+
+    node: Node
+    hidden: Node
+    """[..., width]"""
+    weight: Node
+    """[classes, width], or its transpose if `transposed`; before a cast to the dtype of `hidden`."""
+    bias: Node | None
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class LossMatch:
+    """A loss, the way up from it to a linear layer, and what is computed on that way."""
+
+    loss: Node
+    linear: Linear
+    path: Path
+    target: Node
+    class_weight: Node | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    negated: bool = False
+    """Whether the loss's node gives the negative of the cross entropy."""
+
+    @property
+    def bias(self) -> Node | None:
+        return self.path.formula.bias or self.linear.bias
+
+
+def losses(graph: Graph) -> Iterator[Node]:
+    """The calls that may be the cross entropy of a linear layer, in order."""
+    return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
+
+
+def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
+    """What the loss is computed from. Raises `NoMatch` with the reason where it cannot be computed in chunks."""
+    picked = find_picked(loss)
+    if picked is not None:
+        return _match_picked(loss, picked, drop_logits)
+    value, target, class_weight, reduction, ignore_index, label_smoothing = _arguments(loss)
+    if target.meta["val"].is_floating_point():
+        raise NoMatch("its targets are probabilities, not classes")
+    if reduction not in _REDUCTIONS:
+        raise NoMatch("it gives a loss for each target (reduction='none')")
+    if not isinstance(ignore_index, int):
+        raise NoMatch("its ignore_index is a symbol")
+    class_dim = min(1, value.meta["val"].dim() - 1)
+    path = walk_up(value, class_dim, loss)
+    linear = _linear(path.top)
+    match = LossMatch(
+        loss, linear, path, target, class_weight, _REDUCTIONS[reduction], ignore_index, float(label_smoothing)
+    )
+    if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
+        raise NoMatch("its input is not from log_softmax")
+    return _checked(match, drop_logits)
+
+
+def _match_picked(loss: Node, picked: Picked, drop_logits: bool) -> LossMatch:
+    """A cross entropy that is written out: it ignores no target, and refuses one that is no class."""
+    check_readers(picked, loss)
+    value = picked.log_probabilities
+    path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
+    linear = _linear(path.top)
+    match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
+    return _checked(match, drop_logits)
+
+
+def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
+    _check_shapes(match)
+    if match.path.returned and not drop_logits:
+        raise NoMatch("its logits are returned as well")
+    _check_writes(match)
+    return match
+
+
+def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
+    """Input, target, class weight, reduction, ignored index and label smoothing of a loss."""
+    target: Any = loss.target
+    given = dict(zip((each.name for each in target._schema.arguments), loss.args, strict=False)) | loss.kwargs
+    smoothing = given.get("label_smoothing", 0.0)
+    weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
+    return given["self"], given["target"], weight, reduction, ignored, smoothing
+
+
+def _linear(node: Node) -> Linear:
+    name, args = op_name(node), node.args
+    hidden: Any
+    weight: Any
+    if name == "linear":
+        hidden, weight, bias = args[0], args[1], _node(node, 2, "bias")
+    elif name in ("matmul", "mm"):
+        hidden, weight, bias = args[0], args[1], None
+    elif name == "addmm" and not node.kwargs:
+        (bias, hidden, weight) = args  # type: ignore[assignment]
+    else:
+        raise NoMatch(f"its logits come from {name or node.name}, not from a linear layer")
+    transposed = name != "linear"
+    if weight.meta["val"].dim() != 2:
+        raise NoMatch("its logits are a product of two activations")
+    if transposed and (turned := _turned(weight)) is not None:
+        weight, transposed = turned, False
+    return Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
+
+
+def _node(call: Node, position: int, name: str) -> Node | None:
+    value: Any = call.args[position] if len(call.args) > position else call.kwargs.get(name)
+    return value
+
+
+def _turned(weight: Node) -> Node | None:
+    """What a matrix is the transpose of, if it is one."""
+    turns = op_name(weight) in ("t", "numpy_T") or (
+        op_name(weight) in ("transpose", "permute") and {each % 2 for each in _numbers(weight.args[1:])} == {0, 1}
+    )
+    source: Any = weight.args[0] if turns else None
+    return source
+
+
+def _numbers(arguments: Any) -> list[int]:
+    return [each for group in arguments for each in (group if isinstance(group, (tuple, list)) else [group])]
+
+
+def _uncast(value: Node, hidden: Node) -> Node:
+    """A parameter before it was cast to the dtype of `hidden`: the operator casts it, and keeps its gradient exact."""
+    source: Any = value.args[0] if is_cast(value) else None
+    if source is None or value.meta["val"].dtype != hidden.meta["val"].dtype:
+        return value
+    before, after = source.meta["val"], value.meta["val"]
+    widens = before.is_floating_point() and before.dtype.itemsize >= after.dtype.itemsize
+    return source if widens and before.device == after.device else value
+
+
+def _check_shapes(match: LossMatch) -> None:
+    hidden, weight = match.linear.hidden.meta["val"], match.linear.weight.meta["val"]
+    if not all(isinstance(size, int) for size in weight.shape):
+        raise NoMatch("its weight has symbolic sizes")
+    if not hidden.is_floating_point() or hidden.dim() < 1:
+        raise NoMatch("its hidden values are no floating-point rows")
+    bias = match.bias
+    classes = weight.shape[1 if match.linear.transposed else 0]
+    if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
+        raise NoMatch("its bias is not one number a class")
+    if match.path.formula.bias is not None and match.linear.bias is not None:
+        raise NoMatch("it has two biases")
+
+
+def _check_writes(match: LossMatch) -> None:
+    """The operator reads its inputs where the loss stands, not where the linear layer did."""
+    inputs = [each for each in (match.linear.hidden, match.linear.weight, match.bias) if each is not None]
+    held: frozenset[Any] = frozenset[Any]().union(*(storages(each) for each in inputs))
+    node = match.linear.node
+    while node is not match.loss:
+        node = node.next
+        if any(storages(each) & held for each in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to an input of the linear layer before the loss is computed")
+
+
+def logits_bytes(match: LossMatch) -> int | None:
+    """Bytes of the loss's logits in fp32; None where a size is symbolic."""
+    value = match.path.nodes[-1].node.meta["val"]
+    sizes = [size for size in value.shape if isinstance(size, int)]
+    return 4 * torch.Size(sizes).numel() if len(sizes) == value.dim() else None

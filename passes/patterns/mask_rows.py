@@ -1,0 +1,135 @@
+"""Whether a mask that is added to attention's scores may mask a row whole.
+
+It matters where the mask is a large negative number rather than -inf: softmax weighs all values of such a row alike,
+and fused kernels do too, but their backward computes the weights again from the row's logarithm of sums, in which the
+number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from passes.graphs.node_facts import is_pure
+from passes.graphs.op_kinds import is_cast, is_view, op_name
+
+MASKS_BELOW = -1e4
+"""A score as low has no weight beside one that is not masked."""
+_LEARNED = frozenset({"embedding", "linear", "matmul", "bmm"})
+_SAME_ROWS = frozenset({"alias", "clone", "contiguous", "expand"})
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What is known of a mask's elements: bools, or whether numbers are below `MASKS_BELOW`."""
+
+    some: bool
+    """Any is."""
+    whole: bool
+    """All of a row are."""
+    empty: bool
+    """None of a row is."""
+
+
+class MaskRows:
+    """What is known about the rows of masks in one graph; remembers what it computed."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.module = graph_module
+        self.masking: dict[Node, int | None] = {}
+
+    def masking_terms(self, mask: Node) -> int | None:
+        """How many terms of a sum mask anything with a finite number; None if a row may be masked whole by one.
+
+        Masks that depend on no input are computed. A term that is looked up in a table or multiplied out, a learned
+        bias, masks nothing.
+        """
+        if mask not in self.masking:
+            self.masking[mask] = self._terms(mask)
+        return self.masking[mask]
+
+    def _terms(self, mask: Node) -> int | None:
+        known = self._constant(mask)
+        if known is not None:
+            return None if known.whole else int(known.some)
+        first: Any = mask.args[0] if mask.args else None
+        name = op_name(mask).removesuffix("_")
+        if name == "add" and not mask.kwargs and all(isinstance(each, Node) for each in mask.args[:2]):
+            parts = [self.masking_terms(each) for each in mask.all_input_nodes]
+            return None if None in parts else sum(part or 0 for part in parts)
+        if name in _SAME_ROWS or is_cast(mask):
+            return self.masking_terms(first)
+        if name in ("where", "masked_fill"):
+            return self._filled(mask)
+        while is_view(mask) or op_name(mask) in _SAME_ROWS:
+            (mask, *_) = mask.all_input_nodes
+        return 0 if op_name(mask) in _LEARNED else None
+
+    def _filled(self, mask: Node) -> int | None:
+        """`where(seen, values, number)`, `masked_fill(values, masked, number)`."""
+        seen = op_name(mask) == "where"
+        condition, values = mask.args[:2] if seen else mask.args[1::-1]
+        number: Any = mask.args[2]
+        if not isinstance(condition, Node) or type(number) not in (int, float):
+            return None
+        below = self.masking_terms(values) if isinstance(values, Node) else 0 if values == 0.0 else None
+        if below is None or number == float("-inf") or number > MASKS_BELOW:
+            return below
+        return below + 1 if self.masks_no_row_whole(condition, not seen) else None
+
+    def masks_no_row_whole(self, mask: Node, where: bool) -> bool:
+        """Whether it is known that in no row of bools all elements are `where`."""
+        known = self._constant(mask)
+        return known is not None and not (known.whole if where else known.empty)
+
+    def _constant(self, node: Node) -> _Rows | None:
+        """What a node is that depends on no input, computed on the CPU."""
+        order = _ancestors(node)
+        if order is None:
+            return None
+        # Dispatch modes, such as that of tracing, belong to a thread: ours has none.
+        with ThreadPoolExecutor(1, "passes-mask") as worker:
+            return worker.submit(_evaluate, self.module, order).result()
+
+
+def _ancestors(node: Node) -> list[Node] | None:
+    """A node and all that it depends on, in order; None if an input or a random number is among them."""
+    found, pending = {node}, [node]
+    while pending:
+        each = pending.pop()
+        if each.op == "placeholder" or not is_pure(each):
+            return None
+        fresh = [source for source in each.all_input_nodes if source not in found]
+        found.update(fresh)
+        pending += fresh
+    return sorted(found)
+
+
+def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
+    values: dict[Node, Any] = {}
+    try:
+        with torch.no_grad():
+            for node in order:
+                values[node] = _run(module, node, values)
+            value = values[order[-1]]
+            masked = value if value.dtype == torch.bool else value <= MASKS_BELOW
+            whole, empty = (bool(each.all(-1).any()) for each in (masked, ~masked))
+            return _Rows(bool(masked.any()), whole, empty)
+    except (RuntimeError, TypeError, AttributeError):  # what cannot be computed here is not known
+        return None
+
+
+def _run(module: GraphModule, node: Node, values: Mapping[Node, Any]) -> Any:
+    if node.op == "get_attr":
+        held: Any = module
+        for name in str(node.target).split("."):
+            held = getattr(held, name)
+        return held.cpu()
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+    target: Any = node.target
+    return target(*args, **kwargs)

@@ -1,0 +1,190 @@
+"""Finds LayerNorm that is written out, (x - mean) / sqrt(variance + eps) · weight + bias, and says why what looks like
+it is not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graphs.node_facts import tensors
+from passes.graphs.op_kinds import op_name
+from passes.patterns.logits_path import NoMatch
+from passes.patterns.polynomial import constant
+from passes.patterns.spread_pattern import (
+    Spread,
+    centred_value,
+    find_spread,
+    is_element,
+    is_idle,
+    of_statistics,
+    power_of,
+    same_value,
+)
+from passes.patterns.written_out import check_only_read_by, check_unwritten, same_sizes
+
+_STEPS = frozenset({"rsqrt", "sqrt", "std", "std_mean"})
+
+
+@dataclass(frozen=True)
+class NormMatch:
+    """A LayerNorm written out."""
+
+    value: Node
+    sizes: tuple[int, ...]
+    """Of the last dimensions, those that it is over."""
+    eps: float
+    weight: Node | None
+    bias: Node | None
+    result: Node
+    inner: tuple[Node, ...]
+    """The calls between, in the graph's order."""
+
+
+def roots(graph: Graph) -> Iterator[Node]:
+    """The calls that may be the standard deviation of a norm, or its inverse, in order."""
+    return (node for node in graph.nodes if op_name(node) in _STEPS or power_of(node) in (0.5, -0.5))
+
+
+def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
+    """The norm that a root is a part of; None where that is not like one. Raises `NoMatch` with the reason where it is
+    like one, yet none that `layer_norm` computes, or not to be replaced."""
+    spread, eps = _under(graph_module, root)
+    quotient = _quotient(graph_module, root)
+    if spread is None or quotient is None:
+        return None
+    result, numerator, late_eps = quotient
+    weight = None
+    if not _is_numerator(numerator, spread):
+        weight, numerator = _factors(numerator, spread)
+        if numerator is None:
+            return None
+    _check_meaning(spread, late_eps)
+    sizes = _last_sizes(spread)
+    if weight is not None and not _fits(weight, spread, sizes):
+        raise NoMatch("its weight is of another shape or dtype than what it is over")
+    if weight is None:
+        weight, result = _next_operand("mul", result, spread, sizes)
+    bias, result = _next_operand("add", result, spread, sizes) if weight is not None else (None, result)
+    kept = {spread.value, weight, bias}
+    inner = _between(graph_module, result, kept)
+    _check_layout((*inner, result), spread.value)
+    check_only_read_by(inner, {*inner, result}, spread.value)
+    check_unwritten([each for each in kept if each is not None], inner[0], result)
+    return NormMatch(spread.value, sizes, eps, weight, bias, result, inner)
+
+
+def _check_meaning(spread: Spread, late_eps: bool) -> None:
+    if not spread.centred:
+        raise NoMatch("it is an RMSNorm: torch's operator is traced into the same calls, and saves as much")
+    if spread.corrected:
+        raise NoMatch("its variance is divided by n - 1")
+    if late_eps:
+        raise NoMatch("its eps is added to the standard deviation, not to the variance")
+
+
+def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
+    """The operator computes in the dtype of its input, and its result is contiguous."""
+    if {tensor.dtype for step in steps for tensor in tensors(step.meta["val"])} != {value.meta["val"].dtype}:
+        raise NoMatch("it casts between its steps")
+    result = steps[-1].meta["val"]
+    if not same_sizes(result.shape, value.meta["val"].shape):
+        raise NoMatch("its result has another shape than what it is computed from")
+    expected = 1
+    for size, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
+        if not same_sizes([stride], [expected]):
+            raise NoMatch("its result is not contiguous")
+        expected = expected * size
+
+
+def _under(graph_module: GraphModule, root: Node) -> tuple[Spread | None, float]:
+    """What the root is taken of, and the eps in it."""
+    if op_name(root) in ("std", "std_mean"):
+        return of_statistics(root), 0.0
+    source = same_value(root.args[0])
+    if op_name(source) == "add" and not source.kwargs and len(source.args) == 2:
+        for spread, number in (source.args, source.args[::-1]):
+            eps = constant(graph_module, number)
+            if eps is not None and isinstance(spread, Node):
+                return find_spread(same_value(spread)), eps
+    return find_spread(source), 0.0
+
+
+def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
+    """What is divided by the root: the quotient, the numerator, and whether a number is added to the root before."""
+    inverse, late_eps = op_name(root) == "rsqrt" or power_of(root) == -0.5, False
+    pending = [(user, root) for user in root.users]
+    for reader, node in pending:  # grows
+        name, first = op_name(reader), reader.args[0] if reader.args else None
+        number = constant(graph_module, reader.args[1]) if len(reader.args) == 2 and first is node else None
+        if name == "reciprocal" and not inverse:
+            inverse = True
+        elif name == "add" and number is not None and not inverse:
+            late_eps = True
+        elif name == "div" and not inverse and first is not node and not reader.kwargs:
+            return reader, same_value(first), late_eps
+        elif name == "mul" and inverse and number is None:
+            other = reader.args[1] if first is node else first
+            return reader, same_value(other), late_eps
+        elif not (name == "mul" and number == 1) and not is_idle(reader) and not is_element(reader, 0):
+            continue
+        pending += [(user, reader) for user in reader.users]
+    return None
+
+
+def _is_numerator(node: Any, spread: Spread) -> bool:
+    return bool((centred_value(node, spread.dims) if spread.centred else node) is spread.value)
+
+
+def _factors(node: Any, spread: Spread) -> tuple[Any, Any]:
+    """Weight and numerator, where they are multiplied before they are divided."""
+    if isinstance(node, Node) and op_name(node) == "mul":
+        for one, other in (node.args[:2], node.args[1::-1]):
+            if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), spread):
+                return one, other
+    return None, None
+
+
+def _last_sizes(spread: Spread) -> tuple[int, ...]:
+    shape = spread.value.meta["val"].shape
+    if spread.dims != tuple(range(len(shape) - len(spread.dims), len(shape))):
+        raise NoMatch(f"it is over dimension {', '.join(map(str, spread.dims))} of {len(shape)}, not the last")
+    sizes = tuple(shape[dim] for dim in spread.dims)
+    if not all(isinstance(size, int) for size in sizes):
+        raise NoMatch("the size that it is over is a symbol")
+    return sizes
+
+
+def _fits(node: Any, spread: Spread, sizes: tuple[int, ...]) -> bool:
+    if not isinstance(node, Node):
+        return False
+    value = node.meta["val"]
+    return same_sizes(value.shape, sizes) and value.dtype == spread.value.meta["val"].dtype
+
+
+def _next_operand(name: str, result: Node, spread: Spread, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
+    """What the result is multiplied with, or what is added to it, if `layer_norm` can do that; and the result then."""
+    node = result
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if is_idle(reader):
+            node = reader
+            continue
+        if op_name(reader) == name and len(reader.args) == 2 and not reader.kwargs:
+            other: Any = reader.args[1] if reader.args[0] is node else reader.args[0]
+            if other is not node and _fits(other, spread, sizes):
+                return other, reader
+        break
+    return None, result
+
+
+def _between(graph_module: GraphModule, result: Node, kept: set[Node | None]) -> tuple[Node, ...]:
+    """The calls that lead to a result from what is kept, without constants."""
+    found: set[Node] = set()
+    pending = [result]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if not {node, same_value(node)} & kept and node not in found and constant(graph_module, node) is None:
+                found.add(node)
+                pending.append(node)
+    return tuple(sorted(found))
