@@ -100,12 +100,12 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
     model = llama(dict(sizes), "meta")
     tokens = torch.zeros(4, 2048, dtype=torch.long)
     call = ((), {"input_ids": tokens, "labels": tokens})
-    traced = capture(model, call, None, torch.device("cpu"), frozenset(), differentiate_all=False)
+    captured = capture(model, call, None, torch.device("cpu"), frozenset(), differentiate_all=False)
     found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
         base = precision_rewriting("bf16", planned_for)
         top = ladder(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
-        regions = traced(replace(top.rewriting, needed="")).regions
+        regions = captured.trace(replace(top.rewriting, needed="")).regions
         problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
         everything = Schedule.save_all(problem)
         weights = copies_of_parameters(regions[0], problem)

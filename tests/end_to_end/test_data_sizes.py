@@ -20,6 +20,7 @@ def send_all_to_one_expert(model: torch.nn.Module) -> None:
                 parameter[0].fill_(1.0)
 
 
+@pytest.mark.slow
 def test_a_batch_that_outgrows_the_plan_is_planned_anew() -> None:
     family = BY_NAME["moe"]
     model, batch = family.make(), family.batch("usual")

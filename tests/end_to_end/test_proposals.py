@@ -159,6 +159,7 @@ def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Call
     model(**inputs())  # inputs are turned here too
 
 
+@pytest.mark.slow
 def test_training_before_the_parameters_are_turned() -> None:
     model = make()
     budget = 1.001 * least(make, batch(), allow=NARROW).smallest_gb
@@ -172,6 +173,7 @@ def test_bf16_parameters_need_a_step_in_bf16() -> None:
         memopt.plan(make(), 1, batch(), allow=NARROW, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_card_has_a_host_to_go_to() -> None:
     """And the CPU has none: what is moved to its own memory is not saved."""
     assert all("offload_optimizer" not in names for names in refusal().proposals)

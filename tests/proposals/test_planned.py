@@ -17,7 +17,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("levers", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "levers",
+    [pytest.param(each, id=name, marks=[pytest.mark.slow] * (name == "both")) for name, each in CASES.items()],
+)
 def test_the_account_of_a_plan_is_that_of_a_step(levers: Levers) -> None:
     model, batch = large_gpt2(), text(8192, samples=2, length=32)
     optimizer = levers.apply(model, optim.AdamW(model.parameters(), lr=1e-3))
