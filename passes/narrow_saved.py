@@ -9,7 +9,7 @@ from passes.graph_pass import Pass
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import op_name, promotes
 from passes.graphs.propagate import on_stored_values, refresh
-from passes.graphs.verify import VerifyError
+from passes.graphs.verify import named_nodes
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -38,13 +38,10 @@ class NarrowSaved(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        named = {node.name: node for node in graph.nodes}
         backward = backward_nodes(graph)
         with on_stored_values(graph):
-            for name in self.values:
-                if name not in named:
-                    raise VerifyError(name, "there is no such node", "name values of the graph that is rewritten")
-                self._narrow(named[name], [node for node in graph.nodes if node in backward])
+            for value in named_nodes(graph, self.values):
+                self._narrow(value, [node for node in graph.nodes if node in backward])
         return graph_module
 
     def _narrow(self, value: Node, backward: list[Node]) -> None:

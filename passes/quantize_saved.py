@@ -13,7 +13,7 @@ from passes.graph_pass import Pass
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_view
 from passes.graphs.propagate import on_stored_values, refresh
-from passes.graphs.verify import VerifyError
+from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
 
@@ -45,15 +45,12 @@ class QuantizeSaved(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        named = {node.name: node for node in graph.nodes}
         backward = backward_nodes(graph)
         with on_stored_values(graph):
-            for name in self.values:
-                if name not in named:
-                    raise VerifyError(name, "there is no such node", "name values of the graph that is rewritten")
-                if named[name].op == "placeholder" or not _has_rows(named[name].meta["val"]):
-                    raise VerifyError(name, "it has no rows to quantise", "name contiguous results of calls")
-                _quantize(named[name], [node for node in graph.nodes if node in backward])
+            for value in named_nodes(graph, self.values):
+                if value.op == "placeholder" or not _has_rows(value.meta["val"]):
+                    raise VerifyError(value.name, "it has no rows to quantise", "name contiguous results of calls")
+                _quantize(value, [node for node in graph.nodes if node in backward])
         return graph_module
 
 

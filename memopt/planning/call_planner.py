@@ -152,7 +152,7 @@ class CallPlanner:
 
     def job(self, call: Call, state: State) -> Job | None:
         """What plans for a call are kept by; None where they are not kept."""
-        if not self.options.kept:
+        if not (self.options.kept and plan_cache.is_on()):
             return None
         pulled = self.proposing.pulled.names if self.proposing.pulled else ()
         further = type(self.lowering).__name__, pulled, sorted(self.proposing.allowed)

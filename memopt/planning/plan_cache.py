@@ -37,13 +37,13 @@ class Kept:
 
 
 def is_on() -> bool:
-    """Whether plans are looked up and kept: not with `MEMOPT_CACHE=0` in the environment."""
+    """Whether jobs have keys, so that plans are looked up and kept: not with `MEMOPT_CACHE=0` in the environment."""
     return os.environ.get("MEMOPT_CACHE", "1") != "0"
 
 
 def find(key: str | None) -> Kept | None:
     """What was kept under a key; None for nothing, or nothing that can be read."""
-    values = read_json(_path(key)) if key is not None and is_on() else None
+    values = read_json(_path(key)) if key is not None else None
     if not isinstance(values, dict):
         return None
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # damaged, or of another version
@@ -57,7 +57,7 @@ def find(key: str | None) -> Kept | None:
 
 def keep(key: str | None, kept: Kept) -> None:
     """Keep a plan under a key. A folder that cannot be written to keeps nothing."""
-    if key is None or not is_on():
+    if key is None:
         return
     assert kept.plan.schedule is not None
     values = {
@@ -73,13 +73,13 @@ def keep(key: str | None, kept: Kept) -> None:
 
 def find_by(sketch: str | None) -> Kept | None:
     """What was kept under the key that a sketch led to last time."""
-    key = read_json(_path(sketch)) if sketch is not None and is_on() else None
+    key = read_json(_path(sketch)) if sketch is not None else None
     return find(key) if isinstance(key, str) else None
 
 
 def note(sketch: str | None, key: str | None) -> None:
     """Remember which key a sketch leads to."""
-    if sketch is not None and key is not None and is_on():
+    if sketch is not None and key is not None:
         with contextlib.suppress(OSError):
             write_json(_path(sketch), key)
 

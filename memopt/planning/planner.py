@@ -93,7 +93,7 @@ def solve_on_card(
             return taken, solution, fitted
         needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
         allowance += max(needed - budget_bytes, budget_bytes // 256)
-    taken, solution = settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
+    taken, solution = _tightest(joined, offload=offload)
     fitted = within(taken, solution.schedule, account, budget_bytes)
     if fitted is None:
         raise BudgetError(budget_bytes, *smallest(joined, account))
@@ -121,10 +121,15 @@ def solve_settled(
     try:
         return settled(joined, solution_of, graph_bytes)
     except BudgetError:
-        tightest = settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
-        if tightest[1].peak_bytes <= graph_bytes and smallest(joined, account)[0] <= budget_bytes:
-            return tightest
+        taken, solution = _tightest(joined, offload=offload)
+        if solution.peak_bytes <= graph_bytes and smallest(joined, account)[0] <= budget_bytes:
+            return taken, solution
         raise BudgetError(budget_bytes, *smallest(joined, account)) from None
+
+
+def _tightest(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
+    """The schedule of the smallest peak found, with the problem that it is of."""
+    return settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
 
 
 def _recomputing(
@@ -165,7 +170,7 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
 
 def smallest(joined: Joined, account: Account) -> tuple[int, str]:
     """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
-    taken, solution = settled(joined, lambda each: each.smallest)
+    taken, solution = _tightest(joined)
     schedule = solution.schedule
     least = breakdown(taken.problem, schedule, on_card(taken, schedule, account))
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])

@@ -5,7 +5,7 @@ its arguments, one node at a time, and what it returns is compared with what the
 node needs no order and no inputs, and finds the node at fault rather than the last one it spoils.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
     with propagating(_fake_mode(graph)):
         for node in suspects:
             _check_node(graph_module, node)
+
+
+def named_nodes(graph: Graph, names: Sequence[str]) -> list[Node]:
+    """The nodes of those names. Raises `VerifyError` for a name that no node has."""
+    nodes = {node.name: node for node in graph.nodes}
+    for name in names:
+        if name not in nodes:
+            raise VerifyError(name, "there is no such node", "name values of the graph that is rewritten")
+    return [nodes[name] for name in names]
 
 
 def check_structure(graph: Graph) -> None:
