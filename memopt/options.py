@@ -12,7 +12,7 @@ import torch
 
 from memopt.budget.optimizer_account import optimizer_account
 from memopt.errors import GIB
-from memopt.levers import FP8_LEVERS, OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS
+from memopt.levers import FP8_LEVERS, OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS, REINPLACE
 from memopt.lowering import BACKENDS
 from memopt.precision import Policy, check_policy
 from memopt.proposals import OPTIMIZER_PROPOSALS
@@ -21,6 +21,7 @@ from memopt.solver import Effort as EffortName
 MICROBATCH = "microbatch"
 LEVERS = {
     "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
+    REINPLACE: "writes results of the backward over operands that die there, and frees before it makes; bitwise exact",
     **OPERATOR_LEVERS,
     MICROBATCH: "has TrainStep split a batch that fits in no other way; exact but for rounding and for which samples "
     "dropout draws what for",
@@ -30,7 +31,7 @@ LEVERS = {
     **OPTIMIZER_PROPOSALS,
     "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
 }
-DEFAULT_ALLOW = frozenset({"recompute", *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
+DEFAULT_ALLOW = frozenset({"recompute", REINPLACE, *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
 OUTPUTS = ("loss", "all", "loss_only")
 
 

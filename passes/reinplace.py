@@ -1,5 +1,6 @@
 """Elementwise calls write their result over an operand that nothing reads any more."""
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.graphs.memory_groups import MemoryGroups
+from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.inplace_ops import InplaceVariant, inplace_variants
 from passes.patterns.written_out import same_sizes
 
@@ -24,9 +26,10 @@ class FoundReuse:
         return f"{self.name}: over {self.operand}"
 
 
-def find_reuses(graph_module: GraphModule) -> tuple[FoundReuse, ...]:
-    """The calls that `Reinplace` would have write over an operand, in order."""
-    return tuple(FoundReuse(each.node.name, each.operand.name) for each in _reuses(graph_module))
+def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
+    """The calls that `Reinplace` would have write over an operand, in order; of those `among` others, only over what
+    one of these makes."""
+    return tuple(FoundReuse(each.node.name, each.operand.name) for each in _reuses(graph_module, among))
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Reinplace(Pass):
     the result and laid out like it, and no call behind looks at it, under whatever name; inputs and what is returned
     are never written over. The bits are the same, and at no moment more memory is held than before.
 
+    Of `reuses`, if given, each is made as it says, and no others. Raises `VerifyError` for one that cannot be.
+
     Before:
         mm: f32[4, 2] = aten.mm(x, weight)
         relu: f32[4, 2] = aten.relu(mm)
@@ -48,8 +53,10 @@ class Reinplace(Pass):
         add: f32[4, 2] = aten.add.out(x, relu, out=relu)
     """
 
+    reuses: tuple[FoundReuse, ...] | None = None
+
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        for reuse in _reuses(graph_module):
+        for reuse in _reuses(graph_module) if self.reuses is None else _named(graph_module, self.reuses):
             variant, node = reuse.variant, reuse.node
             node.target = variant.target
             if variant.out:
@@ -64,22 +71,36 @@ class _Reuse:
     variant: InplaceVariant
 
 
-def _reuses(graph_module: GraphModule) -> list[_Reuse]:
+def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
     """Each judged by the graph as it stands: where one takes a block over, no call behind looks at that block under an
     old name, and the result counts as memory of its own."""
     groups = MemoryGroups(graph_module.graph)
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-    return [reuse for reuse in (_reuse(node, groups) for node in calls) if reuse is not None]
+    found = (next(_of(node, groups, among), None) for node in calls if among is None or node in among)
+    return [reuse for reuse in found if reuse is not None]
 
 
-def _reuse(node: Node, groups: MemoryGroups) -> _Reuse | None:
-    """The first operand that a call can write over."""
+def _named(graph_module: GraphModule, wanted: Sequence[FoundReuse]) -> list[_Reuse]:
+    groups = MemoryGroups(graph_module.graph)
+    calls = named_nodes(graph_module.graph, [each.name for each in wanted])
+    found = []
+    for call, each in zip(calls, wanted, strict=True):
+        reuse = next((reuse for reuse in _of(call, groups) if reuse.operand.name == each.operand), None)
+        if reuse is None:
+            raise VerifyError(each.name, f"it cannot write over {each.operand}", "take what find_reuses finds")
+        found.append(reuse)
+    return found
+
+
+def _of(node: Node, groups: MemoryGroups, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
+    """The operands that a call can write over, of memory that is made by one `among` others."""
     for variant in inplace_variants(node.target):
         operands = node.args if variant.out else node.args[:1]
         for operand in operands:
-            if isinstance(operand, Node) and _dies(node, operand, groups) and _fits(node, operand, groups):
-                return _Reuse(node, operand, variant)
-    return None
+            if not isinstance(operand, Node) or (among is not None and groups.block(operand) not in among):
+                continue
+            if _dies(node, operand, groups) and _fits(node, operand, groups):
+                yield _Reuse(node, operand, variant)
 
 
 def _dies(node: Node, operand: Node, groups: MemoryGroups) -> bool:
@@ -112,11 +133,12 @@ def _is_dense(value: torch.Tensor) -> bool:
     if value.layout != torch.strided or isinstance(value.storage_offset(), torch.SymInt) or value.storage_offset():
         return False
     expected: Any = 1
-    left = [(size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    left = [
+        (size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if not same_sizes([size], [1])
+    ]
     while left:
-        inner = next((each for each in left if same_sizes([each[1]], [expected])), None)
+        inner = next((place for place, (_, stride) in enumerate(left) if same_sizes([stride], [expected])), None)
         if inner is None:
             return False
-        left.remove(inner)
-        expected = expected * inner[0]
+        expected = expected * left.pop(inner)[0]
     return True

@@ -183,7 +183,15 @@ def lower(
     def partition_traced(
         traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = JointGraph.of(traced, num_fwd_outputs, parameters, operators, decide_joint, fused=backend.fuses)
+        joint = JointGraph.of(
+            traced,
+            num_fwd_outputs,
+            parameters,
+            operators,
+            decide_joint,
+            fused=backend.fuses,
+            reinplace=rewriting.reinplace,
+        )
         return partition(joint)
 
     if operators is not None and rewritten:

@@ -13,8 +13,8 @@ from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators
 from memopt.pricing.fusion import can_inline, fused_away
-from passes import CANONICAL, format_graph
-from passes.graphs.node_facts import is_tangent
+from passes import CANONICAL, FoundReuse, FreeFirst, find_reuses, format_graph
+from passes.graphs.node_facts import backward_nodes, is_tangent
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class JointGraph:
     """The operator graph that this one was traced from, before and after each pass; None where none was made."""
     fused: bool = False
     """Whether it is lowered by a backend that fuses elementwise operators with those that read them."""
+    reuses: tuple[FoundReuse, ...] = ()
+    """The calls of the backward whose results are written over operands that the backward makes. It runs each once, in
+    this order, so that such an operand dies there whatever the schedule."""
 
     @classmethod
     def of(
@@ -40,12 +43,20 @@ class JointGraph:
         decide: DecideJoint | None = None,
         *,
         fused: bool = False,
+        reinplace: bool = False,
     ) -> JointGraph:
-        """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`."""
+        """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`.
+
+        `reinplace`: operands that die in the backward are to be written over, unless what it is lowered by sees to it.
+        """
         module = CANONICAL(traced)
         if decide is not None:
             module = CANONICAL(decide(module, forward_outputs)(module))
-        return cls(module, forward_outputs, parameter_inputs, operators, fused)
+        reuses: tuple[FoundReuse, ...] = ()
+        if reinplace and not fused:
+            module = FreeFirst()(module)
+            reuses = find_reuses(module, backward_nodes(module.graph))
+        return cls(module, forward_outputs, parameter_inputs, operators, fused, reuses)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -75,6 +75,8 @@ class Rewriting:
     """Whether autocast that the caller has switched on is off in the model: its types are decided here."""
     needed: str = ""
     """The label of a decision that has to find something to do, if any: else all this is for nothing."""
+    reinplace: bool = False
+    """Whether results of the backward are written over operands that die there."""
 
     def __bool__(self) -> bool:
         return bool(self.deciders)

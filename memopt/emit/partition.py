@@ -11,7 +11,7 @@ from memopt.capture.joint import JointGraph
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.stepping import nodes_before_steps
 from memopt.torch_compat import extract_halves
-from passes import ApplyOffloads, ApplySchedule, HostStay
+from passes import ApplyOffloads, ApplySchedule, HostStay, Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent
 
@@ -38,15 +38,17 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region. With `accumulation`, gradients are added to `.grad` in place, and
-    parameters stepped where the schedule says so."""
+    """The forward and backward modules of a region, operands written over where it says so. With `accumulation`,
+    gradients are added to `.grad` in place, and parameters stepped where the schedule says so."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
+    steps = nodes_before_steps(joint, scheduled, backward, schedule.steps)
+    if joint.reuses:
+        backward = Reinplace(joint.reuses)(backward)
     if accumulation is not None:
         first, tensors = joint.forward_outputs, joint.tensor_positions
         inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
-        steps = nodes_before_steps(joint, scheduled, backward, schedule.steps)
         accumulate_in_place(backward, inputs, accumulation, steps)
     return forward, backward
 

@@ -20,7 +20,7 @@ from memopt.capture.inputs import Call, on_meta, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.errors import CaptureError
-from memopt.levers import Rung, ladder, offload_link
+from memopt.levers import REINPLACE, Rung, ladder, offload_link
 from memopt.lowering import Lowering, lowering_for
 from memopt.lowering.footprint import Footprint
 from memopt.options import Options
@@ -272,7 +272,8 @@ class CallPlanner:
     @cached_property
     def rewriting(self) -> Rewriting:
         """What is done to each region's operator graph."""
-        return precision_rewriting(self.options.precision, self.card)
+        by_types = precision_rewriting(self.options.precision, self.card)
+        return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
     def rungs(self) -> tuple[Rung, ...]:

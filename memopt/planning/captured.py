@@ -84,18 +84,20 @@ class Captured:
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     @cached_property
-    def _joined(self) -> dict[tuple[bool, bool, frozenset[int]], Joined]:
+    def _joined(self) -> dict[tuple[bool, bool, frozenset[int], bool], Joined]:
         return {}
 
-    def joined(self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset()) -> Joined:
+    def joined(
+        self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset(), reinplace: bool = True
+    ) -> Joined:
         """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`; `as_seen`: with
         data-dependent sizes as they were on the batch at hand rather than the most that is allowed; `left`: with more
-        parameters that are stepped at the backward's end only."""
-        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed, left)
+        parameters that are stepped at the backward's end only; `reinplace`: with results written over operands."""
+        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed, left, reinplace)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
                 self._joined[key] = replace(
-                    join(self._prices(accumulating, key[1], left)),
+                    join(self._prices(accumulating, key[1], left, reinplace=reinplace)),
                     recompute=self.recompute,
                     link=self.link,
                     given=self._given(),
@@ -111,7 +113,7 @@ class Captured:
         given = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
         return tuple(map(storage_bytes, given))
 
-    def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int]) -> list[PricedGraph]:
+    def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int], *, reinplace: bool) -> list[PricedGraph]:
         same = self.base if self.base is not None and self.base.hardware == self.hardware else self
         if as_seen not in same._node_prices:
             held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
@@ -128,6 +130,7 @@ class Captured:
                 self.hardware.least_moved_bytes,
                 1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
                 self._steps(region, left),
+                region.reuses if reinplace else (),
             )
             for region in self.regions
         ]

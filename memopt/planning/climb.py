@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from memopt.budget.account import Account
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.levers import OFFLOAD_ACTIVATIONS, Rung
+from memopt.levers import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
 from memopt.options import Effort
 from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan, make_plan
 from memopt.planning.planner import LITTLE, smallest
-from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows
+from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows, writes_over
 from memopt.proposals import Offer
 
 Step = tuple[Rung, Captured, Account]
@@ -173,6 +173,7 @@ class Climb:
         rows += schedule_rows(plan)
         fresh = tuple(note for note in self._notes if note not in plan.notes)
         pulled = tuple(lever for lever in rung.levers if lever not in self._idle)
+        pulled += (REINPLACE,) if writes_over(plan) else ()
         pulled += (OFFLOAD_ACTIVATIONS,) if plan.moved_bytes else ()
         return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
 

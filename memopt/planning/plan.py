@@ -265,13 +265,14 @@ def make_plan(
     regions = split(joined, captured, solution.schedule)
     captured = captured.stepping_as([region.steps for region in regions])
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
-    save_all = Schedule.save_all(seen.problem)
+    plain = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=False)
+    save_all = Schedule.save_all(plain.problem)
     return Plan(
         model=captured.model_name,
         hardware=captured.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
-        plain=breakdown(seen.problem, save_all, on_card(seen, save_all, account)),
+        plain=breakdown(plain.problem, save_all, on_card(plain, save_all, account)),
         planned=breakdown(seen.problem, solution.schedule, account),
         ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
         step_seconds=joined.problem.seconds,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from memopt.budget.account import Account
 from memopt.budget.breakdown import breakdown
-from memopt.levers import OFFLOAD_ACTIVATIONS
+from memopt.levers import OFFLOAD_ACTIVATIONS, REINPLACE
 from memopt.planning.captured import Captured
 from memopt.planning.on_card import on_card
 from memopt.solver import Schedule
@@ -32,19 +32,21 @@ class ReceiptRow:
     """Of forward and backward, by the time model."""
 
 
-def plain_row(lever: str, captured: Captured, account: Account) -> ReceiptRow:
-    """A captured step with nothing recomputed, as a row of a receipt."""
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
+    """A captured step with nothing recomputed, as a row of a receipt; `reinplace`: with results over operands."""
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace)
     save_all = Schedule.save_all(seen.problem)
     peak = breakdown(seen.problem, save_all, on_card(seen, save_all, account)).peak_bytes
     return ReceiptRow(lever, peak, seen.problem.seconds)
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """What recomputing does to the plan's step, and what waiting on the host does then, as rows of a receipt."""
+    """What writing over operands does to the plan's step, recomputing then, and waiting on the host, as rows."""
     assert plan.captured is not None
     assert plan.schedule is not None
     rows = []
+    if writes_over(plan):
+        rows.append(plain_row(REINPLACE, plan.captured, plan.account, reinplace=True))
     seconds = plan.step_seconds + plan.added_seconds
     if plan.added_seconds > plan.stall_seconds:
         seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
@@ -53,6 +55,12 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     if plan.moved_bytes:
         rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
+
+
+def writes_over(plan: Plan) -> bool:
+    """Whether results are written over operands."""
+    assert plan.captured is not None
+    return any(region.reuses for region in plan.captured.regions)
 
 
 def receipt_table(rows: Sequence[ReceiptRow]) -> Table:

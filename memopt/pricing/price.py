@@ -13,7 +13,7 @@ from memopt.pricing.blocks import is_attention_core, number_blocks
 from memopt.pricing.stepping import PlacedStep, Steps, place_steps
 from memopt.pricing.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
-from passes import is_pure, is_random
+from passes import FoundReuse, is_pure, is_random
 from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import backward_nodes, binds_new_symbols, is_tangent
 from passes.ops.offload_ops import TRANSFERS
@@ -76,6 +76,7 @@ def price(
     least_moved_bytes: int = 0,
     block_bytes: int = 1,
     steps: Steps = NO_STEPS,
+    reuses: Collection[FoundReuse] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph; the values of `fused` nodes are never held, and no schedule names these.
 
@@ -83,9 +84,11 @@ def price(
     gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
     Values of fewer than `least_moved_bytes` cannot go to the host. Memory is handed out in multiples of `block_bytes`.
     Of `steps`, those that can be are taken as soon as the parameter and its gradient are read no more, the others at
-    the end, one after the other.
+    the end, one after the other. `reuses` are the calls of the backward whose results take an operand's memory.
     """
-    return _Pricer(joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps).run()
+    return _Pricer(
+        joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses
+    ).run()
 
 
 class _Pricer:
@@ -99,13 +102,14 @@ class _Pricer:
         least_moved_bytes: int,
         block_bytes: int,
         steps: Steps,
+        reuses: Collection[FoundReuse],
     ) -> None:
         self.graph = joint.graph
         self.least_moved_bytes = least_moved_bytes
         self.block_bytes = block_bytes
         self.price_of = price_of
         self.fused = fused
-        self.storages: Storages = find_storages(joint.graph, fused)
+        self.storages: Storages = find_storages(joint.graph, fused, reuses)
         self.resident = {
             index
             for index, info in enumerate(self.storages.infos)
@@ -117,6 +121,7 @@ class _Pricer:
             if node.op == "call_function" and is_mutation(node)
             for index in self.storages.of[node]
         }
+        self.written_over = {index for node in _calls_over(joint.graph, reuses) for index in self.storages.of[node]}
         results = joint.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results
@@ -209,7 +214,8 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        stays = index in self.mutated or index in self.stepped_by or info.bytes < self.least_moved_bytes
+        written = index in self.mutated or index in self.written_over or index in self.stepped_by
+        stays = written or info.bytes < self.least_moved_bytes
         value = "" if stays else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
         self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))
@@ -294,6 +300,12 @@ def is_scheduled(node: fx.Node) -> bool:
 def is_mutation(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _calls_over(graph: fx.Graph, reuses: Collection[FoundReuse]) -> list[fx.Node]:
+    """The calls whose results take an operand's memory."""
+    names = {each.name for each in reuses}
+    return [node for node in graph.nodes if node.name in names]
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

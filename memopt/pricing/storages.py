@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from memopt.torch_compat import upper_bound
+from passes import FoundReuse
 from passes.ops.offload_ops import COPY_OUT
 
 # Share their input's memory although their schema does not say so.
@@ -45,15 +46,20 @@ class Storages:
         return tuple(index for index in dict.fromkeys(self.of.get(node, ())) if self.infos[index].maker is node)
 
 
-def find_storages(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> Storages:
+def find_storages(
+    graph: fx.Graph, fused: frozenset[fx.Node] = frozenset(), reuses: Iterable[FoundReuse] = ()
+) -> Storages:
     """Follow every tensor of a functional ATen graph to the memory that holds it.
 
     Views and aliases (by their schema) share the storage of what they view; every other tensor result is a storage of
-    its own, as large as its fake tensor's. What is copied to the host (`memopt::copy_out`) holds nothing here. Those of
-    `fused` nodes are never held: who reads one reads all that it is computed from.
+    its own, as large as its fake tensor's, but for those of `reuses`, which are written over an operand. What is copied
+    to the host (`memopt::copy_out`) holds nothing here. Those of `fused` nodes are never held: who reads one reads all
+    that it is computed from.
     """
     found = Storages()
     anew = set(fused)
+    operands = {each.name: each.operand for each in reuses}
+    named = {node.name: node for node in graph.nodes if node.name in operands.values()}
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -67,6 +73,8 @@ def find_storages(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> S
             found.views.add(node)
         elif node.target is COPY_OUT:
             found.of[node] = ()
+        elif node.name in operands:
+            found.of[node] = found.of[named[operands[node.name]]]
         elif isinstance(viewed, fx.Node):
             shared = found.of.get(viewed, ())[:1]
             found.of[node] = shared * max(1, len(list(tensors_of(node))))

@@ -1,7 +1,8 @@
-"""The elementwise operators that can write their result over an operand: same kernel, same bits, no new memory.
+"""The operators that can write their result over an operand: same kernel, same bits, no new memory.
 
 A list of what is known, not of what looks possible: many `out=` variants are generated ones that compute a new result
-and copy it, and not every kernel that is elementwise by name reads each element before it writes it.
+and copy it, and not every kernel that is elementwise by name reads each element before it writes it. The gradients of
+softmax sum over a row before they write any of it, and then read each element where they write it, on CPU and CUDA.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,8 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
     aten.minimum.default: InplaceVariant(aten.minimum.out, "out"),
     aten.addcmul.default: InplaceVariant(aten.addcmul.out, "out"),
     aten.addcdiv.default: InplaceVariant(aten.addcdiv.out, "out"),
+    aten._softmax_backward_data.default: InplaceVariant(aten._softmax_backward_data.out, "grad_input"),
+    aten._log_softmax_backward_data.default: InplaceVariant(aten._log_softmax_backward_data.out, "out"),
     **{
         (packet := getattr(aten, f"{name}_backward")).default: InplaceVariant(packet.grad_input, "grad_input")
         for name in _BACKWARDS
@@ -71,8 +74,8 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
 # Besides those above: what makes its results in memory of their own.
 _MAKERS = frozenset(
     {
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax", "_log_softmax_backward_data",
-        "_native_batch_norm_legit_functional", "_softmax", "_softmax_backward_data", "_to_copy", "addmm",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
+        "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
         "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
         "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
         "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",

@@ -17,18 +17,18 @@ from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
 from memopt.pricing.price import NodePrice, PricedGraph, is_scheduled, is_tangent, price
 from memopt.pricing.storages import find_storages
 from memopt.solver import RematProblem, Schedule, simulate
-from passes import format_graph
+from passes import FoundReuse, format_graph
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero, run
 from tests.solver.problems import random_schedule
 
 
-def joint_of(captured: Captured) -> JointGraph:
+def joint_of(captured: Captured, *, reinplace: bool = False) -> JointGraph:
     parameters = (n for n, given in enumerate(captured.inputs) if isinstance(given, torch.nn.Parameter))
-    return JointGraph.of(captured.graph_module, captured.forward_outputs, frozenset(parameters))
+    return JointGraph.of(captured.graph_module, captured.forward_outputs, frozenset(parameters), reinplace=reinplace)
 
 
 def priced(joint: JointGraph) -> PricedGraph:
-    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0))
+    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), reuses=joint.reuses)
 
 
 def region_schedule(graph: PricedGraph, schedule: Schedule) -> RegionSchedule:
@@ -60,8 +60,10 @@ def run_halves(captured: Captured, forward: fx.GraphModule, backward: fx.GraphMo
 
 @pytest.mark.parametrize("model", [gpt2, resnet, dynamic_mlp, rows_above_zero])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int | None) -> None:
-    captured, joint = model(), joint_of(model())
+@pytest.mark.parametrize("reinplace", [False, True])
+def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int | None, reinplace: bool) -> None:
+    captured, joint = model(), joint_of(model(), reinplace=reinplace)
+    assert bool(joint.reuses) == reinplace
     graph = priced(joint)
     plain = Schedule.save_all(graph.problem)
     schedule = plain if seed is None else random_schedule(random.Random(seed), graph.problem)
@@ -70,9 +72,9 @@ def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int |
         assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
 
 
-def live_bytes(graph: fx.Graph, boundary: int) -> list[int]:
+def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[FoundReuse, ...]) -> list[int]:
     """Bytes live at each evaluation of a scheduled graph by its last reads; the tangents from the boundary on."""
-    found = find_storages(graph)
+    found = find_storages(graph, reuses=reuses)
     evaluations = [node for node in graph.nodes if is_scheduled(node)]
     results = set(graph.output_node().all_input_nodes)
     returned = {index for node in results for index in found.of[node]}
@@ -98,8 +100,9 @@ def without_repeated_results(problem: RematProblem, schedule: Schedule) -> Sched
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_the_graph_holds_what_the_simulator_says(seed: int | None) -> None:
-    joint = joint_of(resnet())
+@pytest.mark.parametrize("reinplace", [False, True])
+def test_the_graph_holds_what_the_simulator_says(seed: int | None, reinplace: bool) -> None:
+    joint = joint_of(resnet(), reinplace=reinplace)
     graph = priced(joint)
     schedule = Schedule.save_all(graph.problem)
     if seed is not None:
@@ -107,7 +110,7 @@ def test_the_graph_holds_what_the_simulator_says(seed: int | None) -> None:
     region = region_schedule(graph, schedule)
     simulated = simulate(graph.problem, schedule).live_bytes
     named = [int(live) for live, op in zip(simulated, schedule.evaluations, strict=True) if graph.nodes[op]]
-    assert live_bytes(scheduled_graph(joint, region).graph, region.boundary) == named
+    assert live_bytes(scheduled_graph(joint, region).graph, region.boundary, joint.reuses) == named
 
 
 def layer() -> JointGraph:

@@ -17,6 +17,7 @@ from memopt.errors import GIB
 from memopt.pricing import hardware, hardware_table
 from tests.end_to_end.steps import Step, train_step
 from tests.families import integers
+from tests.smallest import smallest_gb
 
 VOCABULARY, LENGTH = 512, 128
 ROUNDING_E4M3 = 2.0**-4
@@ -43,9 +44,7 @@ def llama() -> nn.Module:
 
 def smallest(**options: Any) -> float:
     """GB; nothing is evaluated again without `"recompute"` in `allow`."""
-    with pytest.raises(memopt.BudgetError) as refusal:
-        memopt.plan(llama(), 1e-6, BATCH, optimizer=None, precision="bf16", **options)
-    return refusal.value.smallest_gb
+    return smallest_gb(llama(), BATCH, optimizer=None, precision="bf16", **options)
 
 
 def optimized(budget_gb: float, backend: str = "aten", **options: Any) -> nn.Module:
@@ -132,9 +131,7 @@ def test_it_trains(allow: set[str]) -> None:
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         options = {"optimizer": optimizer, "precision": "bf16", "allow": allow}
-        with pytest.raises(memopt.BudgetError) as refusal:
-            memopt.plan(model, 1e-6, BATCH, **options)
-        memopt.optimize(model, refusal.value.smallest_gb, backend="aten", **options)
+        memopt.optimize(model, smallest_gb(model, BATCH, **options), backend="aten", **options)
         step = memopt.TrainStep(model, optimizer)
         found = [float(step(BATCH).loss) for _ in range(8)]
         assert set(memopt.plan_of(model).levers) == allow

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import memopt
 from memopt.errors import GIB
+from tests import smallest
 from tests.end_to_end.steps import Step, assert_equal, train_step
 
 VOCABULARY, LENGTH = 4096, 128
@@ -90,11 +91,9 @@ def plain(name: str) -> Step:
 
 @cache
 def smallest_gb(name: str, allow: frozenset[str]) -> float:
-    """The smallest budget with these levers, as the error for one that is too small names it."""
+    """The smallest budget with these levers."""
     options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
-    with pytest.raises(memopt.BudgetError) as error:
-        memopt.plan(make(name), 0.1 * plain(name).peak_bytes / GIB, batch(), **options)
-    return error.value.smallest_gb
+    return smallest.smallest_gb(make(name), batch(), **options)
 
 
 def train(name: str, allow: Collection[str], budget_gb: float) -> tuple[memopt.Plan, Step]:
@@ -161,6 +160,18 @@ def test_all_together(name: str) -> None:
     plan, step = train(name, every, 1.05 * least)
     assert set(plan.levers) == levers_of(name)
     check(name, plan, step, 1.05 * least)
+
+
+@pytest.mark.parametrize("name", QUICK_FIRST)
+def test_reinplace(name: str) -> None:
+    """The smallest budget falls, is kept, and all is bitwise as plain."""
+    allow = frozenset({"recompute", "reinplace"})
+    least = smallest_gb(name, allow)
+    assert least < 0.99 * smallest_gb(name, frozenset({"recompute"}))
+    plan, step = train(name, allow, least)
+    assert plan.levers == ("reinplace",)
+    assert step.peak_bytes <= least * GIB
+    assert_equal(step, plain(name), ROUNDING if name == "llama" else 0.0)
 
 
 def test_no_lever_is_pulled_that_is_not_needed() -> None:

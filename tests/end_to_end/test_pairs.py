@@ -14,13 +14,13 @@ from torch import nn
 
 import memopt
 from memopt import TrainStep
-from memopt.calls.planned_call import PlannedCall
-from memopt.errors import GIB, BudgetError
+from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
-from memopt.options import DEFAULT_ALLOW, MICROBATCH, check_options
+from memopt.options import DEFAULT_ALLOW, MICROBATCH
 from memopt.proposals import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
 from tests.end_to_end.test_levers import MODELS, batch, make
+from tests.smallest import smallest_gb
 
 # On a CPU there is no host to move anything to.
 LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS)) - {"offload_optimizer", "offload_activations"})
@@ -40,17 +40,7 @@ def plain_loss(name: str) -> float:
 
 def example(pair: Collection[str]) -> dict[str, Any]:
     """What is planned: one sample where TrainStep may go down to that."""
-    return split(batch(), samples_of(batch()))[0] if "microbatch" in pair else batch()
-
-
-def smallest_gb(name: str, pair: Collection[str]) -> float:
-    chosen = options(pair)
-    checked = check_options(
-        1e-3, None, chosen["optimizer"], chosen["precision"], pair, "auto", chosen["outputs"]
-    )  # fmt: skip
-    with pytest.raises(BudgetError) as error:
-        PlannedCall(make(name), checked).plan(example(pair), gradients_held="microbatch" in pair, advise=False)
-    return error.value.smallest_gb
+    return split(batch(), samples_of(batch()))[0] if MICROBATCH in pair else batch()
 
 
 def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], float]:
@@ -72,7 +62,8 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_pairs(name: str, pair: tuple[str, str]) -> None:
-    model, budget_gb = make(name), 1.005 * smallest_gb(name, pair)
+    least = smallest_gb(make(name), example(pair), gradients_held=MICROBATCH in pair, **options(pair))
+    model, budget_gb = make(name), 1.005 * least
     memopt.optimize(model, budget_gb, example_inputs=example(pair), **options(pair))
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
     step = loop(model, optimizer) if OPTIMIZER_IN_BACKWARD in pair else trainer(model, optimizer)

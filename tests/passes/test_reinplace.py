@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
-from passes import Reinplace, diff_graphs, find_reuses, format_graph
+from passes import FoundReuse, PassError, Reinplace, diff_graphs, find_reuses, format_graph, format_node
 from tests.passes.capture import Captured, Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
 
 
@@ -110,6 +110,35 @@ def test_two_evaluations_that_share_a_stored_value() -> None:
     before = sketch.returns(sketch.call(aten.relu.default, first), again)
     assert reused(before) == ["relu: over mm"]
     assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
+
+
+def test_among_others() -> None:
+    """Only over what one of them makes, by one of them."""
+    sketch = Sketch()
+    first = sketch.call(aten.mm.default, sketch.input("x", 4, 4), sketch.input("y", 4, 4))
+    second = sketch.call(aten.mm.default, sketch.input("z", 4, 4), sketch.input("u", 4, 4))
+    product = sketch.call(aten.mul.Tensor, first, second)
+    graph = sketch.returns(sketch.call(aten.relu.default, product))
+    assert reused(graph) == ["mul: over mm", "relu: over mul"]
+    assert [str(each) for each in find_reuses(graph, {second, product})] == ["mul: over mm_1"]
+
+
+def test_those_that_are_named() -> None:
+    sketch = Sketch()
+    first = sketch.call(aten.mm.default, sketch.input("x", 4, 4), sketch.input("y", 4, 4))
+    second = sketch.call(aten.mm.default, sketch.input("z", 4, 4), sketch.input("u", 4, 4))
+    product = sketch.call(aten.mul.Tensor, first, second)
+    before = sketch.returns(sketch.call(aten.relu.default, product))
+    after = Reinplace((FoundReuse("mul", "mm_1"),))(before)
+    assert [format_node(node) for node in after.graph.nodes if node.name in ("mul", "relu")] == [
+        "mul: f32[4, 4] = aten.mul.out(mm, mm_1, out=mm_1)",
+        "relu: f32[4, 4] = aten.relu(mul)",
+    ]
+    assert_bitwise_equal(with_inputs(before), before, after)
+    with pytest.raises(PassError, match="mul: it cannot write over x"):
+        Reinplace((FoundReuse("mul", "x"),))(before)
+    with pytest.raises(PassError, match="there is no such node"):
+        Reinplace((FoundReuse("add", "mm"),))(before)
 
 
 UNARY = (aten.relu.default, aten.neg.default, aten.tanh.default, aten.sin.default, aten.gelu.default)

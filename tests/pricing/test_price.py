@@ -8,7 +8,8 @@ from torch.fx import Graph, Node
 
 from memopt.pricing.price import GENERATOR_STATE_BYTES, NodePrice, PricedGraph, is_scheduled, price, split_halves
 from memopt.solver import RematProblem
-from passes import CANONICAL
+from passes import CANONICAL, find_reuses
+from passes.graphs.node_facts import backward_nodes
 from tests.passes.capture import Sketch, aten, resnet, rows_above_zero
 
 ONE = NodePrice(1.0, 0)
@@ -62,6 +63,25 @@ sum_2(threshold_backward) -> 20 B!; once
 hand_over_gradients() -> nothing; once""",
     )
     assert made.nodes == ("addmm", "relu", "sum_1", "", "threshold_backward", "mm", "sum_2", "")
+
+
+def test_a_result_over_an_operand_makes_nothing() -> None:
+    """Nor can that memory wait on the host, where the next result would not find it."""
+    sketch = Sketch()
+    x, tangent = sketch.input("primals_1", 4, 4), sketch.input("tangents_1")
+    relu = sketch.call(aten.relu.default, x)
+    loss = sketch.call(aten.sum.default, relu)
+    spread = sketch.call(aten.mul.Tensor, sketch.call(aten.expand.default, tangent, [4, 4]), 2.0)
+    gradient = sketch.call(aten.threshold_backward.default, spread, relu, 0)
+    graph = sketch.returns(loss, gradient)
+    reuses = find_reuses(graph, backward_nodes(graph.graph))
+    assert [str(each) for each in reuses] == ["threshold_backward: over mul"]
+    problem = priced(graph.graph, reuses=reuses).problem
+    over = next(op for op in problem.ops if op.name == "threshold_backward")
+    assert not over.makes
+    assert [(each.name, each.kept, each.movable) for each in problem.storages] == [
+        ("relu", False, True), ("sum_1", True, True), ("tangents_1", True, False), ("mul", True, False),
+    ]  # fmt: skip
 
 
 def test_accumulated_gradients_are_not_kept() -> None:

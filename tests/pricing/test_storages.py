@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from memopt.pricing.storages import find_storages, is_view, storage_bytes
-from passes import CANONICAL
+from passes import CANONICAL, FoundReuse
 from passes.graphs.node_facts import storages as fake_storages
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero
 
@@ -140,3 +140,14 @@ def test_real_graphs_agree_with_their_fake_tensors(model: Callable[[], Captured]
                 shares = bool(fake_storages(node) & fake_storages(read))
                 assert shares == (ours[read] == (mine,)), f"{node.name} of {read.name}"
     assert all(found.infos[found.of[node][0]].maker is not node for node in nodes if is_view(node))
+
+
+def test_a_result_over_an_operand_is_in_its_memory() -> None:
+    sketch = Sketch()
+    x = sketch.input("x", 4, 6)
+    mm = sketch.call(aten.mm.default, x, sketch.call(aten.t.default, x))
+    mul = sketch.call(aten.mul.Tensor, sketch.call(aten.view.default, mm, [16]), 2.0)
+    found = find_storages(sketch.returns(mul).graph, reuses=[FoundReuse("mul", "view")])
+    assert found.of[mul] == found.of[mm]
+    assert not found.made_by(mul)
+    assert len(found.infos) == 2

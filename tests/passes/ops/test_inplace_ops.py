@@ -29,6 +29,10 @@ def arguments(target: Any, dtype: torch.dtype) -> list[Any]:
                 values.append(torch.randn(SHAPE, generator=generator).to(dtype))
         elif kind == "bool":
             values.append(False)
+        elif argument.name == "dim":
+            values.append(1)
+        elif argument.name == "input_dtype":
+            values.append(dtype)
         else:
             values.append({"max": 0.75, "max_val": 0.75, "min_val": -0.5}.get(argument.name, 0.5))
     return values
@@ -59,3 +63,24 @@ def test_variants(target: Any, dtype: torch.dtype) -> None:
             assert result.dtype == expected.dtype
             assert torch.equal(bits(result), bits(expected))
             assert peak.allocated_bytes < expected.nbytes
+
+
+ROWS = ("_softmax_backward_data", "_log_softmax_backward_data")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 17, 1025), (300, 4, 33)], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_of_rows(name: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    """Over the gradient that comes in, along any dimension: each has a kernel of its own."""
+    target = getattr(torch.ops.aten, name).default
+    (variant,) = inplace_variants(target)
+    generator = torch.Generator().manual_seed(0)
+    gradient, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    forward = torch.softmax if name == ROWS[0] else torch.log_softmax
+    result, gradient = forward(values, dim).to(dtype), gradient.to(dtype)
+    expected = target(gradient, result, dim, dtype)
+    over = variant.target(gradient, result, dim, dtype, **{variant.out: gradient})
+    assert over.data_ptr() == gradient.data_ptr()
+    assert torch.equal(bits(over), bits(expected))
