@@ -1,8 +1,8 @@
-"""The smallest budget that a training step fits in, by a refusal that looks for nothing else."""
+"""The smallest budget that a training step fits in, by a refusal that looks for nothing that is not allowed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -14,18 +14,24 @@ from memopt.errors import BudgetError
 from memopt.options import DEFAULT_ALLOW, check_options
 
 
-def smallest_gb(
+def refusal(
     model: nn.Module,
     example_inputs: Any,
     *,
+    loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
     precision: Any = "auto",
     allow: Collection[str] = DEFAULT_ALLOW,
     outputs: str = "loss",
     gradients_held: bool = False,
-) -> float:
-    """In GB, as `memopt.plan` would find it, without the advice that takes a refusal as long again."""
-    options = check_options(1e-6, None, optimizer, precision, allow, "auto", outputs)
+) -> BudgetError:
+    """Of a budget that nothing fits, as `memopt.plan` raises it but without the advice, which takes as long again."""
+    options = check_options(1e-6, loss_fn, optimizer, precision, allow, "auto", outputs)
     with pytest.raises(BudgetError) as error:
         PlannedCall(model, options).plan(example_inputs, gradients_held=gradients_held, advise=False)
-    return error.value.smallest_gb
+    return error.value.with_traceback(None)
+
+
+def smallest_gb(model: nn.Module, example_inputs: Any, **options: Any) -> float:
+    """What `refusal` names."""
+    return refusal(model, example_inputs, **options).smallest_gb

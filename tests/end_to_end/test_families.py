@@ -15,11 +15,12 @@ USUAL = (1.0, 0.4, 0.0)
 DEEP = 0.03
 """From this share down some op is evaluated three times or more."""
 ROUNDING = 1e-6
+BITWISE = {"recompute", "reinplace"}
 
 
 def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, budget_gb: float) -> memopt.Plan:
     with restored_buffers(model):
-        memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
+        memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow=BITWISE)
         step = train_step(model, batch)
         made = memopt.plan_of(model)
         memopt.remove(model)
@@ -41,7 +42,7 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow=BITWISE)
     for share, budget_gb in zip(shares, budgets(plan, plain, shares), strict=True):
         made = check_budget(family, plain, model, batch, plan, budget_gb)
         if share <= DEEP:
@@ -53,13 +54,10 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
 
 QUICK = ("gpt2-sdpa", "resnet", "unet", "bert")
 """Families that every run tries; `make test-all` tries all."""
+SOME_QUICK = {f: [] if f.name in QUICK else [pytest.mark.slow] for f in FAMILIES}
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=[] if each.name in QUICK else [pytest.mark.slow]) for each in FAMILIES],
-    ids=str,
-)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=marks) for f, marks in SOME_QUICK.items()], ids=str)
 def test_three_budgets(family: Family) -> None:
     run_family(family, USUAL)
 
@@ -70,7 +68,9 @@ def test_seven_budgets(family: Family) -> None:
     run_family(family, SHARES)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.repeated_blocks], ids=str)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=marks) for f, marks in SOME_QUICK.items() if f.repeated_blocks], ids=str
+)
 def test_beats_checkpointing_per_block(family: Family) -> None:
     model, batch = family.make(), family.batch("usual")
     plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})

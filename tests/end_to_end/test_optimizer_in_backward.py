@@ -19,6 +19,7 @@ from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.proposals import Levers, OptimizerInBackward
+from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
@@ -64,9 +65,7 @@ def stepped_inside(model: nn.Module) -> int:
 
 @cache
 def refusal(name: str) -> BudgetError:
-    with pytest.raises(BudgetError) as error:
-        memopt.plan(BY_NAME[name].make(), 1e-3, BY_NAME[name].batch("usual"), precision="fp32", allow=EXACT)
-    return error.value.with_traceback(None)
+    return smallest.refusal(BY_NAME[name].make(), BY_NAME[name].batch("usual"), precision="fp32", allow=EXACT)
 
 
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
@@ -204,12 +203,11 @@ def test_with_bf16_parameters_in_8_bits() -> None:
 def test_it_is_taken_together_with_others() -> None:
     batch, allow = text(length=32), {"recompute", NAME, "bf16_parameters"}
     options: dict[str, Any] = {"precision": "bf16", "allow": allow, "example_inputs": batch}
-    with pytest.raises(BudgetError) as error:
-        memopt.optimize(small_gpt2(), 1e-4, **options)
+    error = smallest.refusal(small_gpt2(), batch, precision="bf16", allow=allow)
     everything = ("bf16_parameters", NAME)
-    assert error.value.smallest_with[everything] < min(error.value.smallest_with[names,] for names in everything)
+    assert error.smallest_with[everything] < min(error.smallest_with[names,] for names in everything)
     model = small_gpt2()
-    memopt.optimize(model, 1.001 * error.value.smallest_with[everything] / GIB, **options)
+    memopt.optimize(model, 1.001 * error.smallest_with[everything] / GIB, **options)
     assert memopt.plan_of(model).proposals == everything
     optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
     losses = train(model, optimizer, batch, 4)
@@ -387,16 +385,15 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("MEMOPT_CACHE", "1")
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
     batch = text(length=32)
-    with pytest.raises(BudgetError) as error:
-        memopt.plan(small_gpt2(), 1e-4, batch, precision="fp32", allow=EXACT)
-    budget = 1.001 * error.value.smallest_gb
+    least = smallest.smallest_gb(small_gpt2(), batch, precision="fp32", allow=EXACT)
+    budget = 1.001 * least
     found = []
     for start in range(2):
         model = small_gpt2()
         memopt.optimize(model, budget, example_inputs=batch, precision="fp32", allow=EXACT)
         plan = memopt.plan_of(model)
         assert plan.proposals == (NAME,)
-        assert plan.smallest_gb() == pytest.approx(error.value.smallest_gb, rel=1e-3)
+        assert plan.smallest_gb() == pytest.approx(least, rel=1e-3)
         optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
         if start:
             monkeypatch.setattr(memopt.planning.climb, "make_plan", None)  # nothing is planned

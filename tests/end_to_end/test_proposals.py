@@ -17,6 +17,7 @@ from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.options import DEFAULT_ALLOW
 from tests.families import BY_NAME, Batch
+from tests.smallest import smallest_gb
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
 LOW_BIT = DEFAULT_ALLOW | {"low_bit_optimizer"}
@@ -108,9 +109,7 @@ def test_nothing_is_pulled_once_the_optimizer_is_made() -> None:
     """What a larger batch needs comes too late: the optimiser at hand holds its state in full."""
     large = {name: tokens.repeat(8, 1) for name, tokens in batch().items()}
     least, model = refusal().smallest_gb, make()
-    with pytest.raises(BudgetError) as refused:
-        memopt.plan(make(), 0.04, large, **OPTIONS)
-    budget = 0.999 * refused.value.smallest_gb
+    budget = 0.999 * smallest_gb(make(), large, **OPTIONS)
     assert least < budget
     memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)
     assert memopt.plan_of(model).proposals == ()
@@ -123,12 +122,6 @@ BF16: dict[str, Any] = {"precision": "bf16", "optimizer": torch.optim.AdamW}
 NARROW = {*DEFAULT_ALLOW, "bf16_parameters"}
 
 
-def least(make: Callable[[], nn.Module], batch: Batch, **options: Any) -> BudgetError:
-    with pytest.raises(BudgetError) as error:
-        memopt.plan(make(), 1e-3, batch, **{**BF16, **options})
-    return error.value
-
-
 def resnet() -> nn.Module:
     """BatchNorm, whose parameters stay in fp32, and images in fp32."""
     return BY_NAME["resnet"].make()
@@ -139,9 +132,9 @@ def resnet() -> nn.Module:
     [(make, batch), pytest.param(resnet, lambda: BY_NAME["resnet"].batch("usual"), marks=pytest.mark.slow)],
 )
 def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Callable[[], Batch]) -> None:
-    plain, narrow = least(make, inputs()), least(make, inputs(), allow=NARROW)
-    assert narrow.smallest_bytes < plain.smallest_bytes
-    model, budget = make(), 1.001 * narrow.smallest_gb
+    least = smallest_gb(make(), inputs(), allow=NARROW, **BF16)
+    assert least < smallest_gb(make(), inputs(), **BF16)
+    model, budget = make(), 1.001 * least
     memopt.optimize(model, budget, example_inputs=inputs(), allow=NARROW, **BF16)
     plan = memopt.plan_of(model)
     assert plan.proposals == ("bf16_parameters",)
@@ -162,7 +155,7 @@ def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Call
 @pytest.mark.slow
 def test_training_before_the_parameters_are_turned() -> None:
     model = make()
-    budget = 1.001 * least(make, batch(), allow=NARROW).smallest_gb
+    budget = 1.001 * smallest_gb(make(), batch(), allow=NARROW, **BF16)
     memopt.optimize(model, budget, example_inputs=batch(), allow=NARROW, **BF16)
     with pytest.raises(ValueError, match=r"counts on parameters in bf16, .*memopt\.wrap_optimizer\(model, optimizer\)"):
         model(**batch())

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memopt
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from tests.networks import ResNet
+from tests.smallest import smallest_gb
 from tests.step.pieces import gpt2_without_dropout, normals, seeded, uneven_text, weights
 
 BATCH = uneven_text(8, 32)
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.SGD}
 
 
-def smallest_gb(model: nn.Module, batch: Any, **options: Any) -> float:
-    with pytest.raises(BudgetError) as error:
-        memopt.plan(model, 1e-5, batch, **OPTIONS, **options)
-    return error.value.smallest_gb
-
-
 def halves(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: each[: len(each) // 2] for name, each in batch.items()}
 
 
+@cache
 def between() -> float:
     """A budget that half of the batch fits, gradients held, and the whole does not."""
-    whole = smallest_gb(gpt2_without_dropout(), BATCH)
-    half = smallest_gb(gpt2_without_dropout(), halves(BATCH))
+    whole = smallest_gb(gpt2_without_dropout(), BATCH, **OPTIONS)
+    half = smallest_gb(gpt2_without_dropout(), halves(BATCH), **OPTIONS)
     gradients = sum(p.nbytes for p in gpt2_without_dropout().parameters()) / GIB
     assert half + gradients < whole, "this batch is too small to tell"
     return (half + gradients + whole) / 2
@@ -77,7 +73,7 @@ def test_not_even_one_sample_fits() -> None:
     memopt.optimize(model, 1e-5, **OPTIONS)
     with pytest.raises(BudgetError) as error:
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1))(BATCH)
-    assert error.value.smallest_gb < smallest_gb(gpt2_without_dropout(), BATCH)
+    assert error.value.smallest_gb < smallest_gb(gpt2_without_dropout(), BATCH, **OPTIONS)
 
 
 def test_batch_statistics_are_not_taken_apart() -> None:
@@ -85,7 +81,7 @@ def test_batch_statistics_are_not_taken_apart() -> None:
         return {"images": normals(samples, 3, 64, 64), "labels": torch.arange(samples)}
 
     model = seeded(ResNet)()
-    budget = 0.95 * smallest_gb(model, batch(8), allow={"recompute"})
+    budget = 0.95 * smallest_gb(model, batch(8), allow={"recompute"}, **OPTIONS)
     memopt.optimize(model, budget, **OPTIONS)
     with pytest.raises(BudgetError, match=r"normalisation would see each by itself: give TrainStep microbatches="):
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1))(batch(8))
