@@ -29,7 +29,7 @@ USUAL = {"bf16": ("gpt2-sdpa", "resnet"), "fp16": ("gpt2-sdpa",)}
     ids=str,
 )
 def test_families(family: Family, precision: str) -> None:
-    train_in_16_bits(family, precision, {"recompute"})
+    train_in_16_bits(family, precision, {"recompute", "reinplace"})
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def train_in_16_bits(family: Family, precision: str, allow: Collection[str]) -> 
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision=precision)
+    plan = memopt.plan(model, 1000, batch, optimizer=None, precision=precision, allow=allow)
     smallest = plan.smallest_gb()
     for share in (0.4, 0.0):
         budget_gb = smallest + share * (plan.plain_peak_gb - smallest)
