@@ -43,6 +43,7 @@ def test_a_batch_that_outgrows_the_plan_is_planned_anew() -> None:
     assert ours.peak_bytes <= budget_gb * GIB
 
 
+@pytest.mark.slow
 def test_fakes_are_planned_for_the_largest_sizes() -> None:
     family = BY_NAME["moe"]
     model, batch = family.make(), family.batch("usual")

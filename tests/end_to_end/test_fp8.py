@@ -98,6 +98,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_table, "_cpu", lambda: replace(cpu, flops=rates))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_evaluated_again_it_has_the_same_bits() -> None:
     """Where it is faster it is pulled with all the memory there is, and recomputation comes on top."""

@@ -134,6 +134,7 @@ def test_a_lever_saves_recomputation(name: str, lever: str) -> None:
     check(name, plan, step, least)
 
 
+@pytest.mark.slow
 @EACH
 def test_recomputation_goes_below_a_lever(name: str, lever: str) -> None:
     least = smallest_gb(name, frozenset({"recompute", lever}))

@@ -50,7 +50,9 @@ def stays(plan: memopt.Plan) -> int:
     return sum(len(region.stays) for region in plan.regions)
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "vit", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2-sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "resnet"))]
+)
 def test_less_than_recomputation_alone_reaches(name: str, linked: None) -> None:
     family = BY_NAME[name]
     model, inputs = family.make(), family.batch("usual")
@@ -86,6 +88,7 @@ def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pyt
     assert stays(memopt.plan_of(model)) > 0
 
 
+@pytest.mark.slow
 def test_beside_the_other_levers(linked: None) -> None:
     """On top of what rewrites the step, with recomputation and instead of it."""
     inputs, plain = causal_batch("usual"), train_step(GPT2(), causal_batch("usual"))

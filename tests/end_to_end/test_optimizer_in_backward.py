@@ -68,7 +68,9 @@ def refusal(name: str) -> BudgetError:
     return smallest.refusal(BY_NAME[name].make(), BY_NAME[name].batch("usual"), precision="fp32", allow=EXACT)
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2-sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "t5"))]
+)
 def test_within_the_smallest_budget_bit_by_bit(name: str) -> None:
     """Tied embeddings, batch statistics, dropout and much recomputation; measured, the peak is within."""
     make, batch, error = BY_NAME[name].make, BY_NAME[name].batch("usual"), refusal(name)
@@ -200,6 +202,7 @@ def test_with_bf16_parameters_in_8_bits() -> None:
     assert same(run(True), run(False))
 
 
+@pytest.mark.slow
 def test_it_is_taken_together_with_others() -> None:
     batch, allow = text(length=32), {"recompute", NAME, "bf16_parameters"}
     options: dict[str, Any] = {"precision": "bf16", "allow": allow, "example_inputs": batch}

@@ -15,7 +15,8 @@ from passes.graphs.module_path import module_path
 from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
-USUAL = {"bf16": ("gpt2-sdpa", "resnet"), "fp16": ("gpt2-sdpa",)}
+SLOW = pytest.mark.slow
+USUAL = {"bf16": ("gpt2-sdpa",), "fp16": ("gpt2-sdpa",)}
 """Families that every run tries; `make test-all` tries all."""
 
 
@@ -67,7 +68,7 @@ def gradients(model: nn.Module, batch: Batch, *, low: bool = False) -> Tensor:
     return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
 
 
-@pytest.mark.parametrize("name", ["gpt2-eager", "llama", "bert", "t5"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2-eager", "bert", "t5"))])
 def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
     model = without_dropout(BY_NAME[name].make())
     batch = BY_NAME[name].batch("usual")
@@ -78,6 +79,7 @@ def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
     assert (gradients(model, batch) - exact).norm() <= 1.15 * autocast
 
 
+@pytest.mark.slow
 def test_the_users_autocast_gives_way_to_a_precision_and_goes_before_auto() -> None:
     family = BY_NAME["gpt2-sdpa"]
     model, batch = without_dropout(family.make()), family.batch("usual")

@@ -102,6 +102,7 @@ def test_few_bytes_have_few_budgets() -> None:
     assert budgets_between(100, 103, 40) == [100, 101, 102, 103]
 
 
+@pytest.mark.slow
 def test_every_effort() -> None:
     step = captured(region(8))
     fast = make_plan(step, ACCOUNT, 10**7, Effort("fast")).frontier(5)

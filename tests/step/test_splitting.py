@@ -17,7 +17,11 @@ from tests.smallest import smallest_gb
 from tests.step.pieces import gpt2_without_dropout, normals, seeded, uneven_text, weights
 
 BATCH = uneven_text(8, 32)
-OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.SGD}
+OPTIONS: dict[str, Any] = {
+    "precision": "fp32",
+    "optimizer": torch.optim.SGD,
+    "allow": frozenset({"recompute", "microbatch"}),
+}
 
 
 def halves(batch: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +65,7 @@ def test_the_second_step_needs_no_planning_and_keeps_to_the_budget() -> None:
 @pytest.mark.parametrize(("allow", "microbatches"), [({"recompute"}, None), ({"recompute", "microbatch"}, 1)])
 def test_not_unless_it_is_allowed(allow: set[str], microbatches: int | None) -> None:
     model = gpt2_without_dropout()
-    memopt.optimize(model, between(), allow=allow, **OPTIONS)
+    memopt.optimize(model, between(), **{**OPTIONS, "allow": allow})
     before = weights(model)
     with pytest.raises(BudgetError):
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), microbatches=microbatches)(BATCH)
@@ -81,7 +85,7 @@ def test_batch_statistics_are_not_taken_apart() -> None:
         return {"images": normals(samples, 3, 64, 64), "labels": torch.arange(samples)}
 
     model = seeded(ResNet)()
-    budget = 0.95 * smallest_gb(model, batch(8), allow={"recompute"}, **OPTIONS)
+    budget = 0.95 * smallest_gb(model, batch(8), **OPTIONS)
     memopt.optimize(model, budget, **OPTIONS)
     with pytest.raises(BudgetError, match=r"normalisation would see each by itself: give TrainStep microbatches="):
         TrainStep(model, torch.optim.SGD(model.parameters(), 0.1))(batch(8))
