@@ -17,17 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-import memopt
 from benchmarks.real_models import integers
 from benchmarks.stamp import stamp
+from memopt.calls.planned_call import PlannedCall
 from memopt.errors import GIB, BudgetError
-from memopt.options import DEFAULT_ALLOW
+from memopt.options import DEFAULT_ALLOW, check_options
 from memopt.proposals import OPTIMIZER_PROPOSALS
 from memopt.proposals.low_rank import with_low_rank
 
@@ -36,11 +35,6 @@ GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
 CARDS = (8, 12, 16, 24, 40, 80, 141)
 LENGTH = 2048
 CARD = "h100"
-OPTIONS: dict[str, Any] = {
-    "outputs": "loss_only",
-    "precision": "bf16",
-    "optimizer": torch.optim.AdamW,
-}
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, keys: int, *, tied: bool = False) -> nn.Module:
@@ -93,8 +87,9 @@ def needs(name: str, *, lora: bool) -> Needs:
     """The smallest budget of a step, with the levers on by default, and with proposals."""
     allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
+    options = check_options(0.6, None, torch.optim.AdamW, "bf16", allow, "auto", "loss_only", CARD)
     try:
-        memopt.plan(made(name, lora=lora), 0.6, batch, allow=allow, device=CARD, **OPTIONS)
+        PlannedCall(made(name, lora=lora), options).plan(batch, advise=False)
     except BudgetError as error:
         return {" + ".join(names) or EXACT: nbytes / GIB for names, nbytes in error.smallest_with.items()}
     raise AssertionError("0.6 GB fit")

@@ -29,6 +29,7 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp
+from memopt.budget.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
@@ -95,7 +96,7 @@ def by_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 def total_gb(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, trainer: Trainer) -> float:
     """The measured peak of a few training steps, everything included."""
     step = trainer(model, optimizer)
-    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *batch.values()])
+    held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
     gc.collect()
     with measure_peak("cpu") as peak:
         for _ in range(STEPS):
