@@ -59,7 +59,7 @@ def find_storages(
     found = Storages()
     anew = set(fused)
     operands = {each.name: each.operand for each in reuses}
-    named = {node.name: node for node in graph.nodes if node.name in operands.values()}
+    named = {node.name: node for node in graph.nodes} if operands else {}
     for node in graph.nodes:
         if node.op == "output":
             continue
