@@ -239,21 +239,19 @@ def _cells(run: Run | None, beside: Run | None = None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="models; what is in the JSON file of others stays")
+    names = [each.name for each in candidates(small=True).values()]
+    parser.add_argument("--only", nargs="+", choices=names, help="what is in the JSON file of other models stays")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--no-batches", action="store_true", help="without the largest batches")
     parser.add_argument("--to", type=Path, help="the JSON file")
     chosen = parser.parse_args()
     path = chosen.to or RESULTS / f"gpu{'_small' * chosen.small}.json"
     assert chosen.small or DEVICE == "cuda", "no GPU here: --small runs the same code at tiny sizes"
-    found = candidates(small=chosen.small)
-    names = chosen.only or [each.name for each in found.values()]
-    if unknown := set(names) - {each.name for each in found.values()}:
-        parser.error(f"no model {sorted(unknown)}; there are {', '.join(each.name for each in found.values())}")
+    names = chosen.only or names
     known = json.loads(path.read_text()) if chosen.only and path.exists() else {"runs": [], "batches": []}
     runs = [Run(**each) for each in known["runs"] if each["model"] not in names]
     batches = [Largest(**each) for each in known["batches"] if each["model"] not in names]
-    for candidate in found.values():
+    for candidate in candidates(small=chosen.small).values():
         if candidate.name in names:
             runs += compare(candidate, small=chosen.small)
             cards = () if chosen.no_batches else SMALL_CARDS_GB if chosen.small else CARDS_GB

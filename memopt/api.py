@@ -60,8 +60,8 @@ def optimize(
         allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
             "recompute", "reinplace" (bitwise exact), "fused_ops", "fused_attention", "chunked_loss" (exact but for
             rounding), and "offload_activations" (bitwise exact: the host's memory, where the card has a link to it).
-            With `allow={"recompute"}` and precision "fp32", losses and gradients are bitwise the plain model's.
-            Off by default is "plain", which runs a model unplanned that cannot be captured, and are the proposals
+            With `allow={"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the plain
+            model's. Off by default are "plain", which runs a model unplanned that cannot be captured, and the proposals
             "bf16_parameters" (for steps in bf16), "low_bit_optimizer", "offload_optimizer" and "optimizer_in_backward"
             (each parameter is stepped as soon as the backward is through with it: no clipping by the norm of all
             gradients, no GradScaler, no accumulation, no `TrainStep`; for backend "aten"), pulled where nothing else

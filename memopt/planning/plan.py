@@ -20,10 +20,9 @@ from memopt.pareto.frontier import Frontier
 from memopt.pareto.sweep import sweep
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
-from memopt.planning.on_card import on_card
 from memopt.planning.plan_file import as_json, fields_from
 from memopt.planning.planner import Recipe, recipes, smallest, solve_on_card, split
-from memopt.planning.receipt import ReceiptRow
+from memopt.planning.receipt import ReceiptRow, plain_step
 from memopt.planning.report import render
 from memopt.progress import stage
 from memopt.solver import Effort as EffortName
@@ -265,14 +264,12 @@ def make_plan(
     regions = split(joined, captured, solution.schedule)
     captured = captured.stepping_as([region.steps for region in regions])
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
-    plain = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=False)
-    save_all = Schedule.save_all(plain.problem)
     return Plan(
         model=captured.model_name,
         hardware=captured.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
-        plain=breakdown(plain.problem, save_all, on_card(plain, save_all, account)),
+        plain=plain_step(captured, account),
         planned=breakdown(seen.problem, solution.schedule, account),
         ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
         step_seconds=joined.problem.seconds,

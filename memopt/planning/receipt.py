@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from memopt.budget.account import Account
-from memopt.budget.breakdown import breakdown
+from memopt.budget.breakdown import Breakdown, breakdown
 from memopt.levers import OFFLOAD_ACTIVATIONS, REINPLACE
 from memopt.planning.captured import Captured
 from memopt.planning.on_card import on_card
@@ -32,12 +32,17 @@ class ReceiptRow:
     """Of forward and backward, by the time model."""
 
 
-def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
-    """A captured step with nothing recomputed, as a row of a receipt; `reinplace`: with results over operands."""
+def plain_step(captured: Captured, account: Account, *, reinplace: bool = False) -> Breakdown:
+    """What fills the memory of a captured step with nothing recomputed; `reinplace`: with results over operands."""
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace)
     save_all = Schedule.save_all(seen.problem)
-    peak = breakdown(seen.problem, save_all, on_card(seen, save_all, account)).peak_bytes
-    return ReceiptRow(lever, peak, seen.problem.seconds)
+    return breakdown(seen.problem, save_all, on_card(seen, save_all, account))
+
+
+def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
+    """`plain_step` as a row of a receipt."""
+    seconds = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace).problem.seconds
+    return ReceiptRow(lever, plain_step(captured, account, reinplace=reinplace).peak_bytes, seconds)
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:

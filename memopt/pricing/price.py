@@ -121,7 +121,6 @@ class _Pricer:
             if node.op == "call_function" and is_mutation(node)
             for index in self.storages.of[node]
         }
-        self.written_over = {index for node in _calls_over(joint.graph, reuses) for index in self.storages.of[node]}
         results = joint.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results
@@ -214,7 +213,7 @@ class _Pricer:
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
-        written = index in self.mutated or index in self.written_over or index in self.stepped_by
+        written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
         stays = written or info.bytes < self.least_moved_bytes
         value = "" if stays else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
@@ -300,12 +299,6 @@ def is_scheduled(node: fx.Node) -> bool:
 def is_mutation(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _calls_over(graph: fx.Graph, reuses: Collection[FoundReuse]) -> list[fx.Node]:
-    """The calls whose results take an operand's memory."""
-    names = {each.name for each in reuses}
-    return [node for node in graph.nodes if node.name in names]
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ class Storages:
     infos: list[StorageInfo] = field(default_factory=list)
     of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     views: set[fx.Node] = field(default_factory=set)
+    written_over: set[int] = field(default_factory=set)
+    """The storages that hold one value after another."""
 
     def read_by(self, node: fx.Node) -> tuple[int, ...]:
         """Storages that `node` reads, through views, each once, in the order of its arguments."""
@@ -75,6 +77,7 @@ def find_storages(
             found.of[node] = ()
         elif node.name in operands:
             found.of[node] = found.of[named[operands[node.name]]]
+            found.written_over.update(found.of[node])
         elif isinstance(viewed, fx.Node):
             shared = found.of.get(viewed, ())[:1]
             found.of[node] = shared * max(1, len(list(tensors_of(node))))

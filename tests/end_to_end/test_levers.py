@@ -169,7 +169,7 @@ def test_reinplace(name: str) -> None:
     """The smallest budget falls, is kept, and all is bitwise as plain."""
     allow = frozenset({"recompute", "reinplace"})
     least = smallest_gb(name, allow)
-    assert least < 0.99 * smallest_gb(name, frozenset({"recompute"}))
+    assert least < 0.8 * smallest_gb(name, frozenset({"recompute"}))
     plan, step = train(name, allow, least)
     assert plan.levers == ("reinplace",)
     assert step.peak_bytes <= least * GIB

@@ -25,6 +25,7 @@ from tests.smallest import smallest_gb
 
 # On a CPU there is no host to move anything to.
 LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS)) - {"offload_optimizer", "offload_activations"})
+WITH_DROPOUT = ("gpt2", "opt")
 # TrainStep has microbatches, and no optimiser in the backward.
 PAIRS = [pair for pair in combinations(LEVERS, 2) if set(pair) != {OPTIMIZER_IN_BACKWARD, MICROBATCH}]
 
@@ -36,7 +37,6 @@ def options(pair: Collection[str]) -> dict[str, Any]:
 
 @cache
 def plain_loss(name: str) -> float:
-    """Dropout draws otherwise for microbatches."""
     return float(make(name)(**batch()).loss.detach())
 
 
@@ -76,5 +76,7 @@ def test_pairs(name: str, pair: tuple[str, str]) -> None:
         warnings.simplefilter("ignore")  # of microbatches
         losses = [step(inputs) for _ in range(3)]
     assert peak.allocated_bytes + held <= budget_gb * GIB
-    assert losses[0] == pytest.approx(plain_loss(name), rel=1e-2 if {BF16_PARAMETERS, MICROBATCH} & set(pair) else 1e-5)
+    # Dropout draws otherwise for microbatches.
+    rounded = BF16_PARAMETERS in pair or (MICROBATCH in pair and name in WITH_DROPOUT)
+    assert losses[0] == pytest.approx(plain_loss(name), rel=1e-2 if rounded else 1e-5)
     assert losses[-1] < losses[0]

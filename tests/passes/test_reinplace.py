@@ -112,23 +112,25 @@ def test_two_evaluations_that_share_a_stored_value() -> None:
     assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
 
 
-def test_among_others() -> None:
-    """Only over what one of them makes, by one of them."""
+def two_products() -> GraphModule:
+    """relu(x @ y * (z @ u))."""
     sketch = Sketch()
     first = sketch.call(aten.mm.default, sketch.input("x", 4, 4), sketch.input("y", 4, 4))
     second = sketch.call(aten.mm.default, sketch.input("z", 4, 4), sketch.input("u", 4, 4))
     product = sketch.call(aten.mul.Tensor, first, second)
-    graph = sketch.returns(sketch.call(aten.relu.default, product))
+    return sketch.returns(sketch.call(aten.relu.default, product))
+
+
+def test_among_others() -> None:
+    """Only over what one of them makes, by one of them."""
+    graph = two_products()
+    second, product = (node for node in graph.graph.nodes if node.name in ("mm_1", "mul"))
     assert reused(graph) == ["mul: over mm", "relu: over mul"]
     assert [str(each) for each in find_reuses(graph, {second, product})] == ["mul: over mm_1"]
 
 
 def test_those_that_are_named() -> None:
-    sketch = Sketch()
-    first = sketch.call(aten.mm.default, sketch.input("x", 4, 4), sketch.input("y", 4, 4))
-    second = sketch.call(aten.mm.default, sketch.input("z", 4, 4), sketch.input("u", 4, 4))
-    product = sketch.call(aten.mul.Tensor, first, second)
-    before = sketch.returns(sketch.call(aten.relu.default, product))
+    before = two_products()
     after = Reinplace((FoundReuse("mul", "mm_1"),))(before)
     assert [format_node(node) for node in after.graph.nodes if node.name in ("mul", "relu")] == [
         "mul: f32[4, 4] = aten.mul.out(mm, mm_1, out=mm_1)",
