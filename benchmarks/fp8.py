@@ -2,6 +2,7 @@
 
     python -m benchmarks.fp8 --small     # on a CPU, where 8-bit products are emulated: a small Llama, 200 steps
     python -m benchmarks.fp8             # on CUDA: Llama 3.2 1B, 500 steps
+    python -m benchmarks.fp8 --only fp8  # bf16 and this mode; the figures of others stay in the file
 
 Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, captured on fakes for an H100 with nothing evaluated again, by the
 plan's account; weights are copies of parameters in 16 or 8 bits. Training: the bytes of the demo's text, from one start
@@ -39,7 +40,13 @@ from memopt.pricing import hardware
 from memopt.solver import RematProblem, Schedule
 
 RESULTS = Path(__file__).parent / "results"
-MODES: dict[str, set[str]] = {"bf16": set(), "fp8": {"fp8"}, "fp8 + activations": {"fp8", "fp8_activations"}}
+MODES: dict[str, set[str]] = {
+    "bf16": set(),
+    "fp8": {"fp8"},
+    "fp8 + activations": {"fp8", "fp8_activations"},
+    "fp8_block + activations": {"fp8_block", "fp8_activations"},
+    "mxfp8 + activations": {"mxfp8", "fp8_activations"},
+}
 LLAMA_1B = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -191,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--only", nargs="+", choices=MODES, metavar="MODE", help="of " + ", ".join(MODES))
     chosen = parser.parse_args()
     if not chosen.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --small runs on the CPU")
@@ -198,11 +206,14 @@ def main() -> None:
     accounts = keeps(LLAMA_1B)
     Console(width=140).print(table("Llama 3.2 1B, 4 x 2,048 tokens, planned for an H100", accounts))
     trained: list[Trained] = []
-    for mode in MODES:
+    for mode in [mode for mode in MODES if not chosen.only or mode in ("bf16", *chosen.only)]:
         trained.append(train(mode, chosen.small, steps, trained[0] if trained else None))
         Console(width=140).print(table(f"{steps} steps", trained))
-    result = {**stamp(), "steps": steps, "kept": list(map(asdict, accounts)), "trained": list(map(asdict, trained))}
     path = RESULTS / ("fp8_small.json" if chosen.small else "fp8.json")
+    new = {row.mode: asdict(row) for row in trained}
+    before = json.loads(path.read_text())["trained"] if path.exists() and chosen.only else []
+    rows = {**{row["mode"]: row for row in before if row["mode"] in MODES}, **new}
+    result = {**stamp(), "steps": steps, "kept": list(map(asdict, accounts)), "trained": list(rows.values())}
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -15,8 +15,8 @@ from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import VerifyError
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_history import DELAYED_SCALE
-from passes.ops.fp8_matmul import why_not
-from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS
+from passes.ops.fp8_kernels import why_not
+from passes.ops.fp8_ops import CURRENT, DELAYED, FP8_LINEAR, SCALINGS
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -38,9 +38,14 @@ class FoundLinear:
     """Of its result. All three are 0 where it is left alone."""
 
 
-def find_fp8_linears(graph_module: GraphModule) -> tuple[FoundLinear, ...]:
-    """The linear layers of an operator graph, in order: calls of `linear`, and of `addmm` as a layer calls it."""
-    return tuple(_found(match) for node in graph_module.graph.nodes if (match := _match(node)) is not None)
+def find_fp8_linears(graph_module: GraphModule, scaling: str = CURRENT) -> tuple[FoundLinear, ...]:
+    """The linear layers of an operator graph, in order: calls of `linear`, and of `addmm` as a layer calls it.
+
+    Args:
+        scaling: one of `passes.ops.fp8_ops.SCALINGS`: sizes that its units do not take are a reason to leave it alone.
+    """
+    matches = (_match(node) for node in graph_module.graph.nodes)
+    return tuple(_found(match, SCALINGS[scaling].product) for match in matches if match is not None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def _match(node: Node) -> _Match | None:
     return None
 
 
-def _found(match: _Match) -> FoundLinear:
+def _found(match: _Match, tiles: tuple[str, str]) -> FoundLinear:
     source = match.x
     while is_view(source) and source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -73,7 +78,7 @@ def _found(match: _Match) -> FoundLinear:
         return FoundLinear(match.node.name, source.name, "its weight is no matrix")
     inner, columns = weight.shape if match.turned else reversed(weight.shape)
     rows = x.numel() // inner if inner else 0
-    if reason := why_not(rows, inner, columns):
+    if reason := why_not(rows, inner, columns, *tiles):
         return FoundLinear(match.node.name, source.name, reason)
     return FoundLinear(match.node.name, source.name, "", rows, inner, columns)
 
@@ -93,7 +98,7 @@ class Fp8Linears(Pass):
     """
 
     linears: frozenset[str]
-    scaling: str = "current"
+    scaling: str = CURRENT
     """One of `passes.ops.fp8_ops.SCALINGS`."""
     histories: str = ""
     """With delayed scaling: what the names begin with under which magnitudes are remembered."""
@@ -107,7 +112,7 @@ class Fp8Linears(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        reasons = {each.name: each.reason for each in find_fp8_linears(graph_module)}
+        reasons = {each.name: each.reason for each in find_fp8_linears(graph_module, self.scaling)}
         for name in sorted(self.linears):
             if reason := reasons.get(name, "it is no linear layer"):
                 raise VerifyError(name, reason, "name only layers that find_fp8_linears finds, without a reason")
@@ -124,10 +129,10 @@ class Fp8Linears(Pass):
     def _replace(self, match: _Match, scales: dict[Node, Node]) -> None:
         weight = _before_casts(match.weight)
         arguments: tuple[Any, ...] = (match.x, weight, *([] if match.bias is None else [match.bias]))
-        options: dict[str, Any] = {} if self.scaling == SCALINGS[0] else {"scaling": self.scaling}
+        options: dict[str, Any] = {} if self.scaling == CURRENT else {"scaling": self.scaling}
         graph = match.node.graph
         with graph.inserting_before(match.node):
-            if self.scaling == "delayed":
+            if self.scaling == DELAYED:
                 name = f"{self.histories}{module_path(match.node)}/{match.node.name}"
                 if match.x not in scales:
                     scales[match.x] = _call(match.node, DELAYED_SCALE, (match.x, E4M3, name), {})

@@ -18,6 +18,7 @@ from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
 
 _RESHAPE = torch.ops.aten.view.default
+_TILE = "1x128"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class QuantizeSaved(Pass):
         mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, silu)
     After QuantizeSaved(("silu",)):
         silu: bf16[8, 256] = aten.silu(primals_1)
-        fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8_e4m3fn, 1)
+        fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8_e4m3fn, '1x128')
         getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
         getitem_1: f32[8, 2] = fp8_quantize[1]
         fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
@@ -74,17 +75,23 @@ def _quantize(value: Node, backward: list[Node]) -> None:
 
 def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
     """The 8-bit copy that the forward has made of a value, or of a view of it that has the same rows."""
+    copies = [user for user in value.users if user not in backward and user.target is QUANTIZE and user.args[1] == E4M3]
+    if copies:
+        # Of two, the one that is kept for the backward anyway.
+        return _elements(max(copies, key=lambda copy: _is_read_in(backward, copy)))
     for user in value.users:
         if user in backward:
             continue
-        if user.target is QUANTIZE and user.args[1] == E4M3:
-            return _elements(user)
         same = is_view(user) and user.meta["val"].shape[-1:] == value.meta["val"].shape[-1:]
         if same and user.meta["val"].dim() == 2 and user.target is _RESHAPE:
             found = _copy_there_is(user, backward)
             if found is not None:
                 return found
     return None
+
+
+def _is_read_in(backward: frozenset[Node], copy: Node) -> bool:
+    return any(reader in backward for element in copy.users for reader in element.users)
 
 
 def _elements(copy: Node) -> tuple[Node, Node] | None:
@@ -99,7 +106,7 @@ def _new_copy(value: Node) -> tuple[Node, Node]:
         if len(shape) != 2:
             rows = _call(value, _RESHAPE, value, [-1, shape[-1]])
     with graph.inserting_after(rows):
-        copy = _call(value, QUANTIZE, rows, E4M3, 1)
+        copy = _call(value, QUANTIZE, rows, E4M3, _TILE)
     found = [copy]
     for index in (0, 1):
         with graph.inserting_after(found[-1]):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from memopt.capture.operators import Rewriting
-from memopt.precision.fp8 import FP8_ACTIVATIONS, SCALINGS, DecideFp8, note_activations, quantizing
+from memopt.precision.fp8 import FP8_ACTIVATIONS, LEVERS, DecideFp8, note_activations, quantizing
 from memopt.precision.pipeline import DecidePrecision
 from memopt.pricing import Hardware
 
@@ -17,14 +17,15 @@ _LINEARS = (
 FP8_LEVERS = {
     "fp8": _LINEARS + "one scale a tensor",
     "fp8_delayed": _LINEARS + "one scale a tensor, from the steps before",
-    "fp8_block": _LINEARS + "one scale a block, which no device has units for here",
+    "fp8_block": _LINEARS + "one scale for each 128 values or 128 by 128 weights, for which Hopper has units",
+    "mxfp8": _LINEARS + "one power of two for each 32 values or weights, for which Blackwell has units",
     FP8_ACTIVATIONS: "what activations and products keep for the backward is kept in 8 bits, where memory asks for it",
 }
 
 
 def fp8_lever(allow: Collection[str]) -> str:
     """Which lever on linear layers is allowed, if any. Raises ValueError where it is more than one."""
-    named = [lever for lever in SCALINGS if lever in allow]
+    named = [lever for lever in LEVERS if lever in allow]
     if len(named) > 1:
         raise ValueError(f"allow names {' and '.join(map(repr, named))}, which scale the same layers; name one of them")
     return named[0] if named else ""

@@ -23,6 +23,7 @@ from memopt.options import Options
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.state import State
 from memopt.pricing import Hardware
+from passes.ops.fp8_kernels import library
 
 _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
@@ -75,7 +76,7 @@ class Job:
             (state.gradients_held, state.other_forwards),
             optimizer,
             (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
-            (card, card.name != "cpu" and expandable_segments(), autocast_state(), self.further),
+            (card, card.name != "cpu" and (expandable_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):

@@ -13,32 +13,33 @@ from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, is_exact
 from memopt.precision.narrow import LEAST_BYTES, narrowing, sole_values
 from memopt.precision.rules import Rules
-from memopt.pricing.hardware_table import Hardware
+from memopt.pricing.hardware_table import Hardware, scaled_rate
 from memopt.pricing.time_model import op_seconds
 from memopt.units import duration
 from passes import EliminateDeadCode, FoundLinear, Fp8Linears, Pipeline, QuantizeSaved, find_fp8_linears
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_cast, is_view, op_name
+from passes.ops.fp8_formats import E4M3, E5M2, turned
+from passes.ops.fp8_ops import SCALINGS, Scaling
 
 FP8 = "fp8"
-SCALINGS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block"}
-"""By the name of the lever, how its layers are scaled."""
+LEVERS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block", "mxfp8": "mx"}
+"""How the layers of a lever are scaled: by `passes.ops.fp8_ops.SCALINGS`."""
 FP8_ACTIVATIONS = "fp8_activations"
-_E4M3 = "float8_e4m3fn"
+_SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
 # Factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 of theirs is one
 # of single elements of gradients, and chance in its direction. Sums of squares and what saturates are not here.
 _TOLERANT = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
 def has_units(card: Hardware, lever: str = FP8) -> bool:
-    """Whether a card multiplies in 8 bits, as its entry in the hardware table says, what is scaled so: blocks are
-    multiplied by wider copies on all."""
-    return _E4M3 in card.flops and SCALINGS[lever] != "block"
+    """Whether a card multiplies in 8 bits what is scaled so, by its entry in the hardware table or by measurement."""
+    return card.multiplies(SCALINGS[LEVERS[lever]].values)
 
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, e5m2 gradients.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients as their scaling has them.
 
     Layers that read the same value are decided on together, since they share its 8-bit copy. On a card with 8-bit units
     those are taken that the time model says are faster so; on others all are that could be, for what is kept of them is
@@ -50,7 +51,7 @@ class DecideFp8:
     card: Hardware
     rules: Rules = field(default_factory=Rules)
     lever: str = FP8
-    """One of `SCALINGS`."""
+    """One of `LEVERS`."""
     histories: str = ""
     """What names of the magnitudes begin with that delayed scaling remembers."""
 
@@ -61,7 +62,7 @@ class DecideFp8:
             )
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
-        found = [self._judged(each, graph) for each in find_fp8_linears(graph.module)]
+        found = [self._judged(each, graph) for each in find_fp8_linears(graph.module, LEVERS[self.lever])]
         for _, group in groupby(sorted(found, key=lambda each: each.reads), key=lambda each: each.reads):
             layers = list(group)
             left |= dict.fromkeys(each.reason for each in layers if each.reason)
@@ -74,13 +75,18 @@ class DecideFp8:
         notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
-        scaling = SCALINGS[self.lever]
+        scaling, by = LEVERS[self.lever], self._scaling
         passes = Fp8Linears(frozenset(chosen), scaling, self.histories), EliminateDeadCode()
         units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
         done = (
-            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in e5m2, {scaling} scaling{units}"
+            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
+            f"{scaling} scaling{units}"
         )
         return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
+
+    @property
+    def _scaling(self) -> Scaling:
+        return SCALINGS[LEVERS[self.lever]]
 
     @property
     def _quick(self) -> bool:
@@ -105,31 +111,35 @@ class DecideFp8:
         if not self._quick:
             return False, "what is kept of it is half as large"
         wide = sum(_seconds(each, "bfloat16", self.card) for each in layers)
-        narrow = sum(_seconds(each, _E4M3, self.card) for each in layers) + _quantizing(layers, self.card)
+        rate = scaled_rate(self._scaling.values)
+        narrow = sum(_seconds(each, rate, self.card) for each in layers)
+        narrow += _quantizing(layers, self._scaling, self.card)
         if narrow >= wide:
             return bool(layers), "its matrices are too small for 8 bits to be faster"
         return False, f"{duration(wide)} would become {duration(narrow)}"
 
 
-def _seconds(layer: FoundLinear, dtype: str, card: Hardware) -> float:
-    """Of the three products of a layer and its gradients, on operands of that dtype and with results of 16 bits."""
-    size = 1 if dtype == _E4M3 else 2
+def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
+    """Of the three products of a layer and its gradients at such a rate of the card, with results of 16 bits."""
+    size = 2 if rate == "bfloat16" else 1
     rows, inner, columns = layer.rows, layer.inner, layer.columns
     flops, operands = 2 * rows * inner * columns, (rows * inner, inner * columns, rows * columns)
     moved = [size * (sum(operands) - result) + 2 * result for result in operands]
-    return sum(op_seconds(flops, each, dtype, card) for each in moved)
+    return sum(op_seconds(flops, each, rate, card) for each in moved)
 
 
-def _quantizing(layers: list[FoundLinear], card: Hardware) -> float:
+def _quantizing(layers: list[FoundLinear], by: Scaling, card: Hardware) -> float:
     """Of what comes with them: the input quantised once for all, weights and gradients for each (two looks at 16 bits,
-    8 written), and three operands turned for kernels that take them only as they lie in the forward's product."""
+    8 written), by tiles once along each of their sums, and three operands turned for kernels that take them only as
+    they lie in the forward's product."""
     if not layers:
         return 0.0
-    bytes_moved = [5 * layers[0].rows * layers[0].inner]
+    values, weights = (1 if turned(tile) == tile else 2 for tile in (by.values, by.weights))
+    bytes_moved = [5 * values * layers[0].rows * layers[0].inner]
     for each in layers:
         of_x, of_weight, of_result = each.rows * each.inner, each.inner * each.columns, each.rows * each.columns
         # An fp32 weight is quantised where it would have been cast, which moves 6 bytes an element.
-        bytes_moved += [(9 - 6) * of_weight, 5 * of_result, 2 * of_x, 2 * of_weight, 2 * of_result]
+        bytes_moved += [(9 * weights - 6) * of_weight, 5 * values * of_result, 2 * of_x, 2 * of_weight, 2 * of_result]
     return sum(op_seconds(0, each, "float32", card) for each in bytes_moved)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from memopt.pricing.hardware_table import Hardware, hardware
+from memopt.pricing.hardware_table import Hardware, hardware, scaled_rate
+from passes.ops.fp8_formats import E4M3, quantize
+from passes.ops.fp8_kernels import Operand, kernel_for
+from passes.ops.fp8_ops import SCALINGS
 
 # Part of what copies reach by themselves that is counted on while compute uses the device's memory too.
 _LINK_SHARE = 0.9
@@ -32,6 +36,7 @@ def measure_hardware(
         matrix = torch.ones(size, size, device=device, dtype=dtype)
         seconds = _seconds(lambda matrix=matrix: torch.mm(matrix, matrix), device)  # type: ignore[misc]
         flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    flops |= _scaled_rates(size, device)
     bytes_per_second = _copy_rate(target, large, device)
     cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
@@ -54,6 +59,19 @@ def measure_hardware(
         least_moved_bytes=2**20 if on_cuda else 4096,
         host_bytes=hardware("cpu").memory_bytes // 2,
     )
+
+
+def _scaled_rates(size: int, device: torch.device) -> dict[str, float]:
+    """FLOP/s of 8-bit products, for each kind of scale that the device has units for."""
+    found: dict[str, float] = {}
+    for scaling in SCALINGS.values():
+        ones = torch.ones(size, size, device=device)
+        a, b = (Operand(*quantize(ones, E4M3, tile), tile) for tile in scaling.product)
+        kernel = kernel_for(a, b, torch.bfloat16)
+        if kernel is not None and scaled_rate(scaling.values) not in found:
+            seconds = _seconds(partial(kernel, a, b, torch.bfloat16), device)
+            found[scaled_rate(scaling.values)] = 2 * size**3 / seconds
+    return found
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:

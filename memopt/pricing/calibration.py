@@ -20,7 +20,7 @@ from memopt.pricing.hardware_table import Hardware
 from memopt.pricing.op_call import OpCall
 from memopt.pricing.op_times import call_key, dominant_calls, time_calls
 
-FORMAT = 1
+FORMAT = 2
 """Files of another one are measured anew: raised when what is measured, or how, changes."""
 
 

@@ -29,7 +29,8 @@ class Hardware:
     name: str
     flops: Mapping[str, float]
     """Dense peak in FLOP/s by dtype name (`"bfloat16"`); 16 and 8 bits with fp32 accumulation, as torch asks for it.
-    `"float32"` is without tensor cores, as torch's matmuls are by default, `"tfloat32"` with them."""
+    `"float32"` is without tensor cores, as torch's matmuls are by default, `"tfloat32"` with them; 8-bit products that
+    have a scale for each tile have names of their own (`scaled_rate`)."""
     bytes_per_second: float
     launch_seconds: float
     """The least time of any kernel, however small: dispatch in eager mode and launch."""
@@ -68,9 +69,19 @@ class Hardware:
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 
+    def multiplies(self, tile: str) -> bool:
+        """Whether the device has units for 8-bit products with a scale for each tile (see `passes.ops.fp8_formats`)."""
+        return scaled_rate(tile) in self.flops
+
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for a dtype; one that the device has no units for runs at float32's rate."""
         return self.flops.get(dtype, self.flops["float32"])
+
+
+def scaled_rate(tile: str) -> str:
+    """The name of the rate of 8-bit products whose first operand has a scale for each tile, along what is summed over;
+    of "" for the whole."""
+    return f"float8_e4m3fn {tile}".rstrip()
 
 
 def _gpu(
@@ -89,17 +100,27 @@ _HOPPER = {
     "tfloat32": 494.5,
     "float16": 989.5,
     "bfloat16": 989.5,
-    "float8_e4m3fn": 1979.0,
-    "float8_e5m2": 1979.0,
+    scaled_rate(""): 1979.0,
+    scaled_rate("1x128"): 1979.0,
+}
+_B200 = {
+    "float64": 40.0,
+    "float32": 80.0,
+    "tfloat32": 1100.0,
+    "float16": 2250.0,
+    "bfloat16": 2250.0,
+    scaled_rate(""): 4500.0,
+    scaled_rate("1x32"): 4500.0,
 }
 _GPUS = (
     _gpu("a100-40", 1.555, 40, 4, 8, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
     _gpu("a100-80", 2.039, 80, 4, 8, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
     _gpu("h100", 3.35, 80, 5, 9, "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
     _gpu("h200", 4.8, 141, 5, 9, "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
+    _gpu("b200", 8.0, 180, 5, 10, "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200),
     _gpu(
         "l4", 0.3, 24, 4, 8, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
-        float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5, float8_e5m2=242.5,
+        float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5,
     ),
     _gpu("t4", 0.32, 16, 3, 7, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0),
     _gpu(
@@ -116,7 +137,13 @@ _GPUS = (
     _gpu(
         "rtx-4090", 1.008, 24, 4, 8,
         "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
-        float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3, float8_e5m2=330.3,
+        float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3,
+    ),
+    _gpu(
+        "rtx-5090", 1.792, 32, 5, 12,
+        "NVIDIA RTX Blackwell whitepaper, RTX 5090: 209.5 TFLOPS FP16 with FP32 accumulation, 1,792 GB/s",
+        float32=104.8, tfloat32=104.8, float16=209.5, bfloat16=209.5, float8_e4m3fn=419.0,
+        **{scaled_rate("1x32"): 419.0},
     ),
 )  # fmt: skip
 _BY_NAME = {entry.name: entry for entry in _GPUS}
@@ -127,11 +154,13 @@ _CUDA_NAMES = {
     r"(NVIDIA )?A100.*80GB.*": "a100-80",
     r"NVIDIA H100 80GB HBM3": "h100",
     r"NVIDIA H200": "h200",
+    r"NVIDIA B200": "b200",
     r"NVIDIA L4": "l4",
     r"(NVIDIA )?Tesla T4": "t4",
     r"NVIDIA GeForce RTX 3060": "rtx-3060",
     r"NVIDIA GeForce RTX 3090": "rtx-3090",
     r"NVIDIA GeForce RTX 4090": "rtx-4090",
+    r"NVIDIA GeForce RTX 5090": "rtx-5090",
 }
 
 

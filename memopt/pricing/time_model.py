@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from memopt.pricing.hardware_table import Hardware
+from memopt.pricing.hardware_table import Hardware, scaled_rate
 from memopt.pricing.storages import is_view, storage_bytes, tensors_of
 from memopt.torch_compat import upper_bound
+from passes.ops.fp8_formats import tile_of, turned
 
 aten = torch.ops.aten
 
@@ -61,7 +62,24 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
     """Estimated seconds of one evaluation of the node; 0 for views, sizes and all else that runs no kernel."""
     if not runs_kernel(node):
         return 0.0
+    if _name(node) == "memopt.fp8_matmul":
+        return _scaled_product_seconds(node, hardware)
     return op_seconds(node_flops(node), node_bytes(node), _arithmetic_dtype(node), hardware)
+
+
+def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
+    """On units that take such scales; elsewhere of wider copies, which are made first."""
+    values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    a, a_scale, b, _, _, turn_a = values[:6]
+    tile = tile_of(a, a_scale)
+    tile = turned(tile) if turn_a else tile
+    if hardware.multiplies(tile):
+        return op_seconds(node_flops(node), node_bytes(node), scaled_rate(tile), hardware)
+    result = node.meta["val"]
+    wide = torch.float32 if hardware.name == "cpu" else result.dtype
+    making = sum(op_seconds(0, (1 + wide.itemsize) * each.numel(), "float32", hardware) for each in (a, b))
+    bytes_moved = wide.itemsize * (a.numel() + b.numel()) + _touched_bytes(result)
+    return making + op_seconds(node_flops(node), bytes_moved, str(wide).removeprefix("torch."), hardware)
 
 
 def runs_kernel(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from memopt.pricing.workspace_rules import (
     input_bytes,
     one_input,
 )
-from passes.ops.fp8_formats import BLOCK, PART_ELEMENTS
+from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
@@ -94,20 +94,19 @@ def _cpu_matmul(call: OpCall) -> int:
 
 
 def _cpu_fp8(call: OpCall) -> int:
-    """A part of the matrix in fp32, twice, and where there are blocks the scale of each of its elements."""
+    """A part of the matrix in fp32, twice, and where there are tiles the scale of each of its elements."""
     spec = first(call)
-    rows = min(spec.size[0], max(BLOCK, PART_ELEMENTS // max(1, spec.size[1]) + BLOCK))
+    rows = min(spec.size[0], max(LONGEST, PART_ELEMENTS // max(1, spec.size[1]) + LONGEST))
     return 12 * rows * spec.size[1] + fp8_scales(call) + copies(call)
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
     """One operand in fp32 after the other, each part by part, and then the product."""
-    a, b = (spec for spec in call.inputs if len(spec.size) == 2 and spec.dtype.itemsize == 1)
-    blocks = any(len(spec.size) == 2 and spec.dtype.itemsize == 4 for spec in call.inputs)
+    a, a_scale, b = call.inputs[:3]
 
     def making(spec: TensorSpec) -> int:
-        part = min(spec.numel, PART_ELEMENTS + BLOCK * spec.size[1])
-        return (12 if blocks else 8) * part + (4 * spec.numel if part < spec.numel else 0)
+        part = min(spec.numel, PART_ELEMENTS + LONGEST * spec.size[1])
+        return (12 if a_scale.size else 8) * part + (4 * spec.numel if part < spec.numel else 0)
 
     wide = 4 * (a.numel + b.numel + call.outputs[0].numel)
     return max(making(a), 4 * a.numel + making(b), wide) + fp8_scales(call) + 64 * KB

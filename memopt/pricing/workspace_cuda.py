@@ -19,6 +19,7 @@ from memopt.pricing.workspace_rules import (
     nothing,
     output_bytes,
 )
+from passes.ops.fp8_kernels import library
 
 
 def library_workspaces(major: int) -> tuple[int, ...]:
@@ -102,8 +103,11 @@ def _cuda_scan(call: OpCall) -> int:
 
 
 def _cuda_fp8_matmul(call: OpCall) -> int:
-    """Both operands in 16 bits, where there are no 8-bit units; more than the turned copies that units want."""
-    return 2 * sum(spec.numel for spec in call.inputs if spec.dtype.itemsize == 1) + KB
+    """Both operands as wide as the result, where there are no 8-bit units; more than the turned copies that units want.
+    torchao's kernels are timed, with all of a cache overwritten each time."""
+    a, a_scale, b = call.inputs[:3]
+    timed = 256 * MB if a_scale.size and library() == "torchao" else 0
+    return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed
 
 
 CUDA: dict[str, Rule] = {

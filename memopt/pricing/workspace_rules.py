@@ -8,6 +8,7 @@ import torch
 
 from memopt.pricing.op_call import OpCall, TensorSpec
 from passes.ops.chunked_cross_entropy import chunk_rows
+from passes.ops.fp8_formats import E8M0
 
 Rule = Callable[[OpCall], int]
 
@@ -78,8 +79,10 @@ def chunked_loss(call: OpCall) -> int:
 
 
 def fp8_scales(call: OpCall) -> int:
-    """The scales and what they are found from, one for all or one for each 128 elements of a row at most."""
-    return 16 * (first(call).numel // 64) + 2 * KB
+    """The scales and what they are found from: one for all, or one for each 128 elements or, rounded to powers of two
+    in several steps, for each 32."""
+    rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
+    return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
 
 COMMON: dict[str, Rule] = {

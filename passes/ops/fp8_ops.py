@@ -7,31 +7,58 @@ and what the backward reads of it is that copy. Layers that read one value share
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.fp8_formats import BLOCK, E4M3, E5M2, dequantize, quantize, quantize_by, scale_shape
+from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, dequantize, quantize, quantize_by, scale_shape, turned
 from passes.ops.fp8_history import fp8_delayed_scale
 from passes.ops.fp8_matmul import scaled_matmul
 
-SCALINGS = ("current", "block", "delayed")
-"""One scale for each tensor, from its values as they are; one for each block of it; one for each tensor, from what it
-was before, and weights as they are."""
+
+@dataclass(frozen=True)
+class Scaling:
+    """By which tiles a layer's matrices have one scale: of a product both operands are quantised by tiles along what it
+    sums over, so that what is read both by rows and by columns is quantised twice."""
+
+    values: str = WHOLE
+    """Of its input and of the gradient, where their columns are summed over."""
+    weights: str = WHOLE
+    """Of [out, in], where its columns are."""
+    gradients: torch.dtype = E5M2
+
+    @property
+    def product(self) -> tuple[str, str]:
+        """The tiles of the two operands of its products."""
+        return self.values, turned(self.weights)
+
+
+CURRENT, DELAYED = "current", "delayed"
+SCALINGS = {
+    CURRENT: Scaling(),
+    DELAYED: Scaling(),
+    "block": Scaling("1x128", "128x128"),
+    "mx": Scaling("1x32", "1x32", gradients=E4M3),
+}
+"""One scale for each tensor, from its values as they are; one for each tensor, from what it was before, and weights as
+they are; one for each tile of 128 values, or of 128 by 128 weights, as DeepSeek-V3 trains; and MXFP8, a power of two
+for each 32 values, where gradients are e4m3 too, as tiles so small have no need of a wider range."""
 
 
 @torch.library.custom_op("memopt::fp8_quantize", mutates_args=())
-def fp8_quantize(x: Tensor, dtype: torch.dtype, block_rows: int) -> tuple[Tensor, Tensor]:
+def fp8_quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
     """[rows, columns] in 8 bits, and its scales (see `passes.ops.fp8_formats.quantize`)."""
-    return quantize(x, dtype, block_rows)
+    return quantize(x, dtype, tile)
 
 
 @fp8_quantize.register_fake
-def _(x: Tensor, dtype: torch.dtype, block_rows: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
-    scale = torch.empty(scale_shape(rows, columns, block_rows), dtype=torch.float32, device=x.device)
+    scale_dtype = TILES[tile].scale_dtype if tile else torch.float32
+    scale = torch.empty(scale_shape(rows, columns, tile), dtype=scale_dtype, device=x.device)
     return torch.empty((rows, columns), dtype=dtype, device=x.device), scale
 
 
@@ -82,43 +109,60 @@ def _flops(
 
 
 class _Linear(torch.autograd.Function):
-    """`x @ weight.T + bias`: [rows, in] · [out, in] → [rows, out]; or, `turned`, with a weight [in, out]."""
+    """`x @ weight.T + bias`: [rows, in] · [out, in] → [rows, out]; or, `turn`, with a weight [in, out]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, block: bool, history: str,
-        turned: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, scaling: str, history: str,
+        turn: bool,
     ) -> Tensor:  # fmt: skip
-        narrow = fp8_quantize(x, E4M3, int(block)) if scale is None else (fp8_quantize_by(x, scale, E4M3), scale)
-        given = *narrow, *fp8_quantize(weight, E4M3, BLOCK if block else 0)
-        ctx.save_for_backward(*given)
-        ctx.block, ctx.history, ctx.turned = block, history, turned
+        by, needed = SCALINGS[scaling], ctx.needs_input_grad
+        # Along its columns, then along its rows; a weight the other way round where it is turned.
+        of_weight = (turned(by.weights), by.weights) if turn else (by.weights, turned(by.weights))
+        if scale is None:
+            narrow, kept = _both(x, E4M3, (by.values, turned(by.values)), (True, needed[1]))
+        else:
+            narrow = kept = fp8_quantize_by(x, scale, E4M3), scale
+        narrow_weight, kept_weight = _both(weight, E4M3, of_weight, (True, needed[0]))
+        ctx.save_for_backward(*kept, *kept_weight)
+        ctx.scaling, ctx.history, ctx.turn = by, history, turn
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return fp8_matmul(*given, bias, False, not turned, x.dtype)
+        return fp8_matmul(*narrow, *narrow_weight, bias, False, not turn, x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, weight, weight_scale = ctx.saved_tensors
-        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        (dtype, weight_dtype, bias_dtype), needed = ctx.dtypes, ctx.needs_input_grad
         of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            narrow, scale = _narrow_gradient(gradient, ctx.block, ctx.history)
-        if ctx.needs_input_grad[0]:
-            of_x = fp8_matmul(narrow, scale, weight, weight_scale, None, False, ctx.turned, dtype)
-        if ctx.needs_input_grad[1]:
-            sides = (x, x_scale, narrow, scale) if ctx.turned else (narrow, scale, x, x_scale)
+        by_columns, by_rows = _narrow_gradient(gradient, ctx.scaling, ctx.history, needed[:2])
+        if needed[0]:
+            of_x = fp8_matmul(*by_columns, weight, weight_scale, None, False, ctx.turn, dtype)
+        if needed[1]:
+            sides = (x, x_scale, *by_rows) if ctx.turn else (*by_rows, x, x_scale)
             of_weight = fp8_matmul(*sides, None, True, False, weight_dtype)
-        if ctx.needs_input_grad[2]:
+        if needed[2]:
             of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
         return of_x, of_weight, of_bias, None, None, None, None
 
 
-def _narrow_gradient(gradient: Tensor, block: bool, history: str) -> tuple[Tensor, Tensor]:
+_Quantized = tuple[Tensor, Tensor] | tuple[None, None]
+
+
+def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[bool, bool]) -> list[_Quantized]:
+    """A matrix quantised by each tile for which it is wanted, once where they are the same."""
+    found = {tile: fp8_quantize(x, dtype, tile) for tile, want in zip(tiles, wanted, strict=True) if want}
+    return [found[tile] if want else (None, None) for tile, want in zip(tiles, wanted, strict=True)]
+
+
+def _narrow_gradient(gradient: Tensor, by: Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
+    """By tiles along its columns, and along its rows."""
     if not history:
-        return fp8_quantize(gradient, E5M2, int(block))
-    scale = fp8_delayed_scale(gradient, E5M2, history)
-    return fp8_quantize_by(gradient, scale, E5M2), scale
+        return _both(gradient, by.gradients, (by.values, turned(by.values)), wanted)
+    if not any(wanted):
+        return [(None, None), (None, None)]
+    scale = fp8_delayed_scale(gradient, by.gradients, history)
+    return [(fp8_quantize_by(gradient, scale, by.gradients), scale)] * 2
 
 
 torch.library.define(
@@ -136,7 +180,7 @@ def _linear(
 ) -> Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     apply: Any = _Linear.apply
-    result: Tensor = apply(rows, weight, bias, scale, scaling == "block", history, turned)
+    result: Tensor = apply(rows, weight, bias, scale, scaling, history, turned)
     return result.view(*x.shape[:-1], weight.shape[1 if turned else 0])
 
 

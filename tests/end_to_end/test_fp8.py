@@ -26,7 +26,7 @@ BATCH["labels"] = BATCH["input_ids"]
 SLOW = pytest.mark.slow
 LEVERS = [
     {"fp8", "fp8_activations"},
-    *(pytest.param({lever}, marks=SLOW) for lever in ("fp8", "fp8_delayed", "fp8_block", "fp8_activations")),
+    *(pytest.param({lever}, marks=SLOW) for lever in ("fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations")),
 ]
 
 

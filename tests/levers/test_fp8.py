@@ -14,7 +14,7 @@ from memopt.pricing import hardware
 
 H100, CPU = hardware("h100"), hardware("cpu")
 BASE = Rewriting((), autocast=torch.bfloat16)
-NAMES = {"fp8", "fp8_delayed", "fp8_block", "fp8_activations"}
+NAMES = {"fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations"}
 
 
 def test_none_is_pulled_unless_named() -> None:

@@ -4,7 +4,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from passes import Fp8Linears, PassError, find_fp8_linears, format_graph
-from passes.ops.fp8_ops import FP8_LINEAR
+from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import capture_operators, norm_error, outputs_and_gradients
 
@@ -88,11 +88,11 @@ def test_other_calls_and_scalings_are_refused() -> None:
         Fp8Linears(frozenset(), "often")
 
 
-@pytest.mark.parametrize("scaling", ["current", "block", "delayed"])
+@pytest.mark.parametrize("scaling", list(SCALINGS))
 def test_near_the_plain_model(scaling: str) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)).to(BF16)
-    captured = capture_operators(lambda x: model(x).float().square().mean(), torch.randn(4, 16, 64, dtype=BF16))
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).to(BF16)
+    captured = capture_operators(lambda x: model(x).float().square().mean(), torch.randn(4, 32, 128, dtype=BF16))
     names = frozenset(each.name for each in find_fp8_linears(captured.graph_module))
     after = Fp8Linears(names, scaling, "near/")(captured.graph_module)
     assert sum(node.target is FP8_LINEAR for node in after.graph.nodes) == 2

@@ -3,11 +3,11 @@ import operator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from passes import PassError, QuantizeSaved, format_graph
-from passes.ops.fp8_formats import E4M3
-from passes.ops.fp8_ops import QUANTIZE
+from passes.ops.fp8_formats import E4M3, tile_of
+from passes.ops.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch, aten, run, with_inputs
 from tests.passes.operators import norm_error
 
@@ -22,7 +22,7 @@ def product(*, copied: bool = False, shape: tuple[int, ...] = (2, 4, 256)) -> Gr
     exp = sketch.call(aten.exp.default, x)
     results = [exp]
     if copied:
-        copy = sketch.call(QUANTIZE, sketch.call(aten.view.default, exp, [-1, shape[-1]]), E4M3, 0)
+        copy = sketch.call(QUANTIZE, sketch.call(aten.view.default, exp, [-1, shape[-1]]), E4M3)
         results += [sketch.call(operator.getitem, copy, index) for index in (0, 1)]
     return sketch.returns(*results, sketch.call(aten.mul.Tensor, tangent, exp))
 
@@ -35,7 +35,7 @@ input primals_1: bf16[2, 4, 256]
 input tangents_1: bf16[2, 4, 256]
 exp: bf16[2, 4, 256] = aten.exp(primals_1)
 view: bf16[8, 256] = aten.view(exp, [-1, 256])
-fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(view, f8_e4m3fn, 1)
+fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(view, f8_e4m3fn, '1x128')
 getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
 getitem_1: f32[8, 2] = fp8_quantize[1]
 fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
@@ -53,7 +53,7 @@ input primals_1: bf16[2, 4, 256]
 input tangents_1: bf16[2, 4, 256]
 exp: bf16[2, 4, 256] = aten.exp(primals_1)
 view: bf16[8, 256] = aten.view(exp, [-1, 256])
-fp8_quantize: (f8_e4m3fn[8, 256], f32[]) = memopt.fp8_quantize(view, f8_e4m3fn, 0)
+fp8_quantize: (f8_e4m3fn[8, 256], f32[]) = memopt.fp8_quantize(view, f8_e4m3fn)
 getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
 getitem_1: f32[] = fp8_quantize[1]
 fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
@@ -61,6 +61,24 @@ view_1: bf16[2, 4, 256] = aten.view(fp8_dequantize, [2, 4, 256])
 mul: bf16[2, 4, 256] = aten.mul.Tensor(tangents_1, view_1)
 return (exp, getitem, getitem_1, mul)""",
     )
+
+
+def test_of_two_copies_the_one_is_taken_that_is_kept_anyway() -> None:
+    """By tiles there is one for the forward's product and one for the backward's."""
+    sketch = Sketch()
+    x, tangent = (sketch.input(name, 128, 256, dtype=BF16) for name in ("primals_1", "tangents_1"))
+    exp = sketch.call(aten.exp.default, x)
+
+    def copy(value: Node, tile: str) -> list[Node]:
+        narrow = sketch.call(QUANTIZE, value, E4M3, tile)
+        return [sketch.call(operator.getitem, narrow, index) for index in (0, 1)]
+
+    product = sketch.call(DEQUANTIZE, *copy(exp, "1x128"), BF16)
+    late = sketch.call(MATMUL, *copy(tangent, "128x1"), *copy(exp, "128x1"), None, True, False, BF16)
+    after = QuantizeSaved(("exp",))(sketch.returns(exp, product, late, sketch.call(aten.mul.Tensor, tangent, exp)))
+    (mul,) = after.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    values, scale = mul.args[1].args[:2]
+    assert tile_of(values.meta["val"], scale.meta["val"]) == "128x1"
 
 
 def test_what_is_not_named_or_not_read_later_stays() -> None:

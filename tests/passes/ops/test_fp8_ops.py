@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.ops import fp8_history
-from passes.ops.fp8_formats import E4M3, E5M2, quantize
+from passes.ops import fp8_history, fp8_ops
+from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, quantize, scale_shape, turned
 from passes.ops.fp8_history import fp8_delayed_scale
-from passes.ops.fp8_matmul import on_units, scaled_matmul, why_not
-from passes.ops.fp8_ops import FP8_LINEAR, fp8_dequantize, fp8_matmul, fp8_quantize, fp8_quantize_by
+from passes.ops.fp8_kernels import Operand
+from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS, fp8_dequantize, fp8_matmul, fp8_quantize, fp8_quantize_by
 from tests.passes.operators import norm_error
 
 ROWS, INNER, COLUMNS = 96, 160, 48
@@ -34,7 +36,7 @@ def results(function: object, *given: Tensor, **options: object) -> list[Tensor]
     return [result, *torch.autograd.grad(result, given, incoming)]
 
 
-@pytest.mark.parametrize("scaling", ["current", "block"])
+@pytest.mark.parametrize("scaling", ["current", "block", "mx"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_near_the_layer_in_fp32(scaling: str, dtype: torch.dtype) -> None:
     given = leaves(dtype)
@@ -46,16 +48,18 @@ def test_near_the_layer_in_fp32(scaling: str, dtype: torch.dtype) -> None:
     assert norm_error(found[0].float(), expected[0]) > 0.01  # 8 bits it is
 
 
-def test_a_turned_weight_is_the_same_layer() -> None:
+@pytest.mark.parametrize("scaling", ["current", "block", "mx"])
+def test_a_turned_weight_is_the_same_layer(scaling: str) -> None:
     x, weight, bias = leaves()
-    found = results(FP8_LINEAR, x, weight.detach().t().contiguous().requires_grad_(), bias, turned=True)
-    result, of_x, of_weight, of_bias = results(FP8_LINEAR, x, weight, bias)
+    other = weight.detach().t().contiguous().requires_grad_()
+    found = results(FP8_LINEAR, x, other, bias, turned=True, scaling=scaling)
+    result, of_x, of_weight, of_bias = results(FP8_LINEAR, x, weight, bias, scaling=scaling)
     assert found[2].is_contiguous()
     for one, other in zip(found, (result, of_x, of_weight.t(), of_bias), strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("scaling", ["current", "block", "delayed"])
+@pytest.mark.parametrize("scaling", list(SCALINGS))
 def test_what_is_kept_is_in_8_bits(scaling: str) -> None:
     kept: list[Tensor] = []
     x, weight, bias = leaves(BF16)
@@ -67,36 +71,25 @@ def test_what_is_kept_is_in_8_bits(scaling: str) -> None:
     assert scales <= (x.numel() + weight.numel()) // 16
 
 
-@pytest.mark.parametrize("turn_a", [False, True])
-@pytest.mark.parametrize("turn_b", [False, True])
-@pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
-def test_torchs_kernel_and_ours_agree(turn_a: bool, turn_b: bool, a_dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    a = quantize(torch.randn((INNER, ROWS) if turn_a else (ROWS, INNER)), a_dtype, 0)
-    b = quantize(torch.randn((COLUMNS, INNER) if turn_b else (INNER, COLUMNS)), E4M3, 0)
-    left, right = a[0].t() if turn_a else a[0], b[0].t() if turn_b else b[0]
-    theirs = on_units(left, a[1], right, b[1], torch.float32)
-    ours = scaled_matmul(*a, *b, None, turn_a, turn_b, torch.float32)
-    assert norm_error(ours, theirs) < 1e-6
+@pytest.mark.parametrize("scaling", ["block", "mx"])
+def test_every_product_is_of_tiles_along_its_sum(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As units want both operands."""
+    seen: list[tuple[str, ...]] = []
 
+    def product(a: Tensor, s: Tensor, b: Tensor, t: Tensor, bias: Tensor | None, *turns: Any) -> Tensor:
+        operands = Operand.of(a, s, turns[0]), Operand.of(b, t, turns[1])
+        seen.append(tuple(each.tile for each in operands))
+        return fp8_matmul(a, s, b, t, bias, *turns)
 
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ((32, 16, 48), ""),
-        ((40, 16, 48), "its 40 rows are no multiple of 16"),
-        ((32, 24, 48), "its 24 columns of its input are no multiple of 16"),
-        ((32, 16, 10), "its 10 columns of its result are no multiple of 16"),
-        ((0, 16, 16), "its 0 rows are no multiple of 16"),
-    ],
-)
-def test_sizes_that_units_take(sizes: tuple[int, int, int], reason: str) -> None:
-    assert why_not(*sizes) == reason
-
-
-def test_two_gradients_have_no_product() -> None:
-    assert why_not(16, 16, 16, E5M2, E5M2) == "e5m2 by e5m2 has no kernel"
-    assert not why_not(16, 16, 16, E5M2, E4M3)
+    monkeypatch.setattr(fp8_ops, "fp8_matmul", product)
+    wide = [torch.randn(384, 256).requires_grad_(), torch.randn(128, 256).requires_grad_()]
+    tile = SCALINGS[scaling].values
+    right = turned(SCALINGS[scaling].weights)
+    for turn in (False, True):
+        given = [wide[0], wide[1].detach().t().contiguous().requires_grad_() if turn else wide[1]]
+        results(FP8_LINEAR, *given, scaling=scaling, turned=turn)
+    assert seen == [(tile, right), (tile, right), (tile, turned(tile))] * 2
+    assert scale_shape(384, 256, tile) != scale_shape(384, 256, turned(tile))
 
 
 def test_the_same_bits_again() -> None:
@@ -105,16 +98,16 @@ def test_the_same_bits_again() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("block_rows", [0, 1, 128])
-def test_fakes_are_as_what_they_stand_for(block_rows: int) -> None:
-    narrow, scale = quantize(torch.randn(96, 160), E4M3, block_rows)
-    b, b_scale = quantize(torch.randn(48, 160), E4M3, 128 if block_rows else 0)
+@pytest.mark.parametrize("tile", [WHOLE, *TILES])
+def test_fakes_are_as_what_they_stand_for(tile: str) -> None:
+    narrow, scale = quantize(torch.randn(96, 160), E4M3, tile)
+    b, b_scale = quantize(torch.randn(48, 160), E4M3, tile)
     check = torch.library.opcheck
-    check(fp8_quantize, (torch.randn(160, 96).t(), E4M3, block_rows), test_utils="test_faketensor")
+    check(fp8_quantize, (torch.randn(160, 96).t(), E4M3, tile), test_utils="test_faketensor")
     check(fp8_dequantize, (narrow, scale, BF16), test_utils="test_faketensor")
     given = narrow, scale, b, b_scale, torch.randn(48, dtype=BF16), False, True, BF16
     check(fp8_matmul, given, test_utils="test_faketensor")
-    if not block_rows:
+    if not tile:
         check(fp8_quantize_by, (torch.randn(96, 160), scale, E5M2), test_utils="test_faketensor")
 
 
