@@ -193,7 +193,7 @@ def main() -> None:
     # The context is measured, and kept, where it is on a GPU: it is what the process holds that no plan can count.
     options: dict[str, Any] = {"precision": "bf16" if DEVICE == "cuda" else "fp32", "calibrate": DEVICE == "cuda"}
     rows: list[Row] = []
-    for candidate in candidates(small=chosen.small).values():
+    for candidate in candidates("tiny" if chosen.small else "real").values():
         if chosen.only not in (None, candidate.name):
             continue
         asked = budgets(candidate, options)

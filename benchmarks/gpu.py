@@ -239,7 +239,7 @@ def _cells(run: Run | None, beside: Run | None = None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [each.name for each in candidates(small=True).values()]
+    names = [each.name for each in candidates("tiny").values()]
     parser.add_argument("--only", nargs="+", choices=names, help="what is in the JSON file of other models stays")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--no-batches", action="store_true", help="without the largest batches")
@@ -251,7 +251,7 @@ def main() -> None:
     known = json.loads(path.read_text()) if chosen.only and path.exists() else {"runs": [], "batches": []}
     runs = [Run(**each) for each in known["runs"] if each["model"] not in names]
     batches = [Largest(**each) for each in known["batches"] if each["model"] not in names]
-    for candidate in candidates(small=chosen.small).values():
+    for candidate in candidates("tiny" if chosen.small else "real").values():
         if candidate.name in names:
             runs += compare(candidate, small=chosen.small)
             cards = () if chosen.no_batches else SMALL_CARDS_GB if chosen.small else CARDS_GB

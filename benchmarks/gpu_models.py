@@ -1,9 +1,10 @@
-"""The models of `benchmarks.gpu` at their real sizes, and at sizes that a CPU takes."""
+"""The models of `benchmarks.gpu` at their real sizes, and at two that a CPU takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 from benchmarks.real_models import UNet
 
 Batch = dict[str, Tensor]
+Size = Literal["real", "middle", "tiny"]
+"""The last for a test of whether it runs, the middle for times on a CPU, of which operators take the most."""
 LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+MIDDLE = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+ENCODER = {"real": LARGE, "middle": MIDDLE, "tiny": TINY}
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,22 @@ def unet(**sizes: int) -> Callable[[], nn.Module]:
     return make
 
 
-def gpt2(small: bool) -> Candidate:
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4} if small else {"n_layer": 24, "n_embd": 1024, "n_head": 16}
-    words, length = (512, 64) if small else (50257, 1024)
-    config = transformers.GPT2Config(**sizes, vocab_size=words, use_cache=False, bos_token_id=0, eos_token_id=0)
+def gpt2(size: Size) -> Candidate:
+    layers, width, heads, words, length, samples = {
+        "real": (24, 1024, 16, 50257, 1024, 8), "middle": (4, 256, 4, 8192, 256, 4), "tiny": (2, 64, 4, 512, 64, 4)
+    }[size]  # fmt: skip
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": words}
+    config = transformers.GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     made = library("GPT2LMHeadModel", config, "ForCausalLM")
-    return Candidate("GPT-2 medium", made, text(words, length), 4 if small else 8, length, "GPT2Block")
+    return Candidate("GPT-2 medium", made, text(words, length), samples, length, "GPT2Block")
 
 
-def llama(small: bool) -> Candidate:
+def llama(size: Size) -> Candidate:
     """Llama 3.2 1B."""
     real = {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 8192}
-    words, length = (512, 64) if small else (128256, 2048)
-    heads = 2 if small else 8
+    words, length, heads = {"real": (128256, 2048, 8), "middle": (8192, 256, 2), "tiny": (512, 64, 2)}[size]
     config = transformers.LlamaConfig(
-        **(TINY if small else real),
+        **(real if size == "real" else ENCODER[size]),
         num_key_value_heads=heads,
         vocab_size=words,
         tie_word_embeddings=True,
@@ -91,34 +97,41 @@ def llama(small: bool) -> Candidate:
     return Candidate("Llama 1B", made, text(words, length), 4, length, "LlamaDecoderLayer")
 
 
-def vit(small: bool) -> Candidate:
-    side, classes = (32, 10) if small else (224, 1000)
-    sizes = {**(TINY if small else LARGE), "image_size": side, "patch_size": 8 if small else 16, "num_labels": classes}
+def vit(size: Size) -> Candidate:
+    side, patch, classes, samples = {"real": (224, 16, 1000, 64), "middle": (96, 8, 100, 16), "tiny": (32, 8, 10, 32)}[
+        size
+    ]
+    sizes = {**ENCODER[size], "image_size": side, "patch_size": patch, "num_labels": classes}
     config = transformers.ViTConfig(**sizes, problem_type="single_label_classification")
     made = library("ViTForImageClassification", config, "ForSequenceClassification")
-    return Candidate("ViT-L/16", made, images(side, classes), 32 if small else 64, 1, "ViTLayer")
+    return Candidate("ViT-L/16", made, images(side, classes), samples, 1, "ViTLayer")
 
 
-def bert(small: bool) -> Candidate:
-    words, length = (512, 64) if small else (30522, 512)
-    config = transformers.BertConfig(**(TINY if small else LARGE), vocab_size=words)
+def bert(size: Size) -> Candidate:
+    words, length, samples = {"real": (30522, 512, 16), "middle": (8192, 256, 4), "tiny": (512, 64, 4)}[size]
+    config = transformers.BertConfig(**ENCODER[size], vocab_size=words)
     made = library("BertForMaskedLM", config, "ForMaskedLM")
-    return Candidate("BERT-large", made, text(words, length), 4 if small else 16, length, "BertLayer")
+    return Candidate("BERT-large", made, text(words, length), samples, length, "BertLayer")
 
 
-def resnet(small: bool) -> Candidate:
-    side, classes = (32, 10) if small else (224, 1000)
-    sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]} if small else {}
+def resnet(size: Size) -> Candidate:
+    side, classes, samples = {"real": (224, 1000, 128), "middle": (96, 100, 16), "tiny": (32, 10, 32)}[size]
+    sizes: dict[str, Any] = {
+        "real": {},
+        "middle": {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]},
+        "tiny": {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]},
+    }[size]
     config = transformers.ResNetConfig(**sizes, num_labels=classes, problem_type="single_label_classification")
     made = library("ResNetForImageClassification", config, "ForSequenceClassification")
-    return Candidate("ResNet-50", made, images(side, classes), 32 if small else 128, 1, "ResNetBottleNeckLayer")
+    return Candidate("ResNet-50", made, images(side, classes), samples, 1, "ResNetBottleNeckLayer")
 
 
-def u_net(small: bool) -> Candidate:
-    made = unet(width=8, levels=2) if small else unet()
-    return Candidate("U-Net", made, segmentation(32 if small else 512), 4 if small else 8, 1, "DoubleConvolution")
+def u_net(size: Size) -> Candidate:
+    made = {"real": unet(), "middle": unet(width=16, levels=3), "tiny": unet(width=8, levels=2)}[size]
+    side, samples = {"real": (512, 8), "middle": (96, 4), "tiny": (32, 4)}[size]
+    return Candidate("U-Net", made, segmentation(side), samples, 1, "DoubleConvolution")
 
 
-def candidates(*, small: bool) -> Mapping[str, Candidate]:
+def candidates(size: Size) -> Mapping[str, Candidate]:
     """The six models by name."""
-    return {each.name: each for each in (make(small) for make in (gpt2, llama, vit, bert, resnet, u_net))}
+    return {each.name: each for each in (make(size) for make in (gpt2, llama, vit, bert, resnet, u_net))}

@@ -1,7 +1,7 @@
 """Predicted beside measured seconds of forward and backward, by data sheets and calibrated: a table, and a JSON file.
 
     python -m benchmarks.step_time [--only "Llama 1B"]
-    python -m benchmarks.step_time --small      # the same at tiny sizes, on the CPU where there is no GPU
+    OMP_NUM_THREADS=1 python -m benchmarks.step_time --small   # at sizes that take a CPU half a second
 
 GPT-2 medium, Llama 1B, ViT-L/16, BERT-large, ResNet-50 and U-Net, planned with room for everything and at half of that,
 and run by the backend that "auto" picks for the device. Measured is the median of repeated steps after warming up; the
@@ -141,16 +141,16 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="one model")
-    parser.add_argument("--small", action="store_true", help="tiny sizes")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--note", default="", help="what else the machine was doing, for the JSON file")
     parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
     chosen = parser.parse_args()
     if not chosen.small and DEVICE == "cpu":
-        sys.exit("no GPU here: --small runs the same code at tiny sizes")
+        sys.exit("no GPU here: --small runs the same code at sizes for a CPU")
     rows: list[Row] = []
-    for candidate in candidates(small=chosen.small).values():
+    for candidate in candidates("middle" if chosen.small else "real").values():
         if chosen.only in (None, candidate.name):
-            rows += compare(candidate, 30 if chosen.small else 20)
+            rows += compare(candidate, 10 if chosen.small else 20)
             result = {
                 **stamp(),
                 "small": chosen.small,
