@@ -43,7 +43,7 @@ from memopt.options import DEFAULT_ALLOW
 from memopt.planning.captured import Joined
 from memopt.planning.planner import smallest
 from memopt.pricing import hardware
-from memopt.proposals import Levers, Offer, TrainingFacts, price_levers, propose
+from memopt.proposals import OPTIMIZER_PROPOSALS, Levers, Offer, TrainingFacts, price_levers, propose
 from memopt.solver import Schedule
 
 RESULT = Path(__file__).parent / "results" / "articles.json"
@@ -147,6 +147,7 @@ class Ladder:
             self.planned(f"exact, {precision}", least, context, seconds, precision=precision)
             self.in_pieces(precision, context, seconds)
         self.narrow(seconds)
+        self.everything(context, seconds)
         return self.rows
 
     def add(self, step: str, nbytes: float, added: float | None) -> None:
@@ -193,6 +194,19 @@ class Ladder:
         added = self.added(samples, joined, seconds) + price.seconds / seconds
         step = f"bf16 parameters, {samples} microbatches, offload_optimizer"
         self.add(step, nbytes - account.context, added)
+
+    def everything(self, context: int, seconds: float) -> None:
+        """The whole batch at once, at the article's best and at the smallest budget, with what the planner pulls."""
+        allow = HERE | set(OPTIMIZER_PROPOSALS)
+        least = self.least(precision="bf16", allow=allow)
+        for budget in (int(self.article.best_gb * GB) + context, least):
+            if budget >= least:
+                plan = self.plan(budget, precision="bf16", allow=allow)
+                levers = Levers.named(plan.proposals)
+                price = Offer(levers, propose(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers))
+                added = (plan.step_seconds + plan.added_seconds + price.added_seconds) / seconds - 1
+                step = f"whole batch, {' + '.join(plan.proposals) or 'exact'}"
+                self.add(step, plan.predicted_peak_bytes - context, added)
 
     def sample_by_sample(self, model: nn.Module, **options: Any) -> tuple[int, Joined, Account]:
         """The batch in pieces of one sample, each adding to the gradients of those before."""
