@@ -18,20 +18,27 @@ from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
 from memopt.options import DEFAULT_ALLOW, MICROBATCH
+from memopt.precision.fp8 import FP8_ACTIVATIONS
 from memopt.proposals import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
 from tests.end_to_end.steps import own_bytes
 from tests.end_to_end.test_levers import MODELS, batch, make
 from tests.smallest import smallest_gb
 
+EIGHT_BITS = {"fp8", "mxfp8", FP8_ACTIVATIONS}
 # On a CPU there is no host to move anything to.
-LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS)) - {"offload_optimizer", "offload_activations"})
+LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS) | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
 WITH_DROPOUT = ("gpt2", "opt")
-# TrainStep has microbatches, and no optimiser in the backward.
-PAIRS = [pair for pair in combinations(LEVERS, 2) if set(pair) != {OPTIMIZER_IN_BACKWARD, MICROBATCH}]
+# TrainStep has microbatches, and no optimiser in the backward; and a layer has one kind of scale.
+APART = ({OPTIMIZER_IN_BACKWARD, MICROBATCH}, {"fp8", "mxfp8"})
+PAIRS = [pair for pair in combinations(LEVERS, 2) if set(pair) not in APART]
+
+
+def in_16_bits(pair: Collection[str]) -> bool:
+    return bool({BF16_PARAMETERS, *EIGHT_BITS}.intersection(pair))
 
 
 def options(pair: Collection[str]) -> dict[str, Any]:
-    precision = "bf16" if BF16_PARAMETERS in pair else "fp32"
+    precision = "bf16" if in_16_bits(pair) else "fp32"
     return {"allow": set(pair), "precision": precision, "outputs": "loss_only", "optimizer": torch.optim.AdamW}
 
 
@@ -77,6 +84,6 @@ def test_pairs(name: str, pair: tuple[str, str]) -> None:
         losses = [step(inputs) for _ in range(3)]
     assert peak.allocated_bytes + held <= budget_gb * GIB
     # Dropout draws otherwise for microbatches.
-    rounded = BF16_PARAMETERS in pair or (MICROBATCH in pair and name in WITH_DROPOUT)
+    rounded = in_16_bits(pair) or (MICROBATCH in pair and name in WITH_DROPOUT)
     assert losses[0] == pytest.approx(plain_loss(name), rel=1e-2 if rounded else 1e-5)
     assert losses[-1] < losses[0]
