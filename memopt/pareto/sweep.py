@@ -12,7 +12,7 @@ from memopt.options import Effort
 from memopt.pareto.frontier import Frontier, FrontierPoint
 from memopt.planning.captured import Joined
 from memopt.planning.on_card import on_card
-from memopt.planning.planner import recipes, smallest, solve_settled, step_peak_bytes
+from memopt.planning.planner import Request, recipes, smallest, solve_settled, step_peak_bytes
 from memopt.progress import stage
 from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
 
@@ -93,5 +93,5 @@ def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Eff
 
         for budget in budgets:
             further()
-            solutions.append(solve_settled(joined, account, budget, each, further)[1])
+            solutions.append(solve_settled(joined, Request(account, budget, each, further))[1])
     return solutions

@@ -21,7 +21,7 @@ from memopt.pareto.sweep import sweep
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
 from memopt.planning.plan_file import as_json, fields_from
-from memopt.planning.planner import Recipe, recipes, smallest, solve_on_card, split
+from memopt.planning.planner import Recipe, Request, recipes, smallest, solve_on_card, split
 from memopt.planning.receipt import ReceiptRow, plain_step
 from memopt.planning.report import render
 from memopt.progress import stage
@@ -260,7 +260,8 @@ def make_plan(
     with stage("loading the solver"):
         warm_up()
     with stage("solving") as tell:
-        joined, solution, account = solve_on_card(joined, account, budget_bytes, effort, tell, offload=offload)
+        request = Request(account, budget_bytes, effort, tell, offload)
+        joined, solution, account = solve_on_card(joined, request)
     regions = split(joined, captured, solution.schedule)
     captured = captured.stepping_as([region.steps for region in regions])
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)

@@ -32,58 +32,62 @@ class Recipe:
     added_time: float
 
 
-def solve(
-    joined: Joined,
-    account: Account,
-    budget_bytes: int,
-    effort: Effort = DEFAULT_EFFORT,
-    tell: Callable[[str], None] | None = None,
-    *,
-    offload: bool = True,
-) -> Solution:
-    """Solve for what the resident bytes leave of the budget; `tell` gets a line on how far the best effort has come.
+@dataclass(frozen=True)
+class Request:
+    """What a step may take, and how hard its schedule is looked for."""
 
-    With `offload`, values may wait on the host if there is a link to it: an `OffloadSolution` where recomputation alone
-    adds more than a little.
+    account: Account
+    budget_bytes: int
+    effort: Effort = DEFAULT_EFFORT
+    tell: Callable[[str], None] | None = None
+    """Gets a line on how far the best effort has come."""
+    offload: bool = True
+    """Values may wait on the host if there is a link to it."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the resident bytes leave of the budget."""
+        return self.budget_bytes - self.account.resident_bytes
+
+    def refusal(self, joined: Joined) -> BudgetError:
+        return BudgetError(self.budget_bytes, *smallest(joined, self.account))
+
+
+def solve(joined: Joined, request: Request) -> Solution:
+    """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than a little,
+    and values may wait on the host.
 
     Raises `BudgetError`, also where the optimiser's own step is above the budget.
     """
-    if account.optimizer_step_bytes(output_bytes(joined.problem)) > budget_bytes:
-        raise BudgetError(budget_bytes, *smallest(joined, account))
-    graph_bytes = budget_bytes - account.resident_bytes
-    plain = _recomputing(joined, graph_bytes, effort, tell)
+    if request.account.optimizer_step_bytes(output_bytes(joined.problem)) > request.budget_bytes:
+        raise request.refusal(joined)
+    effort = request.effort
+    plain = _recomputing(joined, request)
     little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
-    if offload and joined.link is not None and not little:
+    if request.offload and joined.link is not None and not little:
         try:
             return joined.offloads.solve(
-                graph_bytes, joined.link, effort.name, plain=plain, limit_seconds=effort.limit_seconds
+                request.graph_bytes, joined.link, effort.name, plain=plain, limit_seconds=effort.limit_seconds
             )
         except Infeasible:
             plain = None
     if plain is None:
-        raise BudgetError(budget_bytes, *smallest(joined, account))
+        raise request.refusal(joined)
     return plain
 
 
-def solve_on_card(
-    joined: Joined,
-    account: Account,
-    budget_bytes: int,
-    effort: Effort = DEFAULT_EFFORT,
-    tell: Callable[[str], None] | None = None,
-    *,
-    offload: bool = True,
-) -> tuple[Joined, Solution, Account]:
+def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
     """`solve_settled`, again with less where torch's allocator would not keep the budget with what was found; and the
     account with what the allocator comes to hold.
 
     Raises `BudgetError`.
     """
+    account, budget_bytes = request.account, request.budget_bytes
     allowance = 0
     for _ in range(_ROUNDS):
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
-            taken, solution = solve_settled(joined, tighter, budget_bytes, effort, tell, offload=offload)
+            taken, solution = solve_settled(joined, replace(request, account=tighter))
         except BudgetError:
             if not allowance:
                 raise
@@ -93,38 +97,26 @@ def solve_on_card(
             return taken, solution, fitted
         needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
         allowance += max(needed - budget_bytes, budget_bytes // 256)
-    taken, solution = _tightest(joined, offload=offload)
+    taken, solution = _tightest(joined, offload=request.offload)
     fitted = within(taken, solution.schedule, account, budget_bytes)
     if fitted is None:
-        raise BudgetError(budget_bytes, *smallest(joined, account))
+        raise request.refusal(joined)
     return taken, solution, fitted
 
 
-def solve_settled(
-    joined: Joined,
-    account: Account,
-    budget_bytes: int,
-    effort: Effort = DEFAULT_EFFORT,
-    tell: Callable[[str], None] | None = None,
-    *,
-    offload: bool = True,
-) -> tuple[Joined, Solution]:
+def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
     """As `solve`, with the problem that the solution is of: another one where some parameters cannot be stepped before
     the end of a backward that evaluates so much again."""
-    graph_bytes = budget_bytes - account.resident_bytes
-
-    def solution_of(each: Joined) -> Solution:
-        return solve(each, account, budget_bytes, effort, tell, offload=offload)
-
     if not joined.steps:
-        return joined, solution_of(joined)
+        return joined, solve(joined, request)
     try:
-        return settled(joined, solution_of, graph_bytes)
+        return settled(joined, lambda each: solve(each, request), request.graph_bytes)
     except BudgetError:
-        taken, solution = _tightest(joined, offload=offload)
-        if solution.peak_bytes <= graph_bytes and smallest(joined, account)[0] <= budget_bytes:
+        refusal = request.refusal(joined)
+        taken, solution = _tightest(joined, offload=request.offload)
+        if solution.peak_bytes <= request.graph_bytes and refusal.smallest_bytes <= request.budget_bytes:
             return taken, solution
-        raise BudgetError(budget_bytes, *smallest(joined, account)) from None
+        raise refusal from None
 
 
 def _tightest(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
@@ -132,20 +124,19 @@ def _tightest(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution
     return settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
 
 
-def _recomputing(
-    joined: Joined, graph_bytes: int, effort: Effort, tell: Callable[[str], None] | None
-) -> Solution | None:
+def _recomputing(joined: Joined, request: Request) -> Solution | None:
     """What recomputation alone makes of the budget, asked once; None where nothing fits."""
+    effort, tell = request.effort, request.tell
 
     def report(progress: Progress) -> None:
         if tell is not None:
             tell(progress_line(progress, joined.problem.seconds, effort.limit_seconds))
 
-    key = graph_bytes, effort.name, effort.limit_seconds
+    key = request.graph_bytes, effort.name, effort.limit_seconds
     if key not in joined.solved:
         try:
             found: Solution | None = joined.portfolio.solve(
-                graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
+                request.graph_bytes, effort.name, limit_seconds=effort.limit_seconds, report=report
             )
         except Infeasible:
             found = None

@@ -16,7 +16,7 @@ from memopt.options import Effort
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.plan import make_plan
-from memopt.planning.planner import progress_line, recipes, smallest, solve, split
+from memopt.planning.planner import Request, progress_line, recipes, smallest, solve, split
 from memopt.pricing.price import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions
@@ -108,11 +108,12 @@ def test_the_best_effort_tells_how_far_it_is() -> None:
     both = joined(captured(region(8)))
     budget = smallest(both, ACCOUNT)[0]
     lines: list[str] = []
-    best = solve(both, ACCOUNT, budget, Effort("best", 0.3), lines.append)
+    best = solve(both, Request(ACCOUNT, budget, Effort("best", 0.3), lines.append))
     assert lines
     assert all(re.fullmatch(r"added time [\d.]+%, at least [\d.]+%, after \d+ of 0 s", line) for line in lines)
     lines.clear()
-    assert solve(joined(captured(region(8))), ACCOUNT, budget, tell=lines.append).added_seconds >= best.added_seconds
+    found = solve(joined(captured(region(8))), Request(ACCOUNT, budget, tell=lines.append))
+    assert found.added_seconds >= best.added_seconds
     assert not lines
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from memopt.planning.captured import Captured, Joined
-from memopt.planning.planner import smallest, solve_settled, split
+from memopt.planning.planner import Request, smallest, solve_settled, split
 from memopt.planning.settle import settle, settled
 from memopt.pricing import hardware
 from memopt.proposals import Stepping
@@ -89,7 +89,7 @@ def test_stays_on_the_host_keep_their_neighbours() -> None:
 
 def test_a_plan_says_which_inputs_are_stepped() -> None:
     step = captured(region(3)).stepping_by(STEPPING)
-    problem, solution = solve_settled(step.joined(accumulating=False), STEPPED, 10**9)
+    problem, solution = solve_settled(step.joined(accumulating=False), Request(STEPPED, 10**9))
     (schedule,) = split(problem, step, solution.schedule)
     assert schedule.steps == (0, 1, 2)
     assert all(name and "step" not in name for name in schedule.evaluations)
@@ -101,7 +101,7 @@ def test_the_smallest_budget_proves_true() -> None:
     for layers in (2, 5):
         problem = joined(captured(region(layers)))
         least = smallest(problem, STEPPED)[0]
-        solve_settled(problem, STEPPED, least)
+        solve_settled(problem, Request(STEPPED, least))
         plain = captured(region(layers)).joined(accumulating=False)
         assert least < smallest(plain, ACCOUNT)[0]
 
