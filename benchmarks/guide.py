@@ -133,7 +133,8 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "# What fits which card",
         f"Written by `python -m benchmarks.guide`: do not edit. {how} Of each size up to the card's the largest model "
         "is named, with the smallest budget in GB of 1024³ bytes that has a plan, CUDA context included. Proposals "
-        "are pulled only where `allow` names them.",
+        "are pulled only where `allow` names them; with offload_optimizer the host holds 8 bytes a parameter, 2 with "
+        "low_bit_optimizer too.",
         "\n".join(lines),
         "The smallest budget of each model, in GB:",
         "\n".join(each),
@@ -152,9 +153,9 @@ def main() -> None:
             start = time.perf_counter()
             found[name] = {mode: needs(name, lora=mode == "lora") for mode in ("full", "lora")}
             print(name, f"{time.perf_counter() - start:.0f} s", found[name], file=sys.stderr, flush=True)
-            ordered = {each: found[each] for each in MODELS if each in found}
-            RESULT.write_text(json.dumps({**stamp(), "models": ordered}, indent=1) + "\n")
-            GUIDE.write_text(guide(ordered))
+            found = {each: found[each] for each in MODELS if each in found}
+            RESULT.write_text(json.dumps({**stamp(), "models": found}, indent=1) + "\n")
+            GUIDE.write_text(guide(found))
     print(GUIDE.read_text())
 
 

@@ -48,6 +48,27 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
     return made
 
 
+def fused(optimizer: OptimizerLike) -> OptimizerLike:
+    """The same by torch's fused kernels, which hold nothing beside its state; None where it runs by them already, or
+    there are none. An instance stays as it is.
+
+    Raises `ValueError` as `trial` does.
+    """
+    if optimizer is None:
+        return None
+    groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, torch.device("cpu"))).param_groups
+    if any(group.get("fused", True) for group in groups):
+        return None
+    if isinstance(optimizer, Optimizer):
+        return _by_fused_kernels(copy.copy(optimizer))
+    return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), torch.device("cpu")))
+
+
+def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:
+    optimizer.param_groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]
+    return optimizer
+
+
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The optimiser's own parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

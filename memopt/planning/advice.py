@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.budget.optimizer_trial import fused
 from memopt.errors import GIB, BudgetError, CaptureError, round_up
 from memopt.microbatch import samples_of, split
 from memopt.options import MICROBATCH
@@ -30,7 +31,8 @@ class Advice:
 
     def __call__(self, steps: Sequence[Step]) -> list[str]:
         """A sentence each; `steps` is what every rung makes of the call."""
-        found = [*self.in_microbatches(steps), *self.without_state(steps), *self.with_low_rank()]
+        found = [*self.by_fused_kernels(steps), *self.in_microbatches(steps), *self.without_state(steps)]
+        found += self.with_low_rank()
         return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
 
     def fits(self, nbytes: int) -> bool:
@@ -53,15 +55,24 @@ class Advice:
         if nbytes is not None:
             yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
 
+    def by_fused_kernels(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+        """The same optimiser without temporaries."""
+        other = fused(self.options.optimizer)
+        if other is not None:
+            words = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
+            yield words, self.with_optimizer(other, steps)
+
     def without_state(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
         """An optimiser that keeps nothing."""
         if steps[0][2].optimizer_state:
-            plain = self.like(self.planner, optimizer=torch.optim.SGD).account(self.call, self.state)
             words = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
-            yield (
-                words,
-                min(smallest(captured.joined(accumulating=plain.gradients_held), plain)[0] for _, captured, _ in steps),
-            )
+            yield words, self.with_optimizer(torch.optim.SGD, steps)
+
+    def with_optimizer(self, optimizer: Any, steps: Sequence[Step]) -> int:
+        """The smallest budget with another one."""
+        account = self.like(self.planner, optimizer=optimizer).account(self.call, self.state)
+        held = account.gradients_held
+        return min(smallest(captured.joined(accumulating=held), account)[0] for _, captured, _ in steps)
 
     def with_low_rank(self) -> Iterator[tuple[str, int]]:
         """Adapters on a frozen model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,27 @@ def test_another_optimizer_or_adapters() -> None:
     assert "microbatches" not in text
     memopt.plan(make(), stateless, batch(), optimizer=torch.optim.SGD, **OPTIONS)
     memopt.plan(with_low_rank(make())[0], adapters, batch(), **OPTIONS)
+
+
+@pytest.mark.parametrize("instance", [False, True])
+def test_fused_kernels(instance: bool) -> None:
+    """On CUDA, AdamW goes over all parameters at once, with as much again in temporaries."""
+
+    def optimizer(model: nn.Module, **options: Any) -> Any:
+        kind = partial(torch.optim.AdamW, **options)
+        return kind(model.parameters()) if instance else kind
+
+    def smallest(budget_gb: float, **how: Any) -> BudgetError:
+        model = make()
+        with pytest.raises(BudgetError) as error:
+            memopt.plan(model, budget_gb, batch(), optimizer=optimizer(model, **how), device="h100", **OPTIONS)
+        return error.value
+
+    plain, least = smallest(1e-3).smallest_gb, smallest(1e-3, fused=True).smallest_gb
+    assert least < 0.999 * plain
+    text = "; ".join(smallest(0.9999 * plain).further)
+    assert figure(text, "with fused=True in the optimizer") == pytest.approx(least, rel=1e-3)
+    assert "fused=True" not in "; ".join(smallest(0.999 * least, fused=True).further)
 
 
 @pytest.mark.slow
