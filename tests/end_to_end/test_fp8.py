@@ -15,6 +15,7 @@ import memopt
 from benchmarks.fp8 import LLAMA_1B, keeps
 from memopt.errors import GIB
 from memopt.pricing import hardware, hardware_table
+from memopt.pricing.hardware_table import scaled_rate
 from tests.end_to_end.steps import Step, train_step
 from tests.families import integers
 from tests.smallest import smallest_gb
@@ -94,7 +95,7 @@ def test_refused_in_fp32_and_by_a_single_sentence() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU as one with 8-bit units."""
     cpu = hardware("cpu")
-    rates = {**cpu.flops, "bfloat16": 1e9, "float8_e4m3fn": 1e15, "float8_e5m2": 1e15}
+    rates = {**cpu.flops, "bfloat16": 1e9, scaled_rate(""): 1e15, scaled_rate("1x32"): 1e15}
     monkeypatch.setattr(hardware_table, "_cpu", lambda: replace(cpu, flops=rates))
 
 
@@ -145,12 +146,13 @@ def test_it_trains(allow: set[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_through_inductor() -> None:
-    model = optimized(1000, backend="inductor", allow={"fp8"})
+@pytest.mark.parametrize("lever", ["fp8", "mxfp8"])
+def test_through_inductor(lever: str) -> None:
+    model = optimized(1000, backend="inductor", allow={lever})
     step = train_step(model, BATCH)
     step = train_step(model, BATCH)
     plan = memopt.plan_of(model)
-    assert plan.levers == ("fp8",)
+    assert plan.levers == (lever,)
     assert step.peak_bytes <= plan.predicted_peak_bytes <= 1.05 * step.peak_bytes
     assert 1e-3 < error(step, in_bf16()[1]) < 3 * ROUNDING_E4M3
 
@@ -158,8 +160,10 @@ def test_through_inductor() -> None:
 def test_what_llama_1b_keeps_for_the_backward() -> None:
     """Two of its layers, at real sizes, on fakes: 8-bit layers keep less by a tenth and more, with activations in 8
     bits it is a quarter and more; nothing of the difference is in the loss, which a small vocabulary makes small."""
-    bf16, fp8, both = keeps({**LLAMA_1B, "num_hidden_layers": 2, "vocab_size": 512})
+    found = {each.mode: each for each in keeps({**LLAMA_1B, "num_hidden_layers": 2, "vocab_size": 512})}
+    bf16, fp8 = found["bf16"], found["fp8"]
     assert fp8.kept_gb < 0.9 * bf16.kept_gb
-    assert both.kept_gb < 0.75 * bf16.kept_gb
+    for mode in ("fp8 + activations", "fp8_block + activations", "mxfp8 + activations"):
+        assert found[mode].kept_gb < 0.75 * bf16.kept_gb
     assert fp8.weights_gb < 0.52 * bf16.weights_gb
     assert fp8.step_ms < 0.9 * bf16.step_ms
