@@ -23,10 +23,11 @@ def refusal(
     precision: Any = "auto",
     allow: Collection[str] = DEFAULT_ALLOW,
     outputs: str = "loss",
+    device: str | None = None,
     gradients_held: bool = False,
 ) -> BudgetError:
     """Of a budget that nothing fits, as `memopt.plan` raises it but without the advice, which takes as long again."""
-    options = check_options(1e-6, loss_fn, optimizer, precision, allow, "auto", outputs)
+    options = check_options(1e-6, loss_fn, optimizer, precision, allow, "auto", outputs, device)
     with pytest.raises(BudgetError) as error:
         PlannedCall(model, options).plan(example_inputs, gradients_held=gradients_held, advise=False)
     return error.value.with_traceback(None)

@@ -13,6 +13,7 @@ from memopt.errors import GIB, BudgetError, CaptureError, round_up
 from memopt.microbatch import samples_of, split
 from memopt.options import MICROBATCH
 from memopt.planning.climb import Step
+from memopt.planning.on_card import expandable_segments
 from memopt.planning.planner import smallest
 from memopt.proposals.low_rank import RANK, with_low_rank
 
@@ -31,8 +32,8 @@ class Advice:
 
     def __call__(self, steps: Sequence[Step]) -> list[str]:
         """A sentence each; `steps` is what every rung makes of the call."""
-        found = [*self.by_fused_kernels(steps), *self.in_microbatches(steps), *self.without_state(steps)]
-        found += self.with_low_rank()
+        found = [*self.in_growing_segments(steps), *self.by_fused_kernels(steps), *self.in_microbatches(steps)]
+        found += [*self.without_state(steps), *self.with_low_rank()]
         return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
 
     def fits(self, nbytes: int) -> bool:
@@ -54,6 +55,13 @@ class Advice:
         nbytes = self.least(self.planner, call, replace(self.state, gradients_held=True))
         if nbytes is not None:
             yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
+
+    def in_growing_segments(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+        """The same step on a card, with fewer holes between the blocks of torch's allocator."""
+        if steps[0][2].context and not expandable_segments():
+            words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+            joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
+            yield words, min(smallest(each, account, expandable=True)[0] for each, account in joined)
 
     def by_fused_kernels(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
         """The same optimiser without temporaries."""

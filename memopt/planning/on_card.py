@@ -17,16 +17,16 @@ from memopt.pricing.workspace_cuda import library_workspaces
 from memopt.solver import Schedule
 
 
-def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
+def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
     """The account with the least that the allocator must hold beyond what it hands out; as it is on the CPU.
 
     A process with this much, and no more, completes its steps: where the card is full, the allocator gives back what
-    lies free in whole segments.
+    lies free in whole segments. `expandable`: whether segments grow; None: as the environment says.
     """
     bare = without_allocator(account)
     if not account.context:
         return bare
-    setting = expandable_segments()
+    setting = expandable_segments() if expandable is None else expandable
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
         blocks = _blocks(joined, bare)

@@ -159,11 +159,12 @@ def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> 
     return max(graph_peak_bytes + account.resident_bytes, after)
 
 
-def smallest(joined: Joined, account: Account) -> tuple[int, str]:
-    """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up."""
+def smallest(joined: Joined, account: Account, *, expandable: bool | None = None) -> tuple[int, str]:
+    """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up; for `expandable` see
+    `on_card`."""
     taken, solution = _tightest(joined)
     schedule = solution.schedule
-    least = breakdown(taken.problem, schedule, on_card(taken, schedule, account))
+    least = breakdown(taken.problem, schedule, on_card(taken, schedule, account, expandable=expandable))
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
     return least.peak_bytes, f"{largest} (at {least.at})"
 
