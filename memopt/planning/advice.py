@@ -60,8 +60,7 @@ class Advice:
         """The same step on a card, with fewer holes between the blocks of torch's allocator."""
         if steps[0][2].context and not expandable_segments():
             words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
-            joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
-            yield words, min(smallest(each, account, expandable=True)[0] for each, account in joined)
+            yield words, self.smallest_of(steps, expandable=True)
 
     def by_fused_kernels(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
         """The same optimiser without temporaries."""
@@ -79,8 +78,13 @@ class Advice:
     def with_optimizer(self, optimizer: Any, steps: Sequence[Step]) -> int:
         """The smallest budget with another one."""
         account = self.like(self.planner, optimizer=optimizer).account(self.call, self.state)
-        held = account.gradients_held
-        return min(smallest(captured.joined(accumulating=held), account)[0] for _, captured, _ in steps)
+        return self.smallest_of([(rung, captured, account) for rung, captured, _ in steps])
+
+    @staticmethod
+    def smallest_of(steps: Sequence[Step], *, expandable: bool | None = None) -> int:
+        """The smallest budget of all rungs."""
+        joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
+        return min(smallest(each, account, expandable=expandable)[0] for each, account in joined)
 
     def with_low_rank(self) -> Iterator[tuple[str, int]]:
         """Adapters on a frozen model."""

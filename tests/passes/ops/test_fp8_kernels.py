@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +220,30 @@ def test_as_torchao_rounds_to_mxfp8_and_lays_out_its_scales() -> None:
     assert torch.equal(found.view(torch.uint8), narrow.view(torch.uint8))
     assert torch.equal(swizzled(found_scale).view(torch.uint8), utils.to_blocked(scale).view(torch.uint8))
     assert TILES["1x32"].scale_dtype == scale.dtype
+
+
+def test_torchaos_kernels_by_tritons_interpreter() -> None:
+    """On the CPU, in a process of its own: Triton reads that it shall interpret when it is imported."""
+    for name in ("triton", "torchao"):
+        pytest.importorskip(name)
+    script = """
+import torch
+import torchao.prototype.blockwise_fp8_training.kernels as kernels
+from passes.ops.fp8_kernels import tiles_of_128_by_torchao
+from tests.passes.operators import norm_error
+from tests.passes.ops.test_fp8_kernels import operands
+
+for each in (kernels.triton_fp8_gemm_1x128_128x128_kernel, kernels.triton_fp8_gemm_1x128_128x1_kernel):
+    each.configs = each.configs[:1]  # with more, they are timed on a card
+for right in ("128x128", "128x1"):
+    a, b = operands(("1x128", right), turn=True)
+    found = tiles_of_128_by_torchao(a, b, torch.float32)
+    assert norm_error(found, a.wide(torch.float32) @ b.wide(torch.float32)) < 1e-6
+"""
+    root, paths = Path(__file__).parents[3], [path for path in sys.path if path]
+    settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *paths])}
+    ran = subprocess.run([sys.executable, "-c", script], env=os.environ | settings, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
