@@ -29,8 +29,8 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp
-from memopt.budget.account_check import AccountCheck, AccountRow
-from memopt.budget.check import check
+from memopt.checks.account_check import AccountCheck, AccountRow
+from memopt.checks.check import check
 
 RESULT = Path(__file__).parent / "results" / "account.json"
 ROOMY_GB = 1000.0

@@ -35,15 +35,15 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 import memopt
 from benchmarks.real_models import VIT, integers
 from benchmarks.stamp import stamp
-from memopt.budget.account import Account
-from memopt.budget.breakdown import breakdown
+from memopt.account.account import Account
+from memopt.account.breakdown import breakdown
+from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
-from memopt.options import DEFAULT_ALLOW
+from memopt.optimizers import OPTIMIZER_PROPOSALS, Levers, Offer, TrainingFacts, price_levers, propose
 from memopt.planning.captured import Joined
+from memopt.planning.options import DEFAULT_ALLOW
 from memopt.planning.planner import smallest
-from memopt.pricing import hardware
-from memopt.proposals import OPTIMIZER_PROPOSALS, Levers, Offer, TrainingFacts, price_levers, propose
 from memopt.solver import Schedule
 
 RESULT = Path(__file__).parent / "results" / "articles.json"

@@ -32,11 +32,11 @@ from benchmarks.stamp import stamp
 from examples.train_gpt2_within_budget import read_text
 from memopt.capture.ahead import capture
 from memopt.capture.joint import JointGraph
-from memopt.levers import ladder
+from memopt.device import hardware
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.precision import precision_rewriting
-from memopt.pricing import hardware
+from memopt.rewrite import ladder
+from memopt.rewrite.precision import precision_rewriting
 from memopt.solver import RematProblem, Schedule
 
 RESULTS = Path(__file__).parent / "results"

@@ -29,8 +29,8 @@ import memopt
 from benchmarks.real_models import BY_NAME, MODELS, RealModel
 from benchmarks.stamp import stamp
 from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
+from memopt.device import Hardware
 from memopt.planning.planner import Joined
-from memopt.pricing import Hardware
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, Solution, floor_bytes, simulate, warm_up
 from memopt.solver.arrays import arrays_of
 from memopt.solver.hull import lower_hull

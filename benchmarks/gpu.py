@@ -31,9 +31,9 @@ import memopt
 from benchmarks.gpu_methods import Method, peers, within
 from benchmarks.gpu_models import Candidate, candidates
 from benchmarks.stamp import stamp
-from memopt.budget.account import distinct_bytes
+from memopt.account.account import distinct_bytes
+from memopt.device import Hardware
 from memopt.errors import GIB
-from memopt.pricing import Hardware
 
 RESULTS = Path(__file__).parent / "results"
 CARDS_GB, SMALL_CARDS_GB = (12, 24, 80), (0.02, 0.05)

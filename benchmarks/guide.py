@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from benchmarks.real_models import integers
 from benchmarks.stamp import stamp
-from memopt.calls.planned_call import PlannedCall
 from memopt.errors import GIB, BudgetError
-from memopt.options import DEFAULT_ALLOW, check_options
-from memopt.proposals import OPTIMIZER_PROPOSALS
-from memopt.proposals.low_rank import with_low_rank
+from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.optimizers.low_rank import with_low_rank
+from memopt.planning.options import DEFAULT_ALLOW, check_options
+from memopt.run.planned_call import PlannedCall
 
 RESULT = Path(__file__).parent / "results" / "guide.json"
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import memopt
 from benchmarks.real_models import BY_NAME as REAL
 from benchmarks.stamp import stamp
-from memopt.calls.planned_call import planned_call_of
 from memopt.capture.joint import JointGraph
-from memopt.precision import precision_rewriting
-from memopt.pricing import hardware
+from memopt.device import hardware
+from memopt.rewrite.precision import precision_rewriting
+from memopt.run.planned_call import planned_call_of
 from tests.families import BY_NAME as SMALL
 from tests.families import loss_of, without_dropout
 

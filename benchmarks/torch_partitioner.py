@@ -14,8 +14,8 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.pricing.price import PricedGraph
-from memopt.pricing.storages import find_storages
+from memopt.device.storages import find_storages
+from memopt.price.price import PricedGraph
 
 SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
 

@@ -29,12 +29,12 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp
-from memopt.budget.account import distinct_bytes
+from memopt.account.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
-from memopt.options import DEFAULT_ALLOW
-from memopt.proposals import OPTIMIZER_IN_BACKWARD
+from memopt.optimizers import OPTIMIZER_IN_BACKWARD
+from memopt.planning.options import DEFAULT_ALLOW
 
 RESULT = Path(__file__).parent / "results" / "total_budget.json"
 SHARES = (0.5, 0.35, 0.25)

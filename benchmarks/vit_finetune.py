@@ -36,7 +36,7 @@ from benchmarks.gpu_models import LARGE, Batch, library
 from benchmarks.stamp import stamp
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
-from memopt.options import DEFAULT_ALLOW
+from memopt.planning.options import DEFAULT_ALLOW
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 64

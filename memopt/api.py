@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memopt.calls.planned_call import PlannedCall, planned_call_of
-from memopt.options import DEFAULT_ALLOW, check_effort, check_options, check_points, check_share, positive_int
-from memopt.pareto.frontier import Frontier
+from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.planning.frontier import Frontier
 from memopt.planning.largest import LargestSize
+from memopt.planning.options import DEFAULT_ALLOW, check_effort, check_options, check_points, check_share, positive_int
 from memopt.planning.plan import Plan
-from memopt.precision import Policy
-from memopt.proposals import OPTIMIZER_PROPOSALS
+from memopt.rewrite.precision import Policy
+from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from memopt.torch_compat import CpuMemoryEvents, plain_tensors
+from memopt.compat import CpuMemoryEvents, plain_tensors
 
 GB = 1024**3
 

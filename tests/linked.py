@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from memopt.device import Hardware, hardware_of
 from memopt.planning import call_planner
-from memopt.pricing import Hardware, hardware_of
 from passes.ops.offload_ops import host_memory
 
 RATE = 20e9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from memopt.budget.account import Account
+from memopt.account.account import Account
 from memopt.capture.joint import JointGraph
+from memopt.device import hardware
 from memopt.planning.captured import Captured
-from memopt.pricing import hardware
 from tests.passes.capture import Sketch, aten
 
 ACCOUNT = Account(

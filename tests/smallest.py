@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.calls.planned_call import PlannedCall
 from memopt.errors import BudgetError
-from memopt.options import DEFAULT_ALLOW, check_options
+from memopt.planning.options import DEFAULT_ALLOW, check_options
+from memopt.run.planned_call import PlannedCall
 
 
 def refusal(

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from memopt.compat import LEGACY_PROFILER, CpuMemoryEvents, profiler_is_active
 from memopt.meter import GB, measure_peak, resident_cpu_blocks
-from memopt.torch_compat import LEGACY_PROFILER, CpuMemoryEvents, profiler_is_active
 
 KB = 1024
 

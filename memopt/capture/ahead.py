@@ -25,9 +25,9 @@ from memopt.capture.inputs import Call, fake_call
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Operators, Rewriting
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.compat import FakeTensorMode, capture_settings, new_fake_mode, tracing_again, tree_leaves
+from memopt.emit import ATEN, Lowering
 from memopt.errors import CaptureError
-from memopt.lowering import ATEN, Lowering
-from memopt.torch_compat import FakeTensorMode, capture_settings, new_fake_mode, tracing_again, tree_leaves
 
 PASSED_OVER = "torch.compile passes it over"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memopt.capture.cuda_autocast import cuda_autocast_kernel
-from memopt.torch_compat import (
+from memopt.compat import (
     FakeTensorMode,
     TorchDispatchMode,
     autocast_kernel,

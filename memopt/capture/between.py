@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memopt.torch_compat import TorchDispatchMode, tree_leaves
+from memopt.compat import TorchDispatchMode, tree_leaves
 
 
 class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -25,9 +25,7 @@ from memopt.capture.operators import (
     rewrite,
     to_differentiate,
 )
-from memopt.errors import CaptureError
-from memopt.lowering import ATEN, Lowered, Lowering, lowering_of_region
-from memopt.torch_compat import (
+from memopt.compat import (
     BackendCompilerFailed,
     DynamoError,
     RecompileLimit,
@@ -36,6 +34,8 @@ from memopt.torch_compat import (
     drop_compilations,
     without_autocast,
 )
+from memopt.emit import ATEN, Lowered, Lowering, lowering_of_region
+from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.torch_compat import FakeTensorMode, to_fake, tree_leaves, tree_map
+from memopt.compat import FakeTensorMode, to_fake, tree_leaves, tree_map
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators
-from memopt.pricing.fusion import can_inline, fused_away
+from memopt.device.fusion import can_inline, fused_away
 from passes import CANONICAL, FoundReuse, FreeFirst, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
-from memopt.torch_compat import (
+from memopt.compat import (
     FakeTensorMode,
     before_tracing,
     enters_autocast,

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from memopt.compat import keeps_graph
 from memopt.errors import UnplannedGradientError
-from memopt.torch_compat import keeps_graph
 
 
 def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from memopt.pricing.storages import is_view
-from memopt.proposals.optimizer_in_backward import SteppingHook, stepping_hooks
-from memopt.torch_compat import Fate, current_leaf, fate_of_gradient
+from memopt.compat import Fate, current_leaf, fate_of_gradient
+from memopt.device.storages import is_view
+from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 
 @dataclass

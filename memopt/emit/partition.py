@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
+from memopt.compat import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.stepping import nodes_before_steps
-from memopt.torch_compat import extract_halves
 from passes import ApplyOffloads, ApplySchedule, HostStay, Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
-from memopt.pricing.stepping import MemoryUses
-from memopt.pricing.storages import find_storages
+from memopt.device.storages import find_storages
+from memopt.price.stepping import MemoryUses
 from passes.apply_schedule import BACKWARD
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memopt.budget.optimizer_trial import fused
+from memopt.account.optimizer_trial import fused
 from memopt.errors import GIB, BudgetError, CaptureError, round_up
 from memopt.microbatch import samples_of, split
-from memopt.options import MICROBATCH
+from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.climb import Step
 from memopt.planning.on_card import expandable_segments
+from memopt.planning.options import MICROBATCH
 from memopt.planning.planner import smallest
-from memopt.proposals.low_rank import RANK, with_low_rank
 
 if TYPE_CHECKING:
     from memopt.capture.inputs import Call

@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.budget.account import Account, account_of
+from memopt.account.account import Account, account_of
 from memopt.capture.ahead import Capture, capture
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, on_meta, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.compat import without_autocast
+from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
+from memopt.emit import Lowering, lowering_for
+from memopt.emit.footprint import Footprint
 from memopt.errors import CaptureError
-from memopt.levers import REINPLACE, Rung, ladder, offload_link
-from memopt.lowering import Lowering, lowering_for
-from memopt.lowering.footprint import Footprint
-from memopt.options import Options
+from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
 from memopt.planning.captured import Captured
 from memopt.planning.climb import Climb, Step
 from memopt.planning.job_key import Job
+from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.proposing import Proposing
-from memopt.precision import DecidePrecision, check_rules, precision_rewriting
-from memopt.pricing import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.progress import stage
-from memopt.proposals import BF16_PARAMETERS
-from memopt.torch_compat import without_autocast
+from memopt.rewrite import REINPLACE, Rung, ladder, offload_link
+from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.training_state import TrainingState
 from passes.ops.fp8_history import forget, new_prefix
 

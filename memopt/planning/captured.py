@@ -8,20 +8,20 @@ from functools import cached_property
 
 from torch import fx
 
-from memopt.budget.account import Account
-from memopt.budget.breakdown import is_receipt
-from memopt.budget.caching_allocator import ROUNDING_BYTES
+from memopt.account.account import Account
+from memopt.account.breakdown import is_receipt
+from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
-from memopt.pricing import Hardware
-from memopt.pricing.node_prices import price_nodes
-from memopt.pricing.price import NodePrice, PricedGraph, PricedStep, is_scheduled, price
-from memopt.pricing.stepping import Steps
-from memopt.pricing.storages import storage_bytes, tensors_of
-from memopt.proposals import Stepping
+from memopt.compat import known_sizes
+from memopt.device import Hardware
+from memopt.device.storages import storage_bytes, tensors_of
+from memopt.optimizers import Stepping
+from memopt.price.node_prices import price_nodes
+from memopt.price.price import NodePrice, PricedGraph, PricedStep, is_scheduled, price
+from memopt.price.stepping import Steps
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
-from memopt.torch_compat import known_sizes
 from passes.graphs.node_facts import is_tangent
 
 

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt.budget.account import Account
+from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.levers import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
-from memopt.options import Effort
+from memopt.optimizers import Offer
 from memopt.planning.captured import Captured
+from memopt.planning.options import Effort
 from memopt.planning.plan import Plan, make_plan
 from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows, writes_over
-from memopt.proposals import Offer
+from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
 
 Step = tuple[Rung, Captured, Account]
 """What a rung makes of the call."""

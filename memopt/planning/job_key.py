@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 
 import passes
-from memopt.budget.account import account_of
+from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
-from memopt.options import Options
+from memopt.device import Hardware
 from memopt.planning.on_card import expandable_segments
+from memopt.planning.options import Options
 from memopt.planning.state import State
-from memopt.pricing import Hardware
 from passes.ops.fp8_kernels import library
 
 _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)

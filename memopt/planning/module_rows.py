@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from memopt.budget.breakdown import is_receipt, live_versions
+from memopt.account.breakdown import is_receipt, live_versions
 from memopt.planning.captured import Joined
 from memopt.solver import RematProblem, Schedule
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 
-from memopt.budget.account import Account
-from memopt.budget.allocator_replay import AllocatorPeaks, StepBlocks, least_limit, replay
-from memopt.budget.breakdown import breakdown
-from memopt.budget.caching_allocator import CardFullError
+from memopt.account.account import Account
+from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, least_limit, replay
+from memopt.account.breakdown import breakdown
+from memopt.account.caching_allocator import CardFullError
+from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
-from memopt.pricing.workspace_cuda import library_workspaces
 from memopt.solver import Schedule
 
 

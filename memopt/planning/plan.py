@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.budget.account import Account
-from memopt.budget.breakdown import Breakdown, breakdown
+from memopt.account.account import Account
+from memopt.account.breakdown import Breakdown, breakdown
 from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
-from memopt.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.pareto.frontier import Frontier
-from memopt.pareto.sweep import sweep
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.frontier import Frontier
 from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
+from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.planning.plan_file import as_json, fields_from
 from memopt.planning.planner import Recipe, Request, recipes, smallest, solve_on_card, split
 from memopt.planning.receipt import ReceiptRow, plain_step
-from memopt.planning.report import render
+from memopt.planning.sweep import sweep
 from memopt.progress import stage
+from memopt.show.report import render
 from memopt.solver import Effort as EffortName
 from memopt.solver import OffloadSolution, Schedule, Solution, warm_up
 from passes import GraphDiff, diff_graphs

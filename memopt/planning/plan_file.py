@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from memopt.budget.account import Account
-from memopt.budget.breakdown import Breakdown
+from memopt.account.account import Account
+from memopt.account.breakdown import Breakdown
 from memopt.emit.partition import RegionSchedule
-from memopt.options import DEFAULT_EFFORT, Effort
 from memopt.planning.module_rows import ModuleRow
+from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.receipt import ReceiptRow
 from passes import HostStay
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memopt.budget.account import Account
+from memopt.account.account import Account
 from memopt.capture.fake_model import Narrowed
-from memopt.options import Options
-from memopt.planning.captured import Captured
-from memopt.planning.plan import Plan
-from memopt.pricing import Hardware
-from memopt.proposals import (
+from memopt.device import Hardware
+from memopt.optimizers import (
     BF16_PARAMETERS,
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_PROPOSALS,
@@ -26,6 +23,9 @@ from memopt.proposals import (
     offers,
     stepping_hooks,
 )
+from memopt.planning.captured import Captured
+from memopt.planning.options import Options
+from memopt.planning.plan import Plan
 
 _NOT_FUSED = (
     f"{OPTIMIZER_IN_BACKWARD!r} is not weighed: code that inductor compiles keeps no order between a parameter's step "

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from memopt.budget.account import Account
-from memopt.budget.breakdown import Breakdown, breakdown
-from memopt.levers import OFFLOAD_ACTIVATIONS, REINPLACE
+from memopt.account.account import Account
+from memopt.account.breakdown import Breakdown, breakdown
 from memopt.planning.captured import Captured
 from memopt.planning.on_card import on_card
+from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
 from memopt.solver import Schedule
 from memopt.units import duration, size
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.budget.breakdown import ANY_LINK, breakdown
+from memopt.account.breakdown import ANY_LINK, breakdown
+from memopt.emit.footprint import Footprint
 from memopt.errors import BudgetError
-from memopt.lowering.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.solver import simulate
 

@@ -10,9 +10,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memopt.budget.breakdown import ANY_LINK
+from memopt.account.breakdown import ANY_LINK
 from memopt.planning.captured import Joined
-from memopt.pricing.price import PricedStep
+from memopt.price.price import PricedStep
 from memopt.solver import Offload, Schedule, Solution, simulate
 
 ROUNDS = 4

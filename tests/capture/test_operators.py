@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.calls.planned_call import planned_call_of
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
+from memopt.run.planned_call import planned_call_of
 from passes import EliminateDeadCode, Pipeline, format_graph
 from passes.graphs.module_path import module_path
 from tests.end_to_end import odd_models

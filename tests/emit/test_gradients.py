@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
 from memopt.emit.gradients import AccumulateGradient, Accumulation, StepParameter, accumulate_in_place, is_hooked
-from memopt.proposals import OptimizerInBackward
+from memopt.optimizers import OptimizerInBackward
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
 

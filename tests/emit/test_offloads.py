@@ -12,12 +12,12 @@ from torch import fx
 
 import memopt.planning.captured as captured_module
 from memopt.capture.joint import JointGraph
+from memopt.device import hardware
+from memopt.device.storages import find_storages
 from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
 from memopt.planning.captured import Joined, join
 from memopt.planning.planner import split
-from memopt.pricing import hardware
-from memopt.pricing.price import NodePrice, is_scheduled, is_tangent, price
-from memopt.pricing.storages import find_storages
+from memopt.price.price import NodePrice, is_scheduled, is_tangent, price
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
 from tests.emit.test_partition import joint_of, run_halves, without_repeated_results

@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from memopt.capture.joint import JointGraph
+from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
-from memopt.pricing.price import NodePrice, PricedGraph, is_scheduled, is_tangent, price
-from memopt.pricing.storages import find_storages
+from memopt.price.price import NodePrice, PricedGraph, is_scheduled, is_tangent, price
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import FoundReuse, format_graph
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero, run

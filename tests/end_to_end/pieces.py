@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memopt
-from memopt.budget.account import distinct_bytes
+from memopt.account.account import distinct_bytes
 from tests.families import loss_of
 
 GIB = 1024**3

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.budget.account import distinct_bytes
+from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
 from tests.families import loss_of
 

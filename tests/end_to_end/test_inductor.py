@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import memopt
 from memopt.errors import GIB
-from memopt.options import check_options
+from memopt.planning.options import check_options
 from tests.end_to_end.steps import Step, assert_equal, own_bytes, restored_buffers, train_step
 from tests.families import BY_NAME, integers, normals
 

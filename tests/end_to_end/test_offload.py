@@ -15,7 +15,7 @@ import memopt
 from memopt.emit import partition
 from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
-from memopt.options import DEFAULT_ALLOW
+from memopt.planning.options import DEFAULT_ALLOW
 from memopt.planning.plan import make_plan
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory

@@ -12,19 +12,19 @@ from torch import Tensor, nn, optim
 
 import memopt
 from memopt import BudgetError
-from memopt.budget.account import distinct_bytes
-from memopt.calls.planned_call import planned_call_of
+from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
 from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from memopt.proposals import Levers, OptimizerInBackward
+from memopt.optimizers import Levers, OptimizerInBackward
+from memopt.run.planned_call import planned_call_of
 from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
 from tests.families import BY_NAME, Batch, loss_of, normals
-from tests.proposals.pieces import same, small_gpt2, text, values
+from tests.optimizers.pieces import same, small_gpt2, text, values
 
 NAME = "optimizer_in_backward"
 EXACT = {"recompute", NAME}

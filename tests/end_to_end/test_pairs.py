@@ -17,9 +17,9 @@ from memopt import TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
-from memopt.options import DEFAULT_ALLOW, MICROBATCH
-from memopt.precision.fp8 import FP8_ACTIVATIONS
-from memopt.proposals import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
+from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
+from memopt.planning.options import DEFAULT_ALLOW, MICROBATCH
+from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS
 from tests.end_to_end.steps import own_bytes
 from tests.end_to_end.test_levers import MODELS, batch, make
 from tests.smallest import smallest_gb

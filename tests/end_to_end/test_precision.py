@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.errors import GIB
-from memopt.options import DEFAULT_ALLOW
+from memopt.planning.options import DEFAULT_ALLOW
 from passes.graphs.module_path import module_path
 from tests.end_to_end.steps import restored_buffers, train_step
 from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout

@@ -15,7 +15,7 @@ import memopt
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from memopt.options import DEFAULT_ALLOW
+from memopt.planning.options import DEFAULT_ALLOW
 from tests.families import BY_NAME, Batch
 from tests.smallest import smallest_gb
 

@@ -6,8 +6,8 @@ import pytest
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from memopt.pricing.price import NodePrice, price
-from memopt.pricing.storages import is_view
+from memopt.device.storages import is_view
+from memopt.price.price import NodePrice, price
 from passes import CANONICAL, ApplySchedule, PassError, diff_graphs, format_graph
 from passes.apply_schedule import BACKWARD, FORWARD
 from tests.passes.capture import (

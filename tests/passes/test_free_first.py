@@ -5,8 +5,8 @@ import pytest
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from memopt.pricing.price import is_scheduled
-from memopt.pricing.storages import find_storages
+from memopt.device.storages import find_storages
+from memopt.price.price import is_scheduled
 from passes import ApplySchedule, FreeFirst, diff_graphs, find_reuses, format_graph
 from tests.passes.capture import (
     Captured,

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
 from memopt import BudgetError, TrainStep
-from memopt.budget.optimizer_trial import fused
-from memopt.proposals.low_rank import LowRank, with_low_rank
+from memopt.account.optimizer_trial import fused
+from memopt.optimizers.low_rank import LowRank, with_low_rank
 from tests.families import BY_NAME
 from tests.smallest import smallest_gb
 

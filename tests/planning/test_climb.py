@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.budget.account import Account
+from memopt.account.account import Account
 from memopt.capture.operators import NOTHING
 from memopt.errors import BudgetError
-from memopt.levers import Rung
-from memopt.options import DEFAULT_EFFORT
 from memopt.planning.captured import Captured
 from memopt.planning.climb import Climb
+from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan, make_plan
 from memopt.planning.receipt import plain_row
+from memopt.rewrite import Rung
 from tests.planned import ACCOUNT, captured, region
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))

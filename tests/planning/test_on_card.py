@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.budget.account import Account
-from memopt.budget.allocator_replay import StepBlocks, replay
-from memopt.budget.breakdown import breakdown
+from memopt.account.account import Account
+from memopt.account.allocator_replay import StepBlocks, replay
+from memopt.account.breakdown import breakdown
+from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.on_card import expandable_segments, on_card, within
 from memopt.planning.plan import make_plan
 from memopt.planning.planner import smallest
-from memopt.pricing.workspace_cuda import library_workspaces
 from memopt.solver import Schedule
 from tests.planned import captured, region
 

@@ -9,7 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
-from memopt.options import Effort
+from memopt.planning.options import Effort
 from memopt.planning.plan import FORMAT, Plan, make_plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from memopt.budget.account import Account
+from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
-from memopt.options import Effort
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.module_rows import held_after_forward, module_rows
+from memopt.planning.options import Effort
 from memopt.planning.plan import make_plan
 from memopt.planning.planner import Request, progress_line, recipes, smallest, solve, split
-from memopt.pricing.price import split_halves
+from memopt.price.price import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions
 from tests.solver.problems import random_schedule

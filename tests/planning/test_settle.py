@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from memopt.device import hardware
+from memopt.optimizers import Stepping
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.planner import Request, smallest, solve_settled, split
 from memopt.planning.settle import settle, settled
-from memopt.pricing import hardware
-from memopt.proposals import Stepping
 from memopt.solver import Offload, Schedule, Solution, simulate
 from tests.planned import ACCOUNT, captured, reading_late, region
 

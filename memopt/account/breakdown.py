@@ -1,0 +1,135 @@
+"""What fills the memory at a schedule's peak: every live byte under one heading."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memopt.account.account import Account
+from memopt.solver import Link, Offload, Op, RematProblem, Schedule, simulate
+
+ANY_LINK = Link(math.inf)
+"""Stands for the link of a schedule of which only the bytes are asked: they do not depend on how fast it is."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The peak of a step and its rows, in bytes; `at` names the op that runs at that moment."""
+
+    peak_bytes: int
+    at: str
+    rows: tuple[tuple[str, int], ...]
+
+
+def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Breakdown:
+    """Where every byte of the step's peak goes, be it in the backward or in the optimiser's step.
+
+    `problem.resident_bytes` is ignored: what is resident comes from `account`.
+    """
+    simulation = simulate(problem, schedule, ANY_LINK)
+    moving = simulation.peak_bytes - problem.resident_bytes
+    outputs = output_bytes(problem)
+    graph_peak = account.resident_bytes + moving
+    fixed = {
+        "parameters": account.parameters,
+        "buffers": account.buffers,
+        "inputs": account.inputs,
+        "optimizer state": account.optimizer_state,
+        "forwards in waiting": account.other_forwards,
+        "between the regions": account.between_regions,
+        "reserve": account.reserve,
+        "rounding of blocks": account.rounding,
+        "fragmentation": account.fragmentation,
+    }
+    lowering = (
+        {"added by lowering": account.lowering} if account.lowering > 0 else {"less by lowering": account.lowering}
+    )
+    optimizer_peak = account.optimizer_step_bytes(outputs)
+    if optimizer_peak > graph_peak:
+        rows = {
+            **fixed,
+            "gradients": account.gradients,
+            "outputs": outputs,
+            "optimizer temporaries": account.optimizer_temporaries,
+        }
+        return Breakdown(optimizer_peak, "optimizer.step()", _ordered(rows))
+    held = account.gradients if account.gradients_held else 0
+    rows = {**fixed, **lowering, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}
+    rows["gradients"] = rows.get("gradients", 0) + held
+    at = problem.ops[schedule.evaluations[simulation.peak_position]].name
+    return Breakdown(graph_peak, at, _ordered(rows))
+
+
+def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
+    """Bytes live while evaluation `position` runs: outputs, gradients, activations, temporaries, workspace."""
+    op_now = problem.ops[schedule.evaluations[position]]
+    totals: Counter[str] = Counter()
+    for storage, evaluation in live_versions(problem, schedule, position):
+        maker = problem.producer[storage]
+        in_forward = maker < problem.forward_ops
+        first = schedule.evaluations.index(maker) == evaluation
+        if problem.storages[storage].kept and first:
+            kind = "outputs" if in_forward or is_receipt(problem.ops[maker]) else "gradients"
+        elif schedule.evaluations[evaluation] != maker:
+            kind = "fetched activations"
+        elif not in_forward:
+            kind = "backward temporaries"
+        else:
+            kind = "saved activations" if first else "recomputed activations"
+        totals[kind] += problem.storages[storage].bytes
+    totals["workspace"] += op_now.workspace_bytes
+    return dict(totals)
+
+
+def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
+    """The storages live while evaluation `position` runs, each with the evaluation that made its version, or from which
+    on it is fetched from the host."""
+    made_at: dict[int, int] = {}
+    live_until: dict[tuple[int, int], int] = {}
+    end = len(schedule.evaluations)
+    back, out = _by_position(schedule, "back_before"), _by_position(schedule, "out_after")
+    for now, index in enumerate(schedule.evaluations):
+        op = problem.ops[index]
+        for stay in back.get(now, ()):
+            made_at[stay.storage] = stay.fetch_from
+            live_until[stay.storage, stay.fetch_from] = now
+        for storage in op.reads:
+            version = storage, made_at[storage]
+            live_until[version] = max(live_until[version], now)
+        for storage in op.makes:
+            is_result = problem.storages[storage].kept and storage not in made_at
+            made_at[storage] = now
+            live_until[storage, now] = end if is_result else now
+        for stay in out.get(now, ()):
+            version = stay.storage, made_at[stay.storage]
+            live_until[version] = max(live_until[version], stay.freed_before - 1)
+    for (storage, made), last in live_until.items():
+        if made <= position <= last:
+            yield storage, made
+
+
+def _by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
+    found: dict[int, list[Offload]] = {}
+    for stay in schedule.offloads:
+        found.setdefault(getattr(stay, field), []).append(stay)
+    return found
+
+
+def output_bytes(problem: RematProblem) -> int:
+    """Bytes of what the forward returns, which its caller may hold until the step's end."""
+    made = zip(problem.storages, problem.producer, strict=True)
+    returned = (
+        storage for storage, maker in made if maker < problem.forward_ops and not is_receipt(problem.ops[maker])
+    )
+    return sum(storage.bytes for storage in returned if storage.kept)
+
+
+def is_receipt(op: Op) -> bool:
+    """Whether the op only stands for what comes from outside: the gradients of the outputs."""
+    return not op.reads and not op.seconds
+
+
+def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size) for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size)

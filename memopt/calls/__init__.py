@@ -1,1 +1,0 @@
-"""Training calls as they come: which are planned, how they are lowered, and what waits for a backward."""

@@ -1,0 +1,151 @@
+"""Checks a plan's account against a training step that really runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.account.account import distinct_bytes
+from memopt.account.breakdown import ANY_LINK, output_bytes
+from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.optimizer_state import OptimizerState, state_tensors
+from memopt.capture.inputs import Call, as_call, check_device, tensors_in
+from memopt.checks.account_check import AccountCheck, AccountRow
+from memopt.checks.phases import PhaseMeter
+from memopt.planning.module_rows import held_after_forward
+from memopt.planning.plan import Plan
+from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.solver import simulate
+from memopt.train.loss import scalar_loss
+from memopt.training_state import TrainingState
+
+Rows = dict[str, int]
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:
+    """Train steps of the optimised `model`, meter the last, and set what its plan predicted beside it.
+
+    The first step plans and compiles where that is not yet done, and makes the optimiser's state; the next is the one
+    that the account is of. Parameters, gradients, buffers, the optimiser's state and random states are
+    afterwards as they were, also when a step fails; copies of them are held in the host's memory meanwhile.
+
+    On CUDA what is measured is what torch's allocator hands out: the context and fragmentation do not show in it, and
+    are left out of what was predicted.
+
+    Args:
+        optimizer: steps the model's parameters; of the kind and options that the model was optimised for, or the rows
+            of the optimiser will differ.
+        batch: as in `compare`.
+        set_to_none: gradients are taken away between steps, as `zero_grad()` does, else kept and filled with zeros.
+
+    Raises:
+        ValueError: the model is not optimised or not in training mode, or its loss is no scalar.
+        TypeError: `optimizer` is not an instance, the batch is not one, or the model returns no loss.
+        BudgetError: no plan for this batch fits the budget.
+    """
+    planned = _checked(model, optimizer)
+    calls = planned.with_loss or planned.forward
+    call = as_call(batch, with_targets=planned.with_loss is not None)
+    check_device(call, model)
+    start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
+    try:
+        with torch.enable_grad():
+            start.restore()
+            for _ in range(1 if set_to_none else 2):  # gradients that are there already are planned for anew
+                _train(lambda: calls(*call[0], **call[1]), optimizer)
+                optimizer.zero_grad(set_to_none=set_to_none)
+            measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call)
+    finally:
+        start.restore()
+        start.restore_gradients()
+        kept.restore()
+    assert calls.latest is not None
+    predicted = predicted_rows(calls.latest)
+    rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
+    return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
+
+
+def predicted_rows(plan: Plan) -> Rows:
+    """What a plan says of each part of its step, the whole without what no allocator counts.
+
+    The plan must be of this process, not loaded.
+    """
+    assert plan.captured is not None
+    assert plan.schedule is not None
+    account = plan.account
+    problem = plan.captured.joined(accumulating=account.gradients_held, as_seen=True).problem
+    moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes + account.between_regions
+    return {
+        "parameters": account.parameters,
+        "buffers": account.buffers,
+        "inputs": account.inputs,
+        "optimizer state": account.optimizer_state,
+        "gradients": account.gradients,
+        "outputs": output_bytes(problem),
+        "held by the forward": held_after_forward(problem, plan.schedule),
+        "forward and backward": moving,
+        "optimizer temporaries": account.optimizer_temporaries,
+        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes,
+    }
+
+
+def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call) -> Rows:
+    """Run and meter a step, as `_train` does, that begins with the optimiser's state there."""
+    device = next(model.parameters()).device
+    parameters = list(model.parameters())
+    given = [tensor for tensor in tensors_in(inputs) if tensor.device == device]
+    fixed = {
+        "parameters": _bytes_on(device, parameters),
+        "buffers": _bytes_on(device, [*parameters, *model.buffers()]) - _bytes_on(device, parameters),
+        "inputs": _bytes_on(device, given),
+        "optimizer state": _bytes_on(device, state_tensors(optimizer)),
+    }
+    there = [each.grad for each in parameters if each.grad is not None]
+    resident = sum(fixed.values()) + _bytes_on(device, there)
+    gc.collect()
+    with PhaseMeter(device) as meter:
+        _train(call, optimizer, meter.end_phase)
+    forward, backward, step = meter.phases
+    gradients = _bytes_on(device, [each.grad for each in parameters if each.grad is not None])
+    return {
+        **fixed,
+        "gradients": gradients,
+        "outputs": backward.left_bytes - (gradients - _bytes_on(device, there)),
+        "held by the forward": forward.left_bytes,
+        "forward and backward": max(forward.peak_bytes, backward.peak_bytes),
+        "optimizer temporaries": step.peak_bytes - backward.left_bytes,
+        "peak of the step": resident + max(phase.peak_bytes for phase in meter.phases),
+    }
+
+
+def _train(
+    call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
+) -> None:
+    """A forward, its backward and the optimiser's step, the outputs held meanwhile as training loops do."""
+    output = call()
+    loss = scalar_loss(output)
+    end_phase()
+    loss.backward()  # type: ignore[no-untyped-call]
+    end_phase()
+    optimizer.step()
+    end_phase()
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
+    here = (each for each in tensors if each.device == device and each.layout == torch.strided)
+    return distinct_bytes(here, ROUNDING_BYTES if device.type == "cuda" else 1)
+
+
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlannedCall:
+    planned = planned_call_of(model)
+    if planned is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    if not model.training:
+        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be an instance of torch.optim.Optimizer, not {optimizer!r}")
+    return planned

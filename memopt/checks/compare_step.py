@@ -1,0 +1,150 @@
+"""Trains one step of the optimised model and one of the plain model from the same state, and compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.inputs import Call, as_call, check_device
+from memopt.checks.accuracy import Accuracies, Accuracy
+from memopt.checks.comparison import Comparison, Difference
+from memopt.checks.free_memory import free_bytes
+from memopt.checks.measured_step import Step, autocast_step, measured, scaled, train
+from memopt.checks.reference_step import Exact, NoReference, float64_step
+from memopt.rewrite.precision.plan import dtype_name
+from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.training_state import Tensors, TrainingState
+from memopt.units import size
+
+REFERENCES = ("auto", "float64", "fp32")
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
+    """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
+
+    Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype; all runs are
+    measured against a float64 step of a copy, whose random numbers are the plain step's. In fp16 the loss is scaled,
+    from 65,536 down until all gradients are finite.
+
+    Every run starts from the same parameters, buffers and random state and is measured by the same meter. The optimised
+    model runs once before that, so that planning and compiling are not measured. Gradients, buffers and random states
+    are afterwards as they were, also when a step fails.
+
+    The peaks are of everything on the device (see `measure_peak`) except what the comparison keeps aside. The optimiser
+    does not step; its state counts where it is there.
+
+    Args:
+        batch: what the model takes, as `example_inputs` of `optimize`: a tuple, a dict, a tensor; with a `loss_fn` the
+            pair `(inputs, targets)`.
+        reference: "float64"; "fp32", the plain run; or "auto": float64 where twice the plain step's peak is free on the
+            device and the model runs in it, else fp32, with a note.
+
+    Raises:
+        ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
+            accumulated gradients, the reference is none of these, or float64 was asked for and does not run.
+        TypeError: the batch is not one, or the model returns no loss.
+        BudgetError: no plan for this batch fits the budget.
+    """
+    planned = _checked(model, reference)
+    calls = planned.with_loss or planned.forward
+    args, kwargs = as_call(batch, with_targets=planned.with_loss is not None)
+    check_device((args, kwargs), model)
+    start = TrainingState.of(model)
+    low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
+    notes: list[str] = []
+    try:
+        with torch.enable_grad():
+            start.restore()
+            train(lambda: calls(*args, **kwargs))
+            optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
+            plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
+            autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
+        exact = _exact(model, (args, kwargs), calls.loss_fn, start, plain, reference, notes)
+    finally:
+        start.restore()
+        start.restore_gradients()
+    return Comparison(
+        plain.run,
+        optimized.run,
+        _differences(optimized.gradients, plain.gradients),
+        _differences(optimized.buffers, plain.buffers),
+        planned.options.budget_bytes,
+        autocast.run if autocast else None,
+        dtype_name(low) if autocast and low else "",
+        _accuracies(exact, plain, autocast, optimized),
+        tuple(notes),
+    )
+
+
+def _checked(model: nn.Module, reference: str) -> PlannedCall:
+    planned = planned_call_of(model)
+    if reference not in REFERENCES:
+        raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
+    if planned is None:
+        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
+    if not model.training:
+        raise ValueError(f"this {type(model).__name__} is in eval mode, which runs plain; call model.train() first")
+    _refuse_acting_hooks(model)
+    return planned
+
+
+def _refuse_acting_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"a hook acts on the accumulated gradient of {name}, and may change the model (an optimiser in the "
+                "backward does), which a comparison must not; remove the hook to compare"
+            )
+
+
+def _exact(
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    start: TrainingState,
+    plain: Step,
+    reference: str,
+    notes: list[str],
+) -> Exact | None:
+    """The float64 step; None, with a note, where the plain step has to be the reference."""
+    if reference == "fp32":
+        return None
+    start.restore()
+    needed, free = 2 * plain.run.peak_bytes, free_bytes(start.device)
+    try:
+        if reference == "auto" and (free is None or needed > free):
+            there = "it is not known how much is free" if free is None else f"{size(free)} are free"
+            raise NoReference(f"float64 would hold {size(needed)} on {start.device}, and {there}")
+        return float64_step(model, call, loss_fn, start.generators, plain.generators)
+    except NoReference as reason:
+        if reference == "float64":
+            raise ValueError(
+                f"there is no float64 reference, since {reason}; compare with reference='fp32'"
+            ) from reason
+        notes.append(f"errors are against the plain run in fp32, since {reason}")
+        return None
+
+
+def _accuracies(exact: Exact | None, plain: Step, autocast: Step | None, optimized: Step) -> Accuracies:
+    against = exact or Exact(plain.run.loss, plain.gradients)
+
+    def accuracy(step: Step) -> Accuracy:
+        return Accuracy.of(step.run.loss, step.gradients, against.loss, against.gradients)
+
+    return Accuracies(
+        "float64" if exact else "fp32",
+        against.loss,
+        accuracy(plain) if exact else None,
+        accuracy(autocast) if autocast else None,
+        accuracy(optimized),
+    )
+
+
+def _differences(optimized: Tensors, plain: Tensors) -> tuple[Difference, ...]:
+    names = dict.fromkeys([*plain, *optimized])
+    return tuple(Difference.of(name, optimized.get(name), plain.get(name)) for name in names)

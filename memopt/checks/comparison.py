@@ -1,0 +1,208 @@
+"""What a comparison of the optimised model with the plain one found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from memopt.checks.accuracy import Accuracies, Accuracy, GradientError
+from memopt.errors import GIB
+from memopt.show.report import as_text
+from memopt.units import duration, size
+
+WORST_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward and backward: its loss, the most it held at once (everything on the device), the seconds it took."""
+
+    loss: float
+    peak_bytes: int
+    seconds: float
+    loss_scale: float = 1.0
+    """What the loss was multiplied by for the backward, and the gradients divided by again: fp16 needs it."""
+
+    @property
+    def peak_gb(self) -> float:
+        """`peak_bytes` in GB of 1024³."""
+        return self.peak_bytes / GIB
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor of the optimised run is from the plain run's.
+
+    `absolute` is the largest difference of two elements, `relative` that over the largest element of the plain tensor;
+    both are infinite where only one of the two tensors exists or is finite.
+    """
+
+    name: str
+    absolute: float
+    relative: float
+    bitwise: bool
+    """Not one bit differs, NaN and the sign of zero included."""
+
+    @classmethod
+    def of(cls, name: str, optimized: torch.Tensor | None, plain: torch.Tensor | None) -> Difference:
+        """Compare two tensors of one shape."""
+        if optimized is None or plain is None:
+            return cls(name, math.inf, math.inf, False)
+        optimized, plain = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (optimized, plain))
+        if _same_bits(optimized, plain):
+            return cls(name, 0.0, 0.0, True)
+        widest = torch.complex128 if plain.is_complex() else torch.float64
+        absolute = _largest(optimized.to(widest) - plain.to(widest))
+        return cls(name, absolute, _ratio(absolute, _largest(plain.to(widest))), False)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0 or math.isinf(part):
+        return part
+    return part / whole if whole else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step of the optimised model against one of the plain model: same state, same batch, same random numbers; and
+    both, with torch.autocast, against a reference."""
+
+    plain: Run
+    optimized: Run
+    gradients: tuple[Difference, ...]
+    """One for each parameter that has a gradient in either run."""
+    buffers: tuple[Difference, ...]
+    """One for each buffer, as the step leaves it."""
+    budget_bytes: int
+    autocast: Run | None = None
+    """The plain model under `torch.autocast`, in the 16 bits of the plan; None where that is in fp32."""
+    autocast_dtype: str = ""
+    """"bf16" or "fp16"; empty without `autocast`."""
+    accuracies: Accuracies | None = None
+    """How far each run is from the reference, in its loss and in the gradient of every parameter."""
+    notes: tuple[str, ...] = ()
+    """What could not be computed, and why."""
+
+    @property
+    def loss_error(self) -> float:
+        """The absolute difference of the two losses; infinite where only one is finite."""
+        if self._same_loss:
+            return 0.0
+        error = abs(self.optimized.loss - self.plain.loss)
+        return error if math.isfinite(error) else math.inf
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether the loss, every gradient and every buffer are the same to the last bit."""
+        return self._same_loss and all(each.bitwise for each in (*self.gradients, *self.buffers))
+
+    @property
+    def worst(self) -> Difference | None:
+        """The gradient or buffer with the largest relative difference; None if there are none at all."""
+        return max((*self.gradients, *self.buffers), key=lambda each: (each.relative, not each.bitwise), default=None)
+
+    @property
+    def _same_loss(self) -> bool:
+        losses = (self.plain.loss, self.optimized.loss)
+        return losses[0] == losses[1] or all(map(math.isnan, losses))
+
+    def table(self) -> str:
+        """The runs side by side, then the gradients and buffers that differ, the worst first, as text."""
+        differing = sorted(
+            (each for each in (*self.gradients, *self.buffers) if not each.bitwise), key=lambda each: -each.relative
+        )
+        parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
+        if differing:
+            parts.append(_differences_table(differing))
+        if differing and self.accuracies is not None:
+            parts.append(_gradients_table(self.accuracies, self._columns))
+        return as_text(*parts, *(f"note: {note}" for note in self.notes))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _verdict(self, differing: int) -> str:
+        compared = f"the loss, {len(self.gradients)} gradients and {len(self.buffers)} buffers"
+        if self.bitwise:
+            return f"bitwise equal: {compared}"
+        return (
+            f"not bitwise equal: of {len(self.gradients)} gradients and {len(self.buffers)} buffers "
+            f"{differing} differ, the losses by {self.loss_error:.3g}"
+        )
+
+    @property
+    def _columns(self) -> tuple[tuple[str, Run, Accuracy | None], ...]:
+        """Title, run and accuracy, for each run that there is."""
+        known = self.accuracies
+        runs = [
+            ("plain", self.plain, known.plain if known else None),
+            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast if known else None),
+            ("optimised", self.optimized, known.optimized if known else None),
+        ]
+        return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
+
+    def _runs_table(self) -> Table:
+        table = Table(title="One forward and backward", title_justify="left")
+        columns, known = self._columns, self.accuracies
+        exact = [known] if known is not None and known.reference == "float64" else []
+        table.add_column("")
+        for title in (*(each.reference for each in exact), *(title for title, *_ in columns)):
+            table.add_column(title, justify="right")
+
+        def add(title: str, cells: Iterable[str], first: str = "") -> None:
+            table.add_row(title, *(first for _ in exact), *cells)
+
+        runs = [run for _, run, _ in columns]
+        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{each.loss:.9g}" for each in exact))
+        if known is not None:
+            accuracies = [accuracy for *_, accuracy in columns]
+            add("loss error", (f"{each.loss:.2e}" if each else "–" for each in accuracies))
+            add("gradient error", (f"{each.gradient:.2e}" if each else "–" for each in accuracies))
+            worst = (each.worst if each else None for each in accuracies)
+            add("  of the worst parameter", (f"{each.relative:.2e}" if each else "–" for each in worst))
+        if any(run.loss_scale != 1 for run in runs):
+            add("loss scale", (f"{run.loss_scale:g}" for run in runs))
+        add("peak, measured", (size(run.peak_bytes) for run in runs))
+        add("of the budget", (f"{run.peak_bytes / self.budget_bytes:.1%}" for run in runs))
+        add("time", (duration(run.seconds) for run in runs))
+        return table
+
+
+def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
+    """The relative error of each gradient, run by run, the worst of the optimised run first."""
+    title = f"Gradients against {known.reference}: |g - r| / |r|"
+    table = Table(title=title, title_justify="left")
+    table.add_column("parameter", overflow="fold")
+    errors: list[dict[str, GradientError]] = []
+    for name, _, accuracy in columns:
+        if accuracy is not None:
+            table.add_column(name, justify="right")
+            errors.append({each.name: each for each in accuracy.gradients})
+    for worst in known.optimized.worst_first[:WORST_ROWS]:
+        table.add_row(worst.name, *(f"{each[worst.name].relative:.2e}" for each in errors))
+    return table
+
+
+def _differences_table(differing: list[Difference]) -> Table:
+    table = Table(title=f"The worst of {len(differing)} that differ from the plain model's", title_justify="left")
+    table.add_column("parameter or buffer", overflow="fold")
+    for title in ("absolute", "relative"):
+        table.add_column(title, justify="right")
+    for each in differing[:WORST_ROWS]:
+        table.add_row(each.name, f"{each.absolute:.3g}", f"{each.relative:.3g}")
+    return table

@@ -1,0 +1,76 @@
+"""The phases of a step, metered one by one in one recording: the most that each held, and what it left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from types import TracebackType
+
+import torch
+
+from memopt.compat import CpuMemoryEvents
+from memopt.meter import resident_cpu_blocks
+
+# What ends a phase in the recording: an allocation where none can be, of an odd size that no tensor has.
+_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes beyond what was there when the recording began; `left_bytes` may be negative."""
+
+    peak_bytes: int
+    left_bytes: int
+
+
+class PhaseMeter:
+    """Meters what its `with` block allocates and frees on `device`, a phase from one `end_phase()` to the next.
+
+    On the CPU frees are seen of what the block allocates and of what Python's tensors hold at its start (see
+    `measure_peak`); on CUDA the allocator's own statistics are read, and its peak statistics reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: tuple[Phase, ...] = ()
+        """Those of the CPU are there once the block has ended."""
+        self._device = device
+        self._events = CpuMemoryEvents()
+        self._start = 0
+
+    def __enter__(self) -> PhaseMeter:
+        if self._device.type == "cuda":
+            self._start = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return self
+        there = resident_cpu_blocks()
+        self._events.start()
+        for address, nbytes in there.items():
+            self._events.declare(address, nbytes)
+        self._start = len(there)
+        return self
+
+    def end_phase(self) -> None:
+        """The next phase begins with what this one left."""
+        if self._device.type != "cuda":
+            self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
+            return
+        peak, now = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        self.phases += (Phase(peak - self._start, now - self._start),)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type != "cuda":
+            self.phases = _phases(self._events.stop()[self._start :])
+
+
+def _phases(events: list[int]) -> tuple[Phase, ...]:
+    """Allocations and frees, in order, cut at the marks; what comes after the last mark is no phase."""
+    phases: list[Phase] = []
+    left = begin = 0
+    for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
+        held = list(accumulate(events[begin:end], initial=left))
+        phases.append(Phase(max(held), left := held[-1]))
+        begin = end + 1
+    return tuple(phases)

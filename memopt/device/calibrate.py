@@ -1,0 +1,140 @@
+"""Measures what a device really does, for where the table's data sheets are too far off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.device.hardware_table import Hardware, hardware, scaled_rate
+from passes.ops.fp8_formats import E4M3, quantize
+from passes.ops.fp8_kernels import Operand, kernel_for
+from passes.ops.fp8_ops import SCALINGS
+
+# Part of what copies reach by themselves that is counted on while compute uses the device's memory too.
+_LINK_SHARE = 0.9
+
+
+def measure_hardware(
+    device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+) -> Hardware:
+    """Time a large matmul for each dtype, copies and a small op, in about a second; return the rates found.
+
+    On a GPU also copies to the host and back, both at once.
+    """
+    on_cuda = device.type == "cuda"
+    size = 4096 if on_cuda else 512
+    large = torch.ones(2**27 if on_cuda else 2**24, device=device)
+    target = torch.empty_like(large)
+    small = torch.ones(1, device=device)
+    flops: dict[str, float] = {}
+    for dtype in dtypes:
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        seconds = _seconds(lambda matrix=matrix: torch.mm(matrix, matrix), device)  # type: ignore[misc]
+        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    flops |= _scaled_rates(size, device)
+    bytes_per_second = _copy_rate(target, large, device)
+    cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
+    name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
+    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware("cpu").memory_bytes
+    return Hardware(
+        name=name,
+        flops=flops,
+        bytes_per_second=bytes_per_second,
+        launch_seconds=_seconds(lambda: torch.add(small, 1), device, repeats=100),
+        memory_bytes=total,
+        source=f"measured on {name} with torch {torch.__version__}",
+        flops_efficiency=1.0,
+        bandwidth_efficiency=1.0,
+        link_bytes_per_second=_link_rate(device) if on_cuda else 0.0,
+        link_efficiency=_LINK_SHARE,
+        cached_bytes=cached_bytes,
+        cached_bytes_per_second=cached_rate,
+        between_seconds=0.0 if on_cuda else _between_kernels(small),
+        major=torch.cuda.get_device_capability(device)[0] if on_cuda else 0,
+        least_moved_bytes=2**20 if on_cuda else 4096,
+        host_bytes=hardware("cpu").memory_bytes // 2,
+    )
+
+
+def _scaled_rates(size: int, device: torch.device) -> dict[str, float]:
+    """FLOP/s of 8-bit products, for each kind of scale that the device has units for."""
+    found: dict[str, float] = {}
+    ones = torch.ones(size, size, device=device)
+    for tiles in dict.fromkeys(scaling.product for scaling in SCALINGS.values()):
+        a, b = (Operand(*quantize(ones, E4M3, tile), tile) for tile in tiles)
+        kernel = kernel_for(a, b, torch.bfloat16)
+        if kernel is not None:
+            seconds = _seconds(partial(kernel, a, b, torch.bfloat16), device)
+            found[scaled_rate(a.tile)] = 2 * size**3 / seconds
+    return found
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    repeats = max(3, 2**20 // source.nbytes)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, repeats)
+
+
+def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
+    """Up to how many bytes, read and written, copies are faster by half than large ones, and how fast they are then;
+    a quarter of each of these sizes is left to what else the cache holds."""
+    for power in range(26, 15, -1):
+        numbers = 2**power // 2 // source.element_size()
+        here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0
+        if here > 1.5 * rate:
+            return 2**power * 3 // 4, here
+    return 0, 0.0
+
+
+def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
+    """Seconds of a kernel in a graph of small ones, with two views each as in training graphs, less those of itself."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(kernels):
+        column = graph.call_function(torch.ops.aten.view.default, (value, [1, 1]))
+        row = graph.call_function(torch.ops.aten.t.default, (column,))
+        value = graph.call_function(torch.ops.aten.add.Tensor, (row, 1.0))
+    graph.output(value)
+    module = fx.GraphModule({}, graph)
+    start = small.view(1, 1)
+    together = _seconds(lambda: module(start), small.device, repeats=5) / kernels
+    return max(1e-9, together - _seconds(lambda: torch.ops.aten.add.Tensor(start, 1.0), small.device, repeats=100))
+
+
+def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
+    """Bytes per second of each direction between a GPU and pinned memory of the host while both are busy."""
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    stream: Any = torch.cuda.Stream
+    streams = [stream(device) for _ in range(2)]
+
+    def there_and_back() -> None:
+        with torch.cuda.stream(streams[0]):
+            hosts[0].copy_(values[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            values[1].copy_(hosts[1], non_blocking=True)
+
+    return nbytes / _seconds(there_and_back, device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """Seconds of one run, the best of five rounds after one to warm up."""
+    best = float("inf")
+    for _ in range(6):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        _wait(device)
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,111 @@
+"""What was measured of a card, kept on disk: its rates, its context, and the operators that were timed on it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopt.device.calibrate import measure_hardware
+from memopt.device.context_probe import measure_context_bytes
+from memopt.device.hardware_table import Hardware
+from memopt.device.op_call import OpCall
+from memopt.device.op_times import call_key, dominant_calls, time_calls
+from memopt.disk_cache import cache_folder, read_json, write_json
+
+FORMAT = 2
+"""Files of another one are measured anew: raised when what is measured, or how, changes."""
+
+
+def calibrated_hardware(device: torch.device) -> Hardware:
+    """The rates of `device` as measured here, now or before with the same card, driver and version of torch.
+
+    On a GPU with the bytes that a process holds there beside torch's allocator. Takes a second or two the first time.
+    """
+    known = _read(device)
+    if known is None:
+        measured = measure_hardware(device)
+        context = measure_context_bytes(device) if device.type == "cuda" else None
+        if context is not None:
+            measured = replace(measured, context_bytes=context)
+        known = {"hardware": asdict(measured), "seconds": {}}
+        _write(device, known)
+    return Hardware(**known["hardware"])
+
+
+def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
+    """Seconds of one run of the calls that make up most of a step, timed here, now or before.
+
+    Args:
+        expected: for each call, what all of its runs in a step are expected to take, and how many these are.
+    """
+    known = _read(device) or {"hardware": asdict(calibrated_hardware(device)), "seconds": {}}
+    seconds: dict[str, float] = known["seconds"]
+    wanted = dominant_calls(expected)
+    fresh = {call: expected[call] for call in wanted if call_key(call) not in seconds}
+    if fresh:
+        found = {call_key(call): value for call, value in time_calls(fresh, device).items()}
+        seconds |= found
+        if found:
+            _write(device, known)
+    return {call: seconds[call_key(call)] for call in wanted if call_key(call) in seconds}
+
+
+def card_key(device: torch.device) -> dict[str, Any]:
+    """What figures depend on: the card by name, its driver, torch, and on the CPU the number of threads."""
+    key = {"format": FORMAT, "torch": torch.__version__}
+    if device.type == "cuda":
+        driver = Path("/proc/driver/nvidia/version")
+        version = driver.read_text().partition("\n")[0] if driver.exists() else str(torch.version.cuda)
+        return key | {"card": torch.cuda.get_device_name(device), "driver": version}
+    return key | {"card": _processor(), "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _path(device: torch.device) -> Path:
+    digest = hashlib.sha256(repr(sorted(card_key(device).items())).encode()).hexdigest()[:16]
+    return cache_folder() / "cards" / f"{digest}.json"
+
+
+def _read(device: torch.device) -> dict[str, Any] | None:
+    """What the device's file holds; None where there is none, or one that is damaged or of another kind."""
+    values = read_json(_path(device))
+    if not isinstance(values, dict) or values.get("key") != card_key(device):
+        return None
+    seconds = values.get("seconds")
+    if not isinstance(seconds, dict) or not all(_is_positive(each) for each in seconds.values()):
+        return None
+    try:
+        hardware = Hardware(**values["hardware"])
+        sound = _is_positive(hardware.bytes_per_second) and all(map(_is_positive, hardware.flops.values()))
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return {"hardware": values["hardware"], "seconds": seconds} if sound else None
+
+
+def _write(device: torch.device, values: Mapping[str, Any]) -> None:
+    try:
+        write_json(_path(device), {"key": card_key(device), **values})
+    except OSError as error:
+        warnings.warn(
+            f"what was measured of the device is not kept, since {_path(device).parent} cannot be written ({error}); "
+            "name another folder in MEMOPT_CACHE_DIR",
+            stacklevel=2,
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf

@@ -1,0 +1,141 @@
+"""One operator on arguments of one kind: the key under which a kernel's price is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.compat import upper_bound
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a kernel's memory may depend on in a tensor. Sizes that depend on data are the largest they may be."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a contiguous copy."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that its elements span in memory: fewer than `dense_bytes` if expanded, more if it has gaps."""
+        if not self.numel:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for n, s in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if n != 1 and s != expected:
+                return False
+            expected *= n
+        return True
+
+    def make(self, device: str) -> torch.Tensor:
+        """A tensor whose values any op takes: 0 is a valid index, True is the mask that selects most."""
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        if self.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An operator, its arguments and results, with `TensorSpec` for tensors. Nodes with equal calls cost the same."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: Any
+
+    @cached_property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return tuple(_specs((self.args, self.kwargs)))
+
+    @cached_property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return tuple(_specs(self.results))
+
+    def argument(self, position: int, name: str = "") -> Any:
+        return self.args[position] if position < len(self.args) else dict(self.kwargs).get(name)
+
+    def make_arguments(self, device: str) -> tuple[list[Any], dict[str, Any]]:
+        """Real (or meta) arguments to run it on."""
+        args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
+        for argument, value in zip(self.op._schema.arguments, args, strict=False):
+            # Where groups of rows end: zeros would leave a grouped matmul nothing to compute.
+            if argument.name == "offs" and isinstance(value, torch.Tensor) and device == "cpu":
+                value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
+        return args, kwargs
+
+    def make_results(self, device: str) -> Any:
+        return _make(self.results, device)
+
+
+def op_call(node: fx.Node) -> OpCall | None:
+    """The node's call, or None for what has no kernel: Python operators, higher-order ops, arithmetic on sizes.
+
+    Raises `ValueError` for a size that depends on data and has no bound.
+    """
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if next(tensors_in(node.meta.get("val")), None) is None:
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return describe(node.target, args, kwargs, node.meta["val"])
+
+
+def describe(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
+    """The call of an operator with these arguments (real, fake or meta tensors) and results."""
+    return OpCall(op, _freeze(tuple(args)), tuple((name, _freeze(v)) for name, v in kwargs.items()), _freeze(results))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for element in value:
+            yield from tensors_in(element)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(map(_number, value.shape)), tuple(map(_number, value.stride())), value.dtype)
+    if isinstance(value, (tuple, list)):
+        return tuple(_freeze(element) for element in value)
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    return upper_bound(value) if isinstance(value, torch.SymInt) else value
+
+
+def _make(value: Any, device: str) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.make(device)
+    return [_make(element, device) for element in value] if isinstance(value, tuple) else value
+
+
+def _specs(frozen: Any) -> Iterator[TensorSpec]:
+    if isinstance(frozen, TensorSpec):
+        yield frozen
+    elif isinstance(frozen, tuple):
+        for element in frozen:
+            yield from _specs(element)

@@ -1,0 +1,193 @@
+"""Seconds of an ATen node by the roofline (Williams et al. 2009): arithmetic, memory traffic or launch, the longest.
+
+Reads the fake tensors in `node.meta["val"]`; nothing runs. Sizes that depend on data count as the largest they may be.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+from memopt.compat import upper_bound
+from memopt.device.hardware_table import Hardware, scaled_rate
+from memopt.device.storages import is_view, storage_bytes, tensors_of
+from passes.ops.fp8_formats import tile_of, turned
+
+aten = torch.ops.aten
+
+# Read as many bytes of their source as they write, not all of it: a few rows of a large embedding.
+_GATHERS = {"aten.embedding", "aten.index", "aten._unsafe_index", "aten.index_select", "aten.gather"}
+# Look at their input's shape only.
+_READ_NOTHING = {
+    f"aten.{kind}"
+    for make in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+    for kind in (f"{make}_like", f"new_{make}")
+}
+
+
+def _turned_bytes(node: fx.Node) -> int:
+    """Kernels of 8-bit products take the rows of their first operand and the columns of their second; what lies in
+    another way is copied: read and written."""
+    a, b, (turn_a, turn_b) = node.args[0], node.args[2], node.args[5:7]
+    copied = [each for each, turned in ((a, turn_a), (b, not turn_b)) if turned]
+    return 2 * sum(_touched_bytes(each.meta["val"]) for each in copied if isinstance(each, fx.Node))
+
+
+def _looked_at_twice(node: fx.Node) -> int:
+    """A scale is found before anything is divided by it."""
+    return _touched_bytes(node.all_input_nodes[0].meta["val"])
+
+
+def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
+    """max(FLOPs / peak, bytes / bandwidth, launch), peak and bandwidth as far as kernels reach them.
+
+    Where nothing runs between kernels, the launch and what else passes then come on top of the longer of the other two.
+    """
+    arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
+    cached = bytes_moved <= hardware.cached_bytes
+    bandwidth = hardware.cached_bytes_per_second if cached else hardware.bytes_per_second
+    traffic = bytes_moved / (bandwidth * hardware.bandwidth_efficiency) if bytes_moved else 0.0
+    if hardware.between_seconds:
+        return hardware.between_seconds + hardware.launch_seconds + max(arithmetic, traffic)
+    return max(arithmetic, traffic, hardware.launch_seconds)
+
+
+def node_seconds(node: fx.Node, hardware: Hardware) -> float:
+    """Estimated seconds of one evaluation of the node; 0 for views, sizes and all else that runs no kernel."""
+    if not runs_kernel(node):
+        return 0.0
+    if _name(node) == "memopt.fp8_matmul":
+        return _scaled_product_seconds(node, hardware)
+    return op_seconds(node_flops(node), node_bytes(node), _arithmetic_dtype(node), hardware)
+
+
+def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
+    """On units that take such scales; elsewhere of wider copies, which are made first."""
+    values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    a, a_scale, b, _, _, turn_a = values[:6]
+    tile = tile_of(a, a_scale)
+    tile = turned(tile) if turn_a else tile
+    if hardware.multiplies(tile):
+        return op_seconds(node_flops(node), node_bytes(node), scaled_rate(tile), hardware)
+    result = node.meta["val"]
+    wide = torch.float32 if hardware.name == "cpu" else result.dtype
+    making = sum(op_seconds(0, (1 + wide.itemsize) * each.numel(), "float32", hardware) for each in (a, b))
+    bytes_moved = wide.itemsize * (a.numel() + b.numel()) + _touched_bytes(result)
+    return making + op_seconds(node_flops(node), bytes_moved, str(wide).removeprefix("torch."), hardware)
+
+
+def runs_kernel(node: fx.Node) -> bool:
+    """Whether evaluating the node touches the device: neither a view, a size, an assertion nor a placeholder."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutates or (any(True for _ in tensors_of(node)) and not is_view(node))
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of a node, two to a multiply-add.
+
+    Counts what torch's flop counter counts (matmuls, convolutions, attention), and 0 for all else, which memory bounds.
+    """
+    formula = _FORMULAS.get(_name(node)) or flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    return _whole(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes that a node's kernel reads and writes; 0 for views. An expanded input counts by what lies in memory."""
+    if not runs_kernel(node):
+        return 0
+    written = sum(_touched_bytes(tensor) for tensor in tensors_of(node))
+    name = _name(node)
+    if name in _READ_NOTHING:
+        return written
+    inputs = node.all_input_nodes
+    read = sum(_touched_bytes(tensor) for arg in inputs for tensor in tensors_of(arg))
+    if name in _GATHERS:
+        source = sum(_touched_bytes(tensor) for tensor in tensors_of(inputs[0]))
+        read += min(source, written) - source
+    extra = _FURTHER_BYTES.get(name)
+    return read + written + (extra(node) if extra else 0)
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the distinct elements: a dimension of stride 0 repeats the same ones, overlapping windows share some."""
+    if tensor.layout is not torch.strided:
+        return 0
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    distinct = math.prod(_whole(size) for size, stride in axes if not isinstance(stride, int) or stride != 0)
+    return min(distinct * tensor.element_size(), storage_bytes(tensor))
+
+
+def _arithmetic_dtype(node: fx.Node) -> str:
+    """The dtype of the units that a matmul or convolution runs on: that of its first floating-point input."""
+    for arg in node.all_input_nodes:
+        for tensor in tensors_of(arg):
+            if tensor.is_floating_point():
+                convolves = _name(node).startswith("aten.convolution")
+                if convolves and tensor.dtype is torch.float32 and torch.backends.cudnn.allow_tf32:
+                    return "tfloat32"
+                return str(tensor.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def _name(node: fx.Node) -> str:
+    """`aten.mm` for `aten.mm.default`: by name, because some belong to libraries that need not be installed."""
+    return str(getattr(node.target, "overloadpacket", node.target))
+
+
+def _whole(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else upper_bound(size)
+
+
+def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each row (or column, or slice of the sum) belongs to one group, so that only a batch multiplies the work."""
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _grouped_matmul_backward(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _grouped_matmul(a, b)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+def _convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any, out_val: Any, **_: Any
+) -> int:
+    """Each gradient costs what the forward costs. torch's formula forgets that groups divide the weight's."""
+    transposed: bool = options[4]
+    output_mask: Iterable[bool] = options[7]
+    forward = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed=transposed)
+    return forward * sum(list(output_mask)[:2])
+
+
+_ATTENTION = flop_registry[aten._scaled_dot_product_flash_attention]
+_ATTENTION_BACKWARD = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+_FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten.linear": _linear,
+    "aten.convolution_backward": _convolution_backward,
+    "aten._grouped_mm": _grouped_matmul,
+    "transformers.grouped_mm_fallback": _grouped_matmul,
+    "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
+    # These take their tensors in the order of CUDA's flash attention.
+    "aten._scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
+    "aten._scaled_dot_product_fused_attention_overrideable": _ATTENTION,
+    "aten._scaled_dot_product_fused_attention_overrideable_backward": _ATTENTION_BACKWARD,
+}
+_FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
+    "memopt.fp8_matmul": _turned_bytes,
+    "memopt.fp8_quantize": _looked_at_twice,
+}

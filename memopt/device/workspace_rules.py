@@ -1,0 +1,123 @@
+"""The terms in which rules of workspace are put, and the rules that hold on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from memopt.device.op_call import OpCall, TensorSpec
+from passes.ops.chunked_cross_entropy import chunk_rows
+from passes.ops.fp8_formats import E8M0
+
+Rule = Callable[[OpCall], int]
+
+KB, MB = 1024, 1024**2
+SCALARS = 64  # Python numbers, wrapped in tensors
+
+
+def for_each(names: str, rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def first(call: OpCall) -> TensorSpec:
+    return call.inputs[0]
+
+
+def input_bytes(call: OpCall) -> int:
+    return sum(spec.dense_bytes for spec in call.inputs)
+
+
+def output_bytes(call: OpCall) -> int:
+    return sum(spec.dense_bytes for spec in call.outputs)
+
+
+def all_bytes(call: OpCall) -> int:
+    return input_bytes(call) + output_bytes(call)
+
+
+def copies(call: OpCall) -> int:
+    """Kernels that take contiguous tensors only."""
+    return sum(spec.dense_bytes for spec in call.inputs if not spec.contiguous)
+
+
+def one_input(call: OpCall) -> int:
+    return first(call).dense_bytes + SCALARS
+
+
+def nothing(call: OpCall) -> int:
+    return 0
+
+
+def loss(call: OpCall) -> int:
+    """The elementwise loss, in fp32 where 16 bits are averaged; some keep it behind the result's single number."""
+    spec = max(call.inputs, key=lambda s: s.numel)
+    return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
+
+
+def index(call: OpCall) -> int:
+    """A mask becomes the int64 coordinates of its elements, found twice over; broadcast indices are expanded."""
+    masks = [spec for spec in call.inputs[1:] if spec.dtype in (torch.bool, torch.uint8)]
+    expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
+    return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
+
+
+def chunked_loss(call: OpCall) -> int:
+    """A chunk of logits: in fp32, once more for a softcap, smoothing by class weights or fp16's lift, and in 16 bits;
+    the layer's weight in the dtype of its input; the sums of its gradient in fp32; some numbers a row."""
+    hidden, weight = call.inputs[:2]
+    tokens, width = hidden.size
+    rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
+    narrow, wide = hidden.dtype.itemsize, max(4, hidden.dtype.itemsize)
+    weighted = call.argument(7) and call.argument(4)
+    copies = 1 + bool(call.argument(9)) + bool(weighted) + (hidden.dtype == torch.float16)
+    logits = rows * weight.size[0] * (wide * copies + (narrow if narrow < wide else 0))
+    cast = weight.numel * narrow if weight.dtype != hidden.dtype else 0
+    of_weight = call.outputs[-2].numel  # of both operators; not as large where it is not computed
+    sums = weight.numel * wide if of_weight == weight.numel and call.outputs[-2].dtype.itemsize < wide else 0
+    return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
+
+
+def fp8_scales(call: OpCall) -> int:
+    """The scales and what they are found from: one for all, or one for each 128 elements or, rounded to powers of two
+    in several steps, for each 32."""
+    rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
+    return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
+
+
+COMMON: dict[str, Rule] = {
+    **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", chunked_loss),
+    "fp8_delayed_scale": lambda call: 4 * KB,
+    **for_each(
+        "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
+        "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
+        "as_strided roll flip slice_scatter select_scatter diag_embed tril triu where masked_fill masked_scatter "
+        "index_select nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
+        "_softmax_backward_data _log_softmax_backward_data amax amin argmax argmin max min any all dot mv cummax "
+        "cummin median bucketize",
+        nothing,
+    ),
+    **for_each(
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward elu_backward glu glu_backward _prelu_kernel "
+        "_prelu_kernel_backward log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish "
+        "hardswish_backward mish_backward leaky_relu_backward rrelu_with_noise rrelu_with_noise_backward "
+        "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices avg_pool2d avg_pool3d "
+        "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d "
+        "_adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward grid_sampler_2d "
+        "grid_sampler_2d_backward reflection_pad2d reflection_pad2d_backward replication_pad2d "
+        "replication_pad2d_backward channel_shuffle pixel_shuffle pixel_unshuffle upsample_nearest2d_backward "
+        "upsample_bilinear2d_backward upsample_bicubic2d_backward col2im _unsafe_view _reshape_alias",
+        nothing,
+    ),
+    **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
+    **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call)),
+    **for_each("index _unsafe_index", index),
+    **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: KB),
+    "nonzero": lambda call: 16 * first(call).numel,
+    "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
+    "masked_scatter_backward": lambda call: 24 * call.inputs[1].numel,
+    "multinomial": lambda call: 4 * one_input(call) + 16 * KB,
+    "im2col": one_input,
+    "_euclidean_dist": lambda call: 3 * all_bytes(call),
+    "isin": lambda call: 24 * sum(spec.numel for spec in call.inputs),
+}

@@ -1,0 +1,35 @@
+"""Workspace by rule, for ops that are not run for their price."""
+
+from __future__ import annotations
+
+import torch
+
+from memopt.device.op_call import OpCall
+from memopt.device.workspace_cpu import CPU, converted, promoted
+from memopt.device.workspace_cuda import CUDA
+from memopt.device.workspace_rules import COMMON, MB, SCALARS, all_bytes
+
+
+def estimate_workspace(call: OpCall, device_type: str) -> int:
+    """Temporary bytes that the kernel of a call holds at most, beyond inputs and outputs.
+
+    `device_type` is "cuda", or anything else for the CPU. An op that no rule knows is taken to copy all its
+    tensors once; views and pointwise ops hold nothing (on the CPU: the arguments whose dtype must change).
+    """
+    cuda = device_type == "cuda"
+    name = call.op._schema.name.split("::")[-1].removesuffix("_")
+    rule = (CUDA if cuda else CPU).get(name) or COMMON.get(name)
+    if rule is not None:
+        return rule(call)
+    if name.startswith("_foreach") or _returns_alias(call) or not call.inputs:
+        return 0
+    if torch.Tag.pointwise in call.op.tags:
+        return 0 if cuda else promoted(call) + SCALARS
+    if torch.Tag.reduction in call.op.tags:
+        return 4 * MB if cuda else converted(call)
+    return all_bytes(call)
+
+
+def _returns_alias(call: OpCall) -> bool:
+    returns = call.op._schema.returns
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)

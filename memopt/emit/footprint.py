@@ -1,0 +1,73 @@
+"""What a lowered region holds, half by half, found by a dry run of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from memopt.compat import FakeTensorMode
+from memopt.emit.dry_run import Ledger, dry_run
+from passes.graphs.node_facts import is_tangent
+
+
+@dataclass(frozen=True)
+class Half:
+    """A forward or a backward: the code that inductor wrote for it, and the inputs of the graph that it is of."""
+
+    source: str = field(repr=False)
+    inputs: Sequence[fx.Node] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that a region's halves hold beside its inputs."""
+
+    forward_bytes: int
+    """The most at any moment of the forward."""
+    held_bytes: int
+    """What the forward leaves: outputs, and what the backward reads."""
+    backward_bytes: int
+    """The most at any moment of the backward; what the forward left is in it, until its last use."""
+    left_bytes: int
+    """What the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
+
+
+def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
+    """Run both halves dry; the forward's first `outputs` results are its caller's, who holds them to the end."""
+    mode = FakeTensorMode()
+    given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
+    device = next((each.device.type for each in given if isinstance(each, torch.Tensor)), "cpu")
+    ledger = Ledger(device)
+    ledger.know(given)
+    results = list(dry_run(forward.source, list(given), mode, ledger))
+    forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes()
+    kept, saved = results[:outputs], results[outputs:]
+    del results
+    tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
+    ledger.peak_bytes = 0
+    ledger.count(tangents)
+    arguments = _arguments(backward, saved, tangents)
+    del saved
+    gradients = dry_run(backward.source, arguments, mode, ledger)
+    left = ledger.live_bytes()
+    assert len(kept) <= outputs
+    assert gradients is not None
+    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, left)
+
+
+def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """What the backward is called with: what was saved, in the order of the forward's results, and tangents."""
+    remaining, gradients = iter(saved), iter(tangents)
+    return [next(gradients) if is_tangent(node) else next(remaining) for node in backward.inputs]
+
+
+def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake like the one in a graph, in the mode of the dry run, with memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -1,0 +1,166 @@
+"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution survive."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import nn, optim
+
+from memopt.optimizers.generators import Generators
+from memopt.optimizers.one_parameter import Piece
+from memopt.optimizers.parameterwise import Parameterwise
+from memopt.optimizers.rounding import joined, round_stochastically, split, widened
+from memopt.optimizers.wrapped_optimizer import State, is_per_element
+
+Rounding = Literal["stochastic", "compensated"]
+# Their kernels take parameters in the dtype of their statistics, which are buffers and stay in float32.
+_KEPT_WIDE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class BF16ParametersOptimizer(Parameterwise):
+    """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
+
+    A step of 1e-4 on a weight of 1 is 40 times less than what a bfloat16 there can change by, and plain bfloat16 stays
+    where it is. `rounding` says how it survives:
+
+    - "stochastic": the new value is rounded up or down by chance, right in expectation. Nothing more is kept.
+    - "compensated": the 16 bits that bfloat16 leaves out are kept as state ("low_bits", 2 bytes an element), so that
+      the values stepped are exactly those that float32 parameters would have (compensated summation, Kahan 1965, where
+      the compensation loses nothing).
+
+    Args:
+        inner: any optimiser that steps each parameter by itself.
+        rounding: see above.
+        seed: of the chances; their generators are in `state_dict`, so a resumed run is bitwise the same.
+        state_dtype: that of the state with an element for each of a parameter's: float32, or bfloat16, rounded
+            stochastically: rounded to nearest, a second moment that decays by 0.1% a step would not decay.
+
+    Raises:
+        TypeError, ValueError: for options of other kinds, or an optimiser that needs a closure.
+    """
+
+    title: ClassVar[str] = "bf16_parameters"
+    own_keys: ClassVar[frozenset[str]] = frozenset({"low_bits"})
+    fields: ClassVar[tuple[str, ...]] = ("inner", "rounding", "state_dtype", "generators")
+
+    def __init__(
+        self,
+        inner: optim.Optimizer,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if rounding not in get_args(Rounding):
+            raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, not {rounding!r}")
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype!r}")
+        super().__init__(inner)
+        self.rounding, self.state_dtype, self.generators = rounding, state_dtype, Generators(seed)
+        for parameter, state in self.state.items():  # Adagrad makes it when it is made, in the parameter's dtype
+            for key, value in state.items():
+                if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
+                    state[key] = value.to(state_dtype)
+
+    def _open(self, parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+        part = piece.of(parameter)
+        if not _is_narrow(parameter):
+            return part
+        low = self.state[parameter].get("low_bits")
+        return widened(part) if low is None else joined(part, piece.of(low))
+
+    def _open_gradient(self, gradient: torch.Tensor, piece: Piece) -> torch.Tensor:
+        part = piece.of(gradient)
+        return widened(part) if _is_narrow(gradient) else part
+
+    def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
+        if not _is_narrow(parameter):
+            return
+        part = piece.of(parameter)
+        if self.rounding == "stochastic":
+            round_stochastically(tensor, part, self.generators.on(parameter.device))
+            return
+        keep_low_bits(self.state[parameter], parameter)
+        split(tensor, part, piece.of(self.state[parameter]["low_bits"]))
+
+    def _open_state(self, key: str, kept: torch.Tensor, piece: Piece) -> torch.Tensor:
+        part = piece.of(kept)
+        return widened(part) if _is_narrow(kept) else part
+
+    def _close_state(
+        self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
+    ) -> None:
+        if not (self.state_dtype is torch.bfloat16 and value.dtype is torch.float32 and _is_narrow(parameter)):
+            return super()._close_state(parameter, state, key, piece, value, in_place)
+        if not (is_per_element(state.get(key), parameter) and _is_narrow(state[key])):
+            state[key] = self.room_for(parameter, parameter, torch.bfloat16)
+        return round_stochastically(value, piece.of(state[key]), self.generators.on(parameter.device))
+
+    def extra_state(self) -> dict[str, Any]:
+        return {
+            **super().extra_state(),
+            "rounding": self.rounding,
+            "state_dtype": str(self.state_dtype),
+            "generators": self.generators.states(),
+        }
+
+    def load_extra_state(self, saved: dict[str, Any] | None) -> None:
+        for name in ("rounding", "state_dtype"):
+            if saved is not None and name in saved and saved[name] != str(getattr(self, name)):
+                raise ValueError(f"the state is of {name}={saved[name]}, this optimizer of {getattr(self, name)}")
+        super().load_extra_state(saved)
+        assert saved is not None
+        self.generators.set_states(saved["generators"])
+
+
+def use_bf16_parameters(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+    state_dtype: torch.dtype = torch.float32,
+) -> BF16ParametersOptimizer:
+    """Turn the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
+
+    Parameters of BatchNorm and all buffers stay as they are. Gradients that are there are turned as well. A forward
+    that mixes dtypes (float32 inputs or buffers) is to run under `torch.autocast` or `memopt.optimize`.
+    For the arguments and errors see `BF16ParametersOptimizer`.
+    """
+    wrapped = BF16ParametersOptimizer(optimizer, rounding, seed, state_dtype)
+    wide = {id(parameter) for parameter in kept_wide(model)}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for parameter in model.parameters():
+        if parameter.dtype is torch.float32 and id(parameter) not in wide:
+            _narrow(parameter, wrapped if id(parameter) in trained else None)
+    return wrapped
+
+
+def kept_wide(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that stay in float32."""
+    return [each for module in model.modules() if isinstance(module, _KEPT_WIDE) for each in module.parameters()]
+
+
+def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
+    """Turn one parameter to bfloat16; one that is trained with compensation keeps the rest from the start."""
+    gradient, parameter.grad = parameter.grad, None
+    value, parameter.data = parameter.data, parameter.data.to(torch.bfloat16)
+    parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
+    if wrapped is None:
+        return
+    state = wrapped.state[parameter]
+    for key, kept in state.items():
+        if is_per_element(kept, parameter) and kept.is_floating_point():
+            state[key] = kept.to(wrapped.state_dtype)
+    if wrapped.rounding == "compensated":
+        keep_low_bits(state, parameter)
+        split(value.clone(), parameter.data, state["low_bits"])
+
+
+def keep_low_bits(state: State, parameter: torch.Tensor) -> None:
+    """Make room in a parameter's state for what bfloat16 leaves out, if there is none yet."""
+    if "low_bits" not in state:
+        state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16).detach()
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16

@@ -1,0 +1,183 @@
+"""Bytes and seconds of an optimiser's step, found by running it on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import optim
+
+from memopt.account.live_bytes import LiveBytes
+from memopt.account.optimizer_account import optimizer_account
+from memopt.account.optimizer_state import state_tensors
+from memopt.account.optimizer_trial import OptimizerLike, fakes_of, trial
+from memopt.compat import FakeTensorMode, eager_optimizers, plain_tensors
+from memopt.device.hardware_table import Hardware
+from memopt.device.op_call import tensors_in
+from memopt.device.time_model import op_seconds
+from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
+from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
+
+Wrap: TypeAlias = Callable[[optim.Optimizer], optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """Of one `optimizer.step()`."""
+
+    state_bytes: int
+    temporary_bytes: int
+    seconds: float
+    arrays: tuple[int, ...] = ()
+    """Bytes of each tensor of the state that is more than a single number."""
+
+
+NOTHING = StepPrice(0, 0, 0.0)
+
+
+def step_price(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware) -> StepPrice:
+    """The price of the plain step over trained `parameters`, whose values are not looked at ("meta" will do).
+
+    Raises `ValueError` as `optimizer_account` does.
+    """
+    if optimizer is None or not parameters:
+        return NOTHING
+    return _tried(_maker(optimizer, parameters), parameters, hardware, device_type(hardware))
+
+
+def prices_of_each(
+    optimizer: OptimizerLike,
+    parameters: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    hardware: Hardware,
+    wrap: Wrap = lambda inner: inner,
+    device: str | None = None,
+) -> list[StepPrice]:
+    """The prices of stepping each parameter alone, in a dtype of its own, with `wrap` around the optimiser.
+
+    Parameter by parameter state and seconds add up, and temporaries are the largest. One of a kind is tried for all.
+    `device` is whose kernels run, by default that of the hardware; with "cpu", what lies with the host counts too.
+    """
+    if optimizer is None:
+        return [NOTHING for _ in parameters]
+    device = device or device_type(hardware)
+    tried: dict[Any, StepPrice] = {}
+    found = []
+    for parameter, dtype in zip(parameters, dtypes, strict=True):
+        kind = (_group_number(optimizer, parameter), parameter.shape, parameter.stride(), parameter.dtype, dtype)
+        if kind not in tried:
+            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, wrap, device)
+        found.append(tried[kind])
+    return found
+
+
+def _price_of_one(
+    optimizer: OptimizerLike,
+    parameter: torch.Tensor,
+    dtype: torch.dtype,
+    hardware: Hardware,
+    wrap: Wrap,
+    device: str,
+) -> StepPrice:
+    """One of more than three pieces is tried with two and with three: each further one adds what the third did."""
+    make = _maker(optimizer, [parameter], wrap)
+    pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
+    known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))
+    if pieces <= 3 or known or not is_dense(parameter) or not _goes_in_pieces(make):
+        return _tried(make, [_meta(parameter.shape, parameter.stride(), dtype)], hardware, device)
+    two, three = (
+        _tried(make, [_meta((many * PIECE_ELEMENTS + rest,), (1,), dtype)], hardware, device) for many in (2, 3)
+    )
+    return StepPrice(
+        two.state_bytes + (pieces - 2) * (three.state_bytes - two.state_bytes),
+        three.temporary_bytes,
+        two.seconds + (pieces - 2) * (three.seconds - two.seconds),
+        tuple(a + (pieces - 2) * (b - a) for a, b in zip(two.arrays, three.arrays, strict=True)),
+    )
+
+
+def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
+    made = make([torch.nn.Parameter(torch.zeros(1))])
+    return isinstance(made, Parameterwise) and goes_in_pieces(made.inner)
+
+
+def device_type(hardware: Hardware) -> str:
+    """The kind of torch device that an entry of the hardware table is."""
+    return "cpu" if hardware.name == "cpu" else "cuda"
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _maker(
+    optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wrap: Wrap = lambda inner: inner
+) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
+    """Makes the optimiser over stand-ins for the originals, in their order."""
+
+    def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
+        named = {id(original): each for original, each in zip(originals, stand_ins, strict=True)}
+        return wrap(trial(optimizer, named, stand_ins[0].device))
+
+    return make
+
+
+def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
+
+
+def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
+    """The group of a given instance that the parameter is in; groups may have other options."""
+    if not isinstance(optimizer, optim.Optimizer):
+        return 0
+    for number, group in enumerate(optimizer.param_groups):
+        if any(each is parameter for each in group["params"]):
+            return number
+    raise ValueError(
+        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer given; give it those of it"
+    )
+
+
+def _tried(
+    make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], hardware: Hardware, device: str
+) -> StepPrice:
+    """Bytes by the account; the second step's kernels by their traffic: the first makes the state."""
+    account = optimizer_account(make, parameters, device)
+    traffic = _Traffic(hardware)
+    foreach = device_type(hardware) != "cpu"
+    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=foreach):
+        on_fakes = make(list(fakes_of(parameters, torch.device("cpu")).values()))
+        with traffic:
+            on_fakes.step()
+            traffic.seconds = 0.0
+            on_fakes.step()
+        arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
+    return StepPrice(account.state_bytes, account.step_temporary_bytes, traffic.seconds, arrays)
+
+
+class _Traffic(LiveBytes):  # type: ignore[no-untyped-call]
+    """Adds up the seconds of kernels that read their tensors and write theirs; single numbers cost nothing."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__("cuda", "cpu")  # no kernel of the CPU is run to find its workspace
+        self.hardware = hardware
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        read = list(tensors_in((args, list((kwargs or {}).values()))))
+        written = [
+            tensor
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(value)
+        ]
+        if not func._schema.is_mutable:
+            held = {tensor.untyped_storage() for tensor in read}
+            written = [tensor for tensor in tensors_in(result) if tensor.untyped_storage() not in held]
+        if written and max(tensor.numel() for tensor in written) > 1:
+            dtype = str(written[0].dtype).removeprefix("torch.")
+            self.seconds += op_seconds(0, nbytes([*read, *written]), dtype, self.hardware)
+        return result

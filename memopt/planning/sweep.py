@@ -1,0 +1,97 @@
+"""Solves one step for many budgets, the smallest first, and keeps the best for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from memopt.errors import GIB
+from memopt.planning.captured import Joined
+from memopt.planning.frontier import Frontier, FrontierPoint
+from memopt.planning.on_card import on_card
+from memopt.planning.options import Effort
+from memopt.planning.planner import Request, recipes, smallest, solve_settled, step_peak_bytes
+from memopt.progress import stage
+from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
+
+if TYPE_CHECKING:
+    from memopt.account.account import Account
+    from memopt.planning.plan import Plan
+
+# The budget nearest to the smallest lies this share of the way to the plain peak above it.
+_NEAREST = 1e-3
+
+
+def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
+    """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
+
+    The time of the best effort is shared evenly among them. On a card, all points count what its allocator must hold
+    beyond what it hands out as it is for the smallest budget.
+    """
+    problem = joined.problem
+    with stage("loading the solver"):
+        warm_up()
+    with stage("looking for the smallest budget"):
+        least, dominated_by = smallest(joined, plan.account)
+        account = on_card(joined, joined.smallest.schedule, plan.account)
+    plain = step_peak_bytes(joined, account, simulate(problem, Schedule.save_all(problem)).peak_bytes)
+    by_hand = recipes(joined, account)
+    budgets = {*budgets_between(least, plain, points), *(round(recipe.peak_gb * GIB) for recipe in by_hand)}
+    return Frontier(
+        model=plan.model,
+        hardware=plan.hardware,
+        step_seconds=problem.seconds,
+        plain_gb=plain / GIB,
+        smallest_gb=least / GIB,
+        floor_gb=step_peak_bytes(joined, account, floor_bytes(problem)) / GIB,
+        dominated_by=dominated_by,
+        points=_curve(joined, account, sorted(budget for budget in budgets if least <= budget <= plain), effort),
+        recipes=by_hand,
+        notes=plan.notes,
+        effort=effort,
+        source=plan,
+    )
+
+
+def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
+    """`points` budgets from the smallest to the plain peak: half of them evenly, half ever denser to the smallest,
+    where the curve bends. Fewer where two would be the same."""
+    dense = (points - 1) // 2
+    even = points - dense
+    shares = [number / (even - 1) for number in range(even)]
+    shares += [_NEAREST ** (1 - number / dense) for number in range(dense)]
+    return sorted({smallest_bytes + round(share * (plain_bytes - smallest_bytes)) for share in shares})
+
+
+def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> tuple[FrontierPoint, ...]:
+    """For each budget the fastest schedule that was found for any and fits, and the tightest bound that holds."""
+    solutions = _solutions(joined, account, budgets, effort)
+    peaks = [step_peak_bytes(joined, account, solution.peak_bytes) for solution in solutions]
+    # What no schedule within a larger budget undercuts, none within this does.
+    bounds = list(accumulate((solution.lower_bound_seconds for solution in reversed(solutions)), max))[::-1]
+    seconds = joined.problem.seconds or 1.0
+    points = []
+    for budget, bound in zip(budgets, bounds, strict=True):
+        fitting = [each for each in zip(peaks, solutions, strict=True) if each[0] <= budget]
+        peak, solution = min(fitting, key=lambda each: (each[1].added_seconds, each[0]))
+        most = max(Counter(solution.schedule.evaluations).values())
+        added = solution.added_seconds / seconds
+        points.append(FrontierPoint(budget / GIB, peak / GIB, added, bound / seconds, solution.method, most))
+    return tuple(points)
+
+
+def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> list[Solution]:
+    """Solve in ascending order: no solution is slower than one already found for a smaller budget."""
+    solutions: list[Solution] = []
+    each = replace(effort, limit_seconds=effort.limit_seconds / len(budgets))
+    with stage(f"solving for {len(budgets)} budgets") as tell:
+
+        def further(line: str = "") -> None:
+            tell(f"{len(solutions)} done" + (f"; {line}" if line else ""))
+
+        for budget in budgets:
+            further()
+            solutions.append(solve_settled(joined, Request(account, budget, each, further))[1])
+    return solutions

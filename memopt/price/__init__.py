@@ -1,0 +1,1 @@
+"""What a joint graph costs: an optimisation problem over operators and storages, in bytes and seconds."""

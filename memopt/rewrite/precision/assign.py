@@ -1,0 +1,201 @@
+"""Decides the dtype of each operator: 16 bits in and out wherever kernels sum in fp32, else fp32."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import fx
+
+from memopt.rewrite.precision.op_lists import FP32_OURS, KERNELS_SUM_IN_FP32
+from memopt.rewrite.precision.plan import Choice, PrecisionPlan
+from memopt.rewrite.precision.rules import Rules
+from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
+from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
+
+
+class _State(Enum):
+    """What a value is: a master's own fp32, 16 bits, or fp32 that was decided or that the model asks for."""
+
+    MASTER = 0
+    LOW = 1
+    FULL = 2
+
+
+@dataclass(frozen=True)
+class AssignPrecision:
+    """The decider for an operator graph captured in fp32. It edits nothing: `passes.InsertCasts` applies its plan.
+
+    Listed operators get their dtype by list, norms that of their input. Elementwise ones stay in 16 bits unless a
+    full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
+    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and takes an
+    fp32 one back to what it was before: in a model that was captured in fp32, `.to(input_dtype)` reads `.to(float32)`.
+    Unknown operators get what they were given before.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    author_typed: Collection[str] = frozenset()
+    """Nodes that keep the types that they have."""
+    kept_out: tuple[tuple[str, str], ...] = ()
+    """Nodes that must compute in fp32, with the reason, as `screen` finds them."""
+
+    def __call__(self, graph_module: fx.GraphModule) -> PrecisionPlan:
+        calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+        walk = _Walk(self)
+        for node in calls:
+            walk.visit(node)
+        return PrecisionPlan(self.low, walk.choices)
+
+
+class _Walk:
+    """One walk over the calls, in order."""
+
+    def __init__(self, decider: AssignPrecision) -> None:
+        self.decider = decider
+        self.kept_out = dict(decider.kept_out)
+        self.states: dict[fx.Node, _State] = {}
+        self.given: set[fx.Node] = set()
+        """Parameters and inputs, and what is computed from them."""
+        self.choices: dict[str, Choice] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        operands = [each for each in node.all_input_nodes if _has_floats(each)]
+        if any(each.op == "placeholder" or each in self.given for each in operands):
+            self.given |= {node, *operands}
+        if not _has_floats(node) and not operands:
+            return
+        if node.target is operator.getitem or is_new(node) or op_name(node) == "detach":
+            self.states[node] = self._state(operands[0]) if operands else _State.MASTER
+            return
+        chosen = self._choose(node, operands)
+        if chosen is None:
+            self.states[node] = self._state(operands[0]) if follows_input(node) and operands else _State.MASTER
+            return
+        self.choices[node.name] = chosen
+        self.states[node] = _State.LOW if chosen.dtype == self.decider.low else _State.FULL
+
+    def _choose(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
+        low, name = self.decider.low, op_name(node)
+        if node.name in self.decider.author_typed or not name or not operands:
+            return None
+        if written := [each for each in mutated_arguments(node) if _has_floats(each)]:
+            return self._as(self._state(written[0]), "it writes in place")
+        if node.name in self.kept_out:
+            return Choice(torch.float32, self.kept_out[node.name], wished=True)
+        if is_cast(node):
+            return self._cast(node, operands[0])
+        if (rule := self.decider.rules.choose(node)) is not None:
+            return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
+        if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
+            return Choice(low, "its kernel computes in fp32 inside")
+        if name == "softmax" and self._state(operands[0]) is _State.LOW and _only_multiplied(node):
+            return Choice(low, "its kernel computes in fp32 inside, and a 16-bit product reads it")
+        if node.kwargs.get("dtype") == torch.float32 or (name in FP32_SET_DTYPE and torch.float32 in node.args):
+            return Choice(torch.float32, "the model asks for fp32")
+        if name in LOWER_PRECISION:
+            return Choice(low, "autocast's 16-bit list")
+        if name in FP32 | FP32_SET_DTYPE and not self._small_power(node, operands):
+            return Choice(torch.float32, "autocast's fp32 list")
+        if name in FP32_OURS:
+            return Choice(torch.float32, "sums, or reaches autocast's fp32 list")
+        if follows_input(node):
+            return None
+        return self._pointwise(node, operands) if is_pointwise(node) else None
+
+    def _small_power(self, node: fx.Node, operands: list[fx.Node]) -> bool:
+        """x² and x³ of 16 bits are products; they stay as exact as any."""
+        if op_name(node) != "pow" or len(operands) != 1 or self.decider.low != torch.bfloat16:
+            return False
+        return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
+
+    def _cast(self, node: fx.Node, source: fx.Node) -> Choice | None:
+        if not _has_floats(node) or node.meta["val"].dtype != torch.float32:
+            return None
+        if source.meta["val"].dtype != torch.float32:
+            return None
+        if str(node.target) == "aten.to.dtype_layout":
+            return self._as(self._state(source), "moves between devices")
+        if self._state(source) is _State.FULL and self._before_widening(source) is _State.LOW:
+            return Choice(self.decider.low, "the model casts back")
+        return Choice(torch.float32, "the model casts to fp32")
+
+    def _before_widening(self, node: fx.Node) -> _State:
+        """What a value was that the model has widened, and computed with since: 16 bits if that is not to be seen."""
+        pending, seen = [node], {node}
+        while pending:
+            node = pending.pop(0)
+            if op_name(node) == "softmax":
+                return self._state(node.all_input_nodes[0])
+            if is_cast(node):
+                state = self._state(node.all_input_nodes[0])
+                return _State.LOW if state is _State.LOW else _State.FULL
+            if not (is_pointwise(node) or follows_input(node) or op_name(node) in ("mean", "sum", "var", "rsqrt")):
+                continue
+            fresh = [each for each in node.all_input_nodes if each not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return _State.LOW
+
+    def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
+        size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
+        full_size = [each for each in operands if size is None or _same_shape(each.meta["val"].shape, size)]
+        states = {self._state(each) for each in full_size or operands}
+        if op_name(node) in ("add", "sub") and _only_softmax_reads(node):
+            states -= {_State.FULL}
+        elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
+            return Choice(torch.float32, "the residual stream is summed in fp32")
+        if _State.FULL in states:
+            return Choice(torch.float32, "an operand is fp32")
+        if _State.LOW in states or _State.LOW in {self._state(each) for each in operands}:
+            return Choice(self.decider.low, "elementwise, operands in 16 bits")
+        if _State.FULL in {self._state(each) for each in operands}:
+            return Choice(torch.float32, "an operand is fp32")
+        return None
+
+    def _stream(self, operand: fx.Node) -> bool:
+        """Whether a master's own values are activations, or positions, rather than a bias for each channel."""
+        if self._state(operand) is not _State.MASTER or operand not in self.given:
+            return False
+        return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
+
+    def _as(self, state: _State, reason: str) -> Choice | None:
+        if state is _State.MASTER:
+            return None
+        return Choice(self.decider.low if state is _State.LOW else torch.float32, reason)
+
+    def _state(self, node: fx.Node) -> _State:
+        return self.states.get(node, _State.MASTER)
+
+
+def _only_softmax_reads(node: fx.Node) -> bool:
+    return _all_readers(node, lambda reader: op_name(reader) == "softmax")
+
+
+def _only_multiplied(node: fx.Node) -> bool:
+    """Whether nothing but products of matrices, which round it anyway, reads a value."""
+    return _all_readers(node, lambda reader: op_name(reader) in LOWER_PRECISION)
+
+
+def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+    """Whether all that reads a value, at first hand or by casts, views, sums with a mask or dropout, is `wanted`."""
+    for reader in node.users:
+        passes_on = (
+            is_cast(reader) or follows_input(reader) or op_name(reader) in ("dropout", "add", "masked_fill", "where")
+        )
+        if not wanted(reader) and not (passes_on and _all_readers(reader, wanted)):
+            return False
+    return bool(node.users)
+
+
+def _has_floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+
+
+def _same_shape(one: torch.Size, other: torch.Size) -> bool:
+    return [str(size) for size in one] == [str(size) for size in other]

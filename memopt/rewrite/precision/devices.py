@@ -1,0 +1,71 @@
+"""What "auto" means on a device, present or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+
+from memopt.device.hardware_table import Hardware
+from memopt.rewrite.precision.plan import dtype_name, dtype_of
+from memopt.rewrite.precision.rules import DEFAULT
+
+Policy: TypeAlias = "str | Mapping[str, str]"
+POLICIES = ("fp32", "bf16", "fp16", "search", "auto")
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise TypeError or ValueError for what is no policy: not one of the names, nor rules with known dtypes."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise ValueError(f"precision must be one of {known}, or a dict of rules, not {policy!r}")
+        return
+    if not isinstance(policy, Mapping) or not all(isinstance(each, str) for pair in policy.items() for each in pair):
+        raise TypeError(
+            "precision must be a name, such as 'bf16', or a dict of dtypes by operator, module or node, such as "
+            f"{{'default': 'bf16', 'lm_head': 'fp32'}}, not {policy!r}"
+        )
+    for pattern, name in policy.items():
+        if not (pattern == DEFAULT and name in ("auto", "search")):
+            dtype_of(name)
+
+
+def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
+    """bf16 where the device computes in it, fp16 where it has only that, else fp32.
+
+    A CPU has bf16 if its instructions do (AVX512-BF16 or AMX); `cpu_has_bf16` says so for one that is not this one.
+    """
+    if hardware.name == "cpu":
+        has = _this_cpu_has_bf16() if cpu_has_bf16 is None else cpu_has_bf16
+        return torch.bfloat16 if has else torch.float32
+    known = [dtype for dtype in (torch.bfloat16, torch.float16) if _has(hardware, dtype)]
+    return known[0] if known else torch.float32
+
+
+def searches(policy: Policy) -> bool:
+    """Whether a policy, or the default of a user's rules, is "search"."""
+    return (policy if isinstance(policy, str) else policy.get(DEFAULT)) == "search"
+
+
+def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
+    """The dtype that a policy, or the default of a user's rules, asks for. Raises ValueError if there is none such."""
+    name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
+    if name == "auto":
+        return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)
+    if name == "search":  # asks for 16 bits, also of a CPU that is no faster in them
+        return best_dtype(hardware, cpu_has_bf16=True)
+    dtype = dtype_of(name)
+    if dtype == torch.float16 and not _has(hardware, dtype):
+        raise ValueError(f"precision={name!r}: {hardware.name} does not compute in {dtype_name(dtype)}; use 'auto'")
+    return dtype
+
+
+def _has(hardware: Hardware, dtype: torch.dtype) -> bool:
+    return str(dtype).removeprefix("torch.") in hardware.flops
+
+
+def _this_cpu_has_bf16() -> bool:
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))

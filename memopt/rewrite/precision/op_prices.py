@@ -1,0 +1,166 @@
+"""What an operator costs in a dtype: its time, forward and backward, and what its backward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memopt.compat import new_fake_mode
+from memopt.device.hardware_table import Hardware
+from memopt.device.op_call import OpCall, op_call
+from memopt.device.storages import storage_bytes
+from memopt.device.time_model import node_seconds
+from memopt.rewrite.precision.narrow import tolerated, worth_narrowing
+from passes.graphs.node_facts import backward_nodes, storages, tensors
+from passes.graphs.propagate import propagating
+
+# Parameters and running statistics of these stay in fp32.
+CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
+
+
+class Kept(Enum):
+    """What the backward of an operator reads of one of its operands, or of its result."""
+
+    NOTHING = 0
+    ROUNDED = 1
+    """A copy in bf16 is enough: see `memopt.rewrite.precision.narrow`."""
+    WHOLE = 2
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """Of one call in one dtype."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    operands: tuple[Kept, ...] = ()
+    """As `operands` lists them."""
+    result: Kept = Kept.NOTHING
+    inner_bytes: int = 0
+    """Kept for the backward, and neither operand nor result: statistics of rows, masks, log-probabilities."""
+
+
+@dataclass
+class OpPrices:
+    """Prices calls for a device. Each kind of call is differentiated once, on fakes; nothing runs.
+
+    With `narrows`, fp32 values that the backward may read rounded are priced as such: the joint graph is to go through
+    `memopt.rewrite.precision.narrow`.
+    """
+
+    hardware: Hardware
+    narrows: bool = False
+    _known: dict[Hashable, OpPrice | None] = field(default_factory=dict, repr=False)
+
+    def price(self, node: fx.Node, dtype: torch.dtype, differentiated: Collection[fx.Node]) -> OpPrice | None:
+        """The price with all floating operands in `dtype`, where those that are `differentiated` get gradients. None
+        for what cannot be traced by itself."""
+        try:
+            call = op_call(node)
+        except ValueError:  # a size that depends on data, without bound
+            return None
+        if call is None:
+            return None
+        flags = tuple(each in differentiated for each in operands(node))
+        key = call, dtype, flags
+        if key not in self._known:
+            self._known[key] = self._trace(call, dtype, flags)
+        return self._known[key]
+
+    def _trace(self, call: OpCall, dtype: torch.dtype, differentiated: tuple[bool, ...]) -> OpPrice | None:
+        run = _functional(call.op)
+        with propagating(new_fake_mode()), torch.enable_grad():
+            args, kwargs = call.make_arguments("cpu")
+            leaves = list(tensors([args, *kwargs.values()]))
+            casts = len(leaves) if call.op._schema.name.split("::")[-1] not in CAST_FIRST_ONLY else 1
+            leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
+            for leaf, needs in zip(leaves, differentiated, strict=True):
+                leaf.requires_grad_(needs and leaf.is_floating_point())
+            try:
+                graph, results = _joint(lambda given: _call(run, args, kwargs, iter(given)), leaves)
+                return _read(graph, results, self.hardware, self.narrows)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):  # sizes that depend on data among them
+                return None
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What gives a call its tensors, one entry for each of them, in the order of the arguments."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: found.extend([each] * len(list(tensors(each.meta.get("val"))))))
+    return tuple(found)
+
+
+def _functional(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The operator that gives a new result where this one writes in place."""
+    space, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(packet, op._overloadname, op) if packet is not None else op
+
+
+def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return leaf.to(dtype) if leaf.dtype in (torch.float32, torch.bfloat16, torch.float16) else leaf
+
+
+def _call(run: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Iterator[torch.Tensor]) -> Any:
+    """A call with other tensors in the place of its own, in order."""
+    return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
+
+
+def _with(value: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_with(each, leaves) for each in value]
+    return next(leaves) if isinstance(value, torch.Tensor) else value
+
+
+def _joint(call: Callable[[list[torch.Tensor]], Any], leaves: list[torch.Tensor]) -> tuple[fx.Graph, int]:
+    """Forward and backward of a call as AOTAutograd would trace them, `primals_*`, `tangents_*` → results, gradients;
+    with the number of results."""
+
+    def flowing(result: Any) -> list[torch.Tensor]:
+        return [each for each in tensors(result) if each.requires_grad]
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+        results = call(primals)
+        wanted = [each for each in primals if each.requires_grad]
+        gradients = torch.autograd.grad(flowing(results), wanted, tangents, allow_unused=True) if tangents else ()
+        return [*tensors(results), *(each for each in gradients if each is not None)]
+
+    results = call(leaves)
+    tangents = [torch.empty_like(each) for each in flowing(results)]
+    return make_fx(joint)(leaves, tangents).graph, len(list(tensors(results)))
+
+
+def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> OpPrice:
+    backward = backward_nodes(graph)
+    primals = [node for node in graph.find_nodes(op="placeholder") if node not in backward]
+    returned: Any = graph.output_node().args[0]
+    seconds = {node: node_seconds(node, hardware) for node in graph.nodes if node.op == "call_function"}
+    kept: dict[Hashable, tuple[Kept, int]] = {}
+    for node in graph.nodes:
+        if node in backward or node.op == "output" or not any(user in backward for user in node.users):
+            continue
+        rounded = narrows and worth_narrowing(node) and tolerated(node, backward)
+        for storage, tensor in zip(storages(node), tensors(node.meta.get("val")), strict=False):
+            before = kept.get(storage, (Kept.NOTHING, 0))[0]
+            here = Kept.ROUNDED if rounded and before is not Kept.WHOLE else Kept.WHOLE
+            kept[storage] = here, storage_bytes(tensor)
+
+    def of(node: fx.Node | None) -> Kept:
+        found = [kept.pop(storage, (Kept.NOTHING, 0))[0] for storage in (storages(node) if node is not None else ())]
+        return max(found, key=lambda each: each.value, default=Kept.NOTHING)
+
+    operands = tuple(map(of, primals))
+    result = max(map(of, returned[:results]), key=lambda each: each.value, default=Kept.NOTHING)
+    return OpPrice(
+        forward_seconds=sum(each for node, each in seconds.items() if node not in backward),
+        backward_seconds=sum(each for node, each in seconds.items() if node in backward),
+        operands=operands,
+        result=result,
+        inner_bytes=sum(nbytes // (2 if how is Kept.ROUNDED else 1) for how, nbytes in kept.values()),
+    )

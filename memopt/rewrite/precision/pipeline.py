@@ -1,0 +1,102 @@
+"""From a policy to what is done to the operator graphs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
+from memopt.device.hardware_table import Hardware
+from memopt.rewrite.precision.assign import AssignPrecision
+from memopt.rewrite.precision.devices import Policy, low_dtype, searches
+from memopt.rewrite.precision.narrow import narrowing
+from memopt.rewrite.precision.op_prices import OpPrices
+from memopt.rewrite.precision.plan import PrecisionPlan
+from memopt.rewrite.precision.rules import Rules
+from memopt.rewrite.precision.screen import KeptOut
+from memopt.rewrite.precision.screenings import Screenings
+from memopt.rewrite.precision.search import SearchPrecision
+from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
+
+LABEL = "precision"
+
+
+def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
+    """What gives a model's operator graphs their precision on a device; nothing for fp32.
+
+    Raises ValueError for unknown names, and for fp16 on a device without it.
+    """
+    low = low_dtype(policy, hardware)
+    planned_for = "cpu" if hardware.name == "cpu" else "cuda"
+    rules = Rules() if isinstance(policy, str) else Rules.of(policy)
+    if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
+        return Rewriting(planned_for=planned_for)
+    screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
+    prices = OpPrices(hardware, narrows=low == torch.bfloat16) if searches(policy) else None
+    decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings, prices=prices)
+    joint = narrowing if low == torch.bfloat16 else None
+    return Rewriting((decide,), joint, low, planned_for, replaces_autocast=policy != "auto")
+
+
+@dataclass(frozen=True)
+class DecidePrecision:
+    """Decides the dtype of each operator of a region, and names the passes that apply it.
+
+    What the graph returns keeps the dtype that it is computed in, as under autocast.
+    """
+
+    low: torch.dtype
+    rules: Rules = field(default_factory=Rules)
+    kept_out: tuple[tuple[str, str], ...] = ()
+    yields: bool = False
+    """Leaves a region alone that is captured under the caller's own autocast."""
+    screenings: Screenings | None = field(default=None, compare=False, repr=False)
+    """What sample batches have shown of fp16; None where nothing is to be in fp16."""
+    prices: OpPrices | None = field(default=None, compare=False, repr=False)
+    """What dtypes are searched by; None for the default choices."""
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        if self.left_to_autocast:
+            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: types are left to it",))
+        plan = self.plan(graph)
+        passes = InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode()
+        calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+        notes, unmatched = (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
+        return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
+
+    @property
+    def left_to_autocast(self) -> bool:
+        """Whether it decides nothing now, under the caller's own autocast."""
+        return self.yields and autocast_is_on()
+
+    def plan(self, graph: OperatorGraph) -> PrecisionPlan:
+        """The dtype of each operator, with the reason."""
+
+        def decide(kept_out: KeptOut) -> PrecisionPlan:
+            default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))
+            return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
+
+        if self.screenings is None:
+            return decide(())
+
+        plan, note = self.screenings.decide(graph, decide)
+        return replace(plan, notes=(*plan.notes, note))
+
+
+def _notes(plan: PrecisionPlan) -> tuple[str, ...]:
+    scaled = "; its gradients need a loss scale: train with memopt.TrainStep, or a torch.amp.GradScaler"
+    return (f"precision: {plan.summary()}" + (scaled if plan.low == torch.float16 else ""),)
+
+
+def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
+    """Raise ValueError for a rule of the user's that says nothing of any region of the model."""
+    nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
+    for rule in sorted(nothing):
+        raise ValueError(
+            f"the precision rule {rule!r} matches no operator, module or node of {type(model).__name__}; write a "
+            "module as in model.named_modules(), an operator as in plan.diff('precision'), or remove the rule"
+        )

@@ -1,0 +1,221 @@
+"""Which operators leave fp16's range on a sample batch, and stay in fp32 therefore."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from memopt.compat import plain_tensors
+from memopt.rewrite.precision.plan import PrecisionPlan
+from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
+
+LARGEST = 65504.0
+"""fp16 ends here."""
+HEADROOM = 2.0
+"""Values above half of fp16's range stay out: another batch may have larger ones."""
+ROUNDED_TO_ZERO = 2.0**-25
+"""Half of fp16's smallest number, 2^-24: what is no larger becomes zero."""
+UNIT = 2.0**-11
+"""fp16's rounding: what is smaller than this part of its neighbours is lost beside them in any sum."""
+LOST_SHARE = 0.01
+"""An operator stays out where more of its nonzero values would be lost."""
+_BLOCK = {"cpu": 2**15}
+_BLOCK_ELSEWHERE = 2**22
+# Where the mask is among the arguments of scaled_dot_product_attention.
+_MASK = 3
+
+KeptOut: TypeAlias = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a value was on the sample: the least and the largest of its finite elements, and the share of its nonzero
+    elements that fp16 loses although it keeps others like them: they become zero, and are no smaller than rounding
+    beside the largest of their row (the last dimension)."""
+
+    low: float = 0.0
+    high: float = 0.0
+    lost: float = 0.0
+    inside: float = 0.0
+    """A bound on what the kernel computes on the way: attention's scores, by the lengths of queries and keys."""
+
+    def joined(self, other: Range) -> Range:
+        """The range of both: of several tensors, or of several runs."""
+        return Range(
+            min(self.low, other.low),
+            max(self.high, other.high),
+            max(self.lost, other.lost),
+            max(self.inside, other.inside),
+        )
+
+
+Ranges: TypeAlias = Mapping[str, Range]
+"""By name of a node."""
+
+
+class Screening(fx.Interpreter):
+    """Runs an operator graph on real values as it is, and notes the range of every value.
+
+    Without gradients, and each value is freed after its last use. What a graph writes to its inputs, it writes.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.ranges: dict[str, Range] = {}
+
+    def run_all(self, inputs: Sequence[Any]) -> Any:
+        """The graph's results."""
+        with plain_tensors(), torch.no_grad():
+            return self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        score = 0.0
+        if op_name(n) == "scaled_dot_product_attention":
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            score = _largest_score(args[0], args[1], kwargs.get("scale"))
+        result = super().run_node(n)
+        source = n.all_input_nodes[0] if is_view(n) else None
+        if n.op == "output":
+            return result
+        if source is not None and source.name in self.ranges and _as_many(n, source):
+            self.ranges[n.name] = self.ranges[source.name]
+            return result
+        for tensor in _floats(result):
+            found = replace(range_of(tensor), inside=score)
+            self.ranges[n.name] = found.joined(self.ranges[n.name]) if n.name in self.ranges else found
+        return result
+
+
+def _as_many(view: fx.Node, source: fx.Node) -> bool:
+    """Whether a view shows all elements of what it is a view of."""
+    sizes = [each.meta["val"].numel() for each in (view, source) if isinstance(each.meta.get("val"), torch.Tensor)]
+    return len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def range_of(tensor: torch.Tensor) -> Range:
+    """The range of a tensor's elements, looked at in blocks: no copy as large as a large tensor is made."""
+    low = high = 0.0
+    lost = 0
+    for block in _blocks(tensor.detach()):
+        least, most, largest = _rows(block)
+        if not bool(torch.isfinite(largest).all()):
+            block = torch.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
+            least, most, largest = _rows(block)
+        low, high = min(low, float(least.min())), max(high, float(most.max()))
+        # In rows with anything larger, what becomes zero is below their rounding.
+        small = (largest > 0) & (largest < ROUNDED_TO_ZERO / UNIT)
+        if bool(small.any()):
+            size = block[small].abs()
+            beside = largest[small] * UNIT if size.dim() < 2 else largest[small].unsqueeze(-1) * UNIT
+            lost += int(((size > beside) & (size <= ROUNDED_TO_ZERO)).sum())
+    return Range(low, high, lost / int(torch.count_nonzero(tensor)) if lost else 0.0)
+
+
+def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row the least element, the most, and the largest size; a single number is a row."""
+    least, most = torch.aminmax(block, dim=-1) if block.dim() else (block, block)
+    return least, most, torch.maximum(most, -least)
+
+
+def looking_bytes(device_type: str) -> int:
+    """What looking at a value's range takes: copies of a block, masks of it, and its rows, which may be as many."""
+    return 24 * _BLOCK.get(device_type, _BLOCK_ELSEWHERE)
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in parts of a few elements, its rows whole."""
+    if tensor.numel() == 0:
+        return
+    sizes, largest = tensor.shape[:-1], _BLOCK.get(tensor.device.type, _BLOCK_ELSEWHERE)
+    if tensor.numel() <= largest or not sizes or max(sizes) == 1:
+        yield tensor
+        return
+    widest = max(range(len(sizes)), key=lambda dim: sizes[dim])
+    parts = min(sizes[widest], math.ceil(tensor.numel() / largest))
+    for part in tensor.chunk(parts, widest):
+        yield from _blocks(part)
+
+
+def _largest_score(query: torch.Tensor, key: torch.Tensor, scale: float | None) -> float:
+    """No score is larger than the longest query times the longest key."""
+    if not query.numel() or not key.numel():
+        return 0.0
+    longest = [float(each.detach().norm(dim=-1).max()) for each in (query, key)]
+    return math.prod(longest) * (1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+
+
+def _floats(value: Any) -> Iterator[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return (each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point())
+
+
+def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:
+    """The operators that must not compute in fp16, with the reason.
+
+    `decide` gives the plan with some operators kept out already: their readers may then be in fp32 by themselves, so
+    that it is asked until nothing in fp16 leaves its range.
+    """
+    kept: dict[str, str] = {}
+    while True:
+        choices = decide(tuple(kept.items())).choices
+        low = [node for node in module.graph.nodes if node.name in choices]
+        low = [node for node in low if choices[node.name].dtype == torch.float16]
+        # What it makes goes before what it reads: a reader may need no reason of its own.
+        for reason_of in (_because_of_results, _because_of_operands):
+            found = {_origin(node): reason for node in low if (reason := reason_of(node, ranges))}
+            new = {name: reason for name, reason in found.items() if name not in kept}
+            if new:
+                kept.update(new)
+                break
+        else:
+            return tuple(kept.items())
+
+
+def _because_of_results(node: fx.Node, ranges: Ranges) -> str:
+    """Why a node's results need fp32; empty if they do not."""
+    found = ranges.get(node.name, Range())
+    largest = max(found.high, 0.0 if _masks(node) else -found.low)
+    if largest > LARGEST / HEADROOM:
+        return f"reached {largest:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+    if found.inside > LARGEST / HEADROOM:
+        return f"its scores may reach {found.inside:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+    if found.lost > LOST_SHARE:
+        return f"{found.lost:.0%} of its nonzero values on the sample batch are too small for fp16"
+    return ""
+
+
+def _because_of_operands(node: fx.Node, ranges: Ranges) -> str:
+    """Why what a node reads must not be cast to fp16; empty if it may be."""
+    mask = node.args[_MASK] if op_name(node) == "scaled_dot_product_attention" and len(node.args) > _MASK else None
+    for operand in node.all_input_nodes:
+        found = ranges.get(operand.name, Range())
+        masked = operand is mask or op_name(node) == "softmax" or _masks(operand)
+        largest = max(found.high, 0.0 if masked else -found.low)
+        if largest > LARGEST / HEADROOM:
+            return f"reads {operand.name}, which reached {largest:.3g} on the sample batch, fp16 ends at {LARGEST:.0f}"
+        if found.lost > LOST_SHARE:
+            return f"reads {operand.name}: {found.lost:.0%} of its nonzero values are too small for fp16"
+    return ""
+
+
+def _masks(node: fx.Node) -> bool:
+    """Whether nothing but softmax reads a value: its very negative elements are masks, which give zeros in any type."""
+    for reader in node.users:
+        passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in ("add", "masked_fill", "where")
+        if op_name(reader) != "softmax" and not (passes_on and _masks(reader)):
+            return False
+    return bool(node.users)
+
+
+def _origin(node: fx.Node) -> str:
+    """The name of the node that decides the type: of what is written in place, the one that made it."""
+    while written := mutated_arguments(node):
+        node = written[0]
+        while follows_input(node) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+    return node.name

@@ -1,0 +1,1 @@
+"""Text, tables and pictures of figures that are given to them."""

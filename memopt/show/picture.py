@@ -1,0 +1,174 @@
+"""A frontier as a picture: peak against added time, the bound below the curve, the recipes beside it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.planning.planner import Recipe
+from memopt.show.labels import Label, place
+from memopt.show.table import sizes, unit_of
+from memopt.units import duration
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from memopt.planning.frontier import Frontier
+
+KINDS = (".svg", ".png", ".pdf")
+_CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
+_FONT = 9.0
+_SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
+# Between the centres of two dots.
+_TOUCH_PIXELS = 16.0
+
+
+def draw(frontier: Frontier, path: Path) -> None:
+    """Write the picture. Raises `ValueError` for another kind of file, `ModuleNotFoundError` without matplotlib."""
+    if path.suffix.lower() not in KINDS:
+        raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
+    figure_of(frontier).savefig(path)
+
+
+def as_svg(frontier: Frontier) -> str | None:
+    """The picture as SVG; None where matplotlib is not there."""
+    page = io.StringIO()
+    try:
+        figure_of(frontier).savefig(page, format="svg")
+    except ModuleNotFoundError:
+        return None
+    return page.getvalue()
+
+
+def figure_of(frontier: Frontier) -> Figure:
+    """The picture as a matplotlib figure, outside of pyplot's global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "pictures are drawn with matplotlib, which is not installed; pip install 'memopt[picture]'", name=error.name
+        ) from error
+
+    figure = Figure(figsize=(8.0, 5.0), dpi=160)
+    FigureCanvasAgg(figure)  # what measures the labels
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
+    unit, scale = unit_of(frontier)
+    _frame(figure, axes, frontier, unit, scale)
+    _ends(axes, frontier, scale)
+    curve = _curve(axes, frontier, scale)
+    labels = [Label("memopt", *curve[len(curve) // 3], _CURVE, bold=True), *_recipes(axes, frontier, scale)]
+    dots = [_spot(recipe, scale) for recipe in frontier.recipes]
+    place(figure, axes, [*_bound(figure, axes, frontier, scale), *labels], curve, dots, _FONT)
+    return figure
+
+
+def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: float) -> None:
+    """Titles, axes with units, and their ranges."""
+    step = duration(frontier.step_seconds)
+    figure.text(0.085, 0.945, f"{frontier.model} on {frontier.hardware}", fontsize=13, fontweight="bold")
+    figure.text(0.085, 0.9, f"what less memory costs a training step of {step}", fontsize=10, color=_QUIET)
+    axes.set_xlabel(f"peak memory of the training step, {unit}", fontsize=10)
+    axes.set_ylabel("added time, % of the step", fontsize=10)
+    peaks = [*(recipe.peak_gb for recipe in frontier.recipes), frontier.plain_gb, frontier.smallest_gb]
+    times = [*(recipe.added_time for recipe in frontier.recipes), frontier.points[0].added_time]
+    margin = 0.03 * ((max(peaks) - min(peaks)) or 0.1 * max(peaks))
+    axes.set_xlim((min(peaks) - margin) * scale, (max(peaks) + margin) * scale)
+    axes.set_ylim(0.0, 112 * max(times) or 1.0)
+    axes.ticklabel_format(useOffset=False, style="plain")
+    axes.tick_params(length=3, color=_QUIET, labelsize=_FONT)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_QUIET)
+
+
+def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
+    """The smallest and the plain peak: a vertical line each, named above the frame."""
+    for gb, name, align in (
+        (frontier.smallest_gb, "smallest", "left"),
+        (frontier.plain_gb, "nothing recomputed", "right"),
+    ):
+        axes.axvline(gb * scale, color=_QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.text(
+            gb * scale,
+            1.015,
+            f"{name}: {sizes(frontier)(gb)}",
+            transform=axes.get_xaxis_transform(),
+            horizontalalignment=align,
+            verticalalignment="bottom",
+            fontsize=_FONT,
+            color=_QUIET,
+        )
+
+
+def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
+    points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4)
+    return points
+
+
+def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
+    """Shade where no schedule is, and say so inside where there is room; else that is left to a label."""
+    x = [point.budget_gb * scale for point in frontier.points]
+    y = [100 * point.bound for point in frontier.points]
+    axes.fill_between(x, y, color=_SHADE, linewidth=0, zorder=1)
+    axes.plot(x, y, color="#b5b5b5", linewidth=0.8, zorder=2)
+    text = axes.text(0, 0, "no schedule can be here", fontsize=_FONT, color=_QUIET, verticalalignment="center")
+    renderer: Any = figure.canvas
+    box = text.get_window_extent(renderer.get_renderer()).transformed(axes.transData.inverted())
+    left = x[0] + 0.02 * (x[-1] - x[0])
+    above = [height for place, height in zip(x, y, strict=True) if place <= left + box.width]
+    if above[-1] > 1.5 * box.height:
+        text.set_position((left, above[-1] / 2))
+        return []
+    text.remove()
+    return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], _QUIET)]
+
+
+def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
+    """A dot for each recipe that recomputes anything; those whose dots touch share a label."""
+    together: list[list[Recipe]] = []
+    for recipe in sorted(frontier.recipes, key=lambda each: each.peak_gb):
+        if recipe.added_time > 0:
+            axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
+            touched = (group for group in together if any(_touch(axes, recipe, each, scale) for each in group))
+            group = next(touched, None)
+            if group is None:
+                together.append([recipe])
+            else:
+                group.append(recipe)
+    labels = [Label(named(group), *_spot(group[-1], scale), _RECIPE) for group in together]
+    numbered = [label for label in labels if label.text[0].isdigit()]
+    if numbered:
+        last = max(numbered, key=lambda label: label.x)
+        labels.append(replace(last, text="checkpoints every k blocks, k = 1, 2, …"))
+    return labels
+
+
+def named(recipes: Iterable[Recipe]) -> str:
+    """Several recipes in few words, "per block" and "every k blocks" by their k alone: "1, 2, √L"."""
+    names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
+    numbers = [name.split()[1] if _is_every(name) else name for name in names]
+    return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))
+
+
+def _is_every(name: str) -> bool:
+    return name.startswith("every ") and name.endswith(" blocks")
+
+
+def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
+    return recipe.peak_gb * scale, 100 * recipe.added_time
+
+
+def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
+    return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

@@ -1,0 +1,43 @@
+"""What is done to the gradients of all optimisers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from memopt.train.optimizers import Optimizers, parameters_of
+
+
+def with_gradients(optimizers: Optimizers) -> Optimizers:
+    """The optimisers that have something to do. Raises `ValueError` if none has, or for sparse gradients."""
+    for parameter in parameters_of(optimizers):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and torch has no norm of "
+                "such; build its module with sparse=False"
+            )
+    found = tuple(each for each in optimizers if any(p.grad is not None for p in parameters_of([each])))
+    if not found:
+        raise ValueError("no parameter of the optimizers got a gradient; the loss must depend on at least one of them")
+    return found
+
+
+def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all gradients by a 0-dimensional factor, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
+
+
+def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
+    """Clip the norm of all gradients together to `limit`, in place; returns the norm before that."""
+    if limit is None:
+        return get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return clip_grad_norm_(parameters, limit)
+
+
+def clear(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,86 @@
+"""The loss of a batch, from a plain or an optimised model, checked before anything is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.dynamo import loss_call
+from memopt.capture.inputs import as_call
+from memopt.run.planned_call import planned_call_of
+from memopt.train.ranks import is_parallel, unwrapped
+
+LossFunction = Callable[..., Any]
+
+
+def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The mean loss of `batch`, a scalar with its graph.
+
+    With a loss function, the model's own if it was optimised with one, else `loss_fn`, the batch is the pair
+    `(inputs, targets)`; without, it is what the model takes, and the model returns the loss.
+
+    Raises:
+        TypeError: the batch is no pair, or there is no loss in what was returned.
+        ValueError: the loss is no scalar or has no gradient; loss functions contradict each other; the model is
+            optimised and in eval mode, where it would run plain, beyond its budget.
+    """
+    planned = planned_call_of(unwrapped(model))
+    if planned is not None and not planned.model.training:
+        raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
+    if planned is not None and planned.with_loss is not None:
+        _check_single_loss_function(model, loss_fn, planned.options.loss_fn)
+        args, _ = as_call(batch, with_targets=True)
+        return scalar_loss(planned.loss(*args))
+    args, kwargs = as_call(batch, with_targets=loss_fn is not None)
+    if loss_fn is not None and isinstance(args[0], Mapping):
+        args = (dict(args[0]), args[1])
+    return scalar_loss(loss_call(model, loss_fn)(*args, **kwargs))
+
+
+def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
+    """Whether a batch of this model is a pair `(inputs, targets)`."""
+    planned = planned_call_of(unwrapped(model))
+    return loss_fn is not None or (planned is not None and planned.with_loss is not None)
+
+
+def scalar_loss(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: itself, its `.loss`, its "loss", or the first of a tuple; 0-dimensional."""
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, (tuple, list)):
+        loss = output[0] if output else None
+    elif not isinstance(output, torch.Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"there is no loss in the {type(output).__name__} that the model returned; have it return the loss or an "
+            "object with .loss (Hugging Face's do when the batch has labels), or give a loss_fn"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss must be a scalar, but its shape is {tuple(loss.shape)}; take its mean, or give a loss_fn if "
+            "this is the model's prediction"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient; call the step outside of torch.no_grad(), with parameters that require "
+            "gradients, and do not detach the loss"
+        )
+    return loss.reshape(())
+
+
+def _check_single_loss_function(model: nn.Module, given: LossFunction | None, own: LossFunction | None) -> None:
+    if given is not None and given is not own:
+        raise ValueError(
+            f"this TrainStep has the loss_fn {given!r}, but its model was optimised with {own!r}; leave the loss_fn "
+            "of the TrainStep out"
+        )
+    if is_parallel(model):
+        raise ValueError(
+            "a model optimised with a loss_fn computes its loss without DistributedDataParallel, so gradients would "
+            "stay apart; wrap a module that returns its loss, and optimise that"
+        )

@@ -1,0 +1,105 @@
+"""Optimisers and schedulers as the user gives them, checked once."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from memopt.optimizers import OPTIMIZER_IN_BACKWARD, OptimizerInBackward
+from memopt.optimizers.parameterwise import Parameterwise
+from memopt.run.planned_call import planned_call_of
+from memopt.train.ranks import unwrapped
+
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
+
+def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
+    """One optimiser or several, over parameters of `model` (or of a `loss_fn` that is a module), each in one only.
+
+    Raises `TypeError`, `ValueError`.
+    """
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not optimizers:
+        raise ValueError("the list of optimizers is empty; give at least one")
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, not {each!r}")
+        if isinstance(each, torch.optim.LBFGS):
+            raise ValueError("LBFGS evaluates the loss several times a step, which TrainStep does not; use another")
+        if isinstance(each, OptimizerInBackward):
+            raise ValueError(
+                "OptimizerInBackward steps within the backward, before TrainStep could clip or skip: train in a loop "
+                "of your own (loss.backward(), optimizer.step()), or leave it out"
+            )
+    known = {id(parameter) for parameter in model.parameters()}
+    known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
+    parameters = parameters_of(optimizers)
+    foreign = [each for each in parameters if id(each) not in known]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} of the {len(parameters)} parameters of the optimizers are not {type(model).__name__}'s, "
+            f"the first of shape {tuple(foreign[0].shape)}; build the optimizer from model.parameters(), after all "
+            "that replaces them"
+        )
+    if len({id(each) for each in parameters}) < len(parameters):
+        raise ValueError("a parameter is in two optimizers, which would both step it; give each parameter to one")
+    if any(each.requires_grad and each.dtype is torch.float16 for each in parameters):
+        raise ValueError(
+            "a parameter is in float16, where its updates vanish and gradients cannot be unscaled; keep parameters in "
+            "float32 (model.float()) and run the forward in fp16"
+        )
+    return optimizers
+
+
+def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
+    """None, one learning rate scheduler, or several, each of one of `optimizers`. Raises `TypeError`, `ValueError`."""
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
+    for each in schedulers:
+        if isinstance(each, ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau steps on a metric, not on steps; call its step(metric) yourself")
+        if not all(callable(getattr(each, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+            raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler or a list of them, not {each!r}")
+        if getattr(each, "optimizer", optimizers[0]) not in optimizers:
+            raise ValueError(f"the {type(each).__name__} is of another optimizer than those given; give that too")
+    return schedulers
+
+
+def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """All parameters, in the order of the optimisers and their groups; added groups are seen."""
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+
+
+def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Raise `ValueError` where a plan counts on proposals that are not around the optimisers."""
+    planned = planned_call_of(unwrapped(model))
+    pulled = planned.pulled.names if planned is not None else ()
+    if OPTIMIZER_IN_BACKWARD in pulled:
+        raise ValueError(
+            f"the plan of this {type(unwrapped(model)).__name__} counts on {OPTIMIZER_IN_BACKWARD}, and TrainStep "
+            "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "
+            "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave it out of allow"
+        )
+    if pulled and not all(isinstance(each, Parameterwise) for each in optimizers):
+        raise ValueError(
+            f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(pulled)}: give TrainStep "
+            "memopt.wrap_optimizer(model, optimizer)"
+        )
+
+
+def norm_limit(value: Any) -> float | None:
+    """`max_grad_norm`, checked; None for no clipping. Raises `TypeError`, `ValueError`."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"max_grad_norm must be a positive number, or None for no clipping, not {value!r}")
+    if math.isnan(value) or value <= 0:
+        raise ValueError(f"max_grad_norm must be positive, or None for no clipping, not {value!r}")
+    return float(value)

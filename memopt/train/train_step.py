@@ -1,0 +1,213 @@
+"""One training step, from a batch to the optimisers' step, in the order that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import BudgetError
+from memopt.microbatch import as_microbatches
+from memopt.planning.options import positive_int
+from memopt.train import gradients
+from memopt.train.effective_batch import EffectiveBatch, as_count
+from memopt.train.follow_up import FollowUp, Outcome
+from memopt.train.loss import batch_loss, has_loss_function
+from memopt.train.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
+from memopt.train.ranks import gradients_kept_here, is_parallel
+from memopt.train.scaling import Scaling, check_autocast, check_scaler, scaler_for
+from memopt.train.splitting import Splitting
+from memopt.train.step_result import StepResult
+from memopt.train.step_state import StateDict, restore, state_of
+from memopt.train.token_count import Count, count_of
+
+
+class TrainStep:
+    """`step(batch)` trains a plain or an optimised model on a batch: loss, backward, unscaling, clipping, optimisers,
+    scale and schedulers.
+
+    Args:
+        model: returns its mean loss, or an object or a tuple with it, for a batch (a dict is keywords, a tuple
+            positional); or was optimised with a loss function, or is given a `loss_fn`: then a batch is the pair
+            `(inputs, targets)`. `DistributedDataParallel` around it exchanges gradients once an effective batch.
+        optimizer: one or several; all of them step, or none.
+        max_grad_norm: what the norm of all gradients together is clipped to; None does not clip.
+        scheduler: one or several learning rate schedulers, stepped after each step of the optimisers.
+        accumulate: how many calls make one effective batch.
+        scaler: a `torch.amp.GradScaler`. None: one where the forward is in fp16, else no scaling.
+        loss_fn: for a plain model, `loss_fn(output, targets)`.
+        microbatches: how many equal pieces each batch is trained in, one after the other. None: 1, or, for a model
+            that was optimised with the lever "microbatch", as few as fit its budget where one does not.
+        count: how many terms the mean loss of a batch has, an int or a tensor: what batches weigh in an effective
+            batch. None: see `token_count.count_of`.
+        autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
+
+    A batch may also be a list or an iterator of microbatches, of any sizes. However the tokens are spread over
+    microbatches, calls and ranks, the gradient is that of the mean over all tokens. Batch statistics (BatchNorm) and
+    losses that compare samples of a batch (contrastive ones) are those of each microbatch.
+
+    A loss or gradient that is not finite changes nothing but the scale, and `result.skipped` says so; the first time
+    that it cannot be the scale's fault it is warned of. Results wait for the device only when asked. Where all
+    optimisers are fused on CUDA, so do the schedulers: they step in the next call, or in `settle`.
+
+    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later (out of memory) leaves
+    gradients as they were; if it had already added to those of earlier calls, it leaves none, and the
+    effective batch begins anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        max_grad_norm: float | None = 1.0,
+        scheduler: Any = None,
+        accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        microbatches: int | None = None,
+        count: Count | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        _check_functions(model, loss_fn=loss_fn, count=count)
+        check_scaler(scaler)
+        check_autocast(autocast, model)
+        self.model, self.loss_fn, self.count, self.autocast = model, loss_fn, count, autocast
+        self.optimizers = as_optimizers(optimizer, model, loss_fn)
+        check_proposals(self.optimizers, model)
+        self.schedulers = as_schedulers(scheduler, self.optimizers)
+        self.max_grad_norm = norm_limit(max_grad_norm)
+        self.accumulate = positive_int("accumulate", accumulate)
+        self.splitting = Splitting(model, None if microbatches is None else positive_int("microbatches", microbatches))
+        self.device = self.parameters[0].device
+        self.scaling = Scaling(scaler or scaler_for(model, autocast), self.device)
+        self.follow_up = FollowUp(self.schedulers, self.scaling.adapts)
+        self.effective_batch = EffectiveBatch.empty(self.device)
+        self.number = 0
+        """How many effective batches are complete, stepped or skipped."""
+        self._touched = False
+
+    def __call__(self, batch: Any) -> StepResult:
+        pieces = self.splitting.pieces(batch)
+        while True:
+            try:
+                return self._call(as_microbatches(batch, pieces))
+            except BudgetError as refused:  # nothing has run
+                pieces = self.splitting.more(batch, refused)
+
+    def _call(self, microbatches: Sequence[Any]) -> StepResult:
+        counts = self._counts(microbatches)
+        with self._undone_on_error():
+            self._backward(microbatches, counts)
+            if self.effective_batch.calls < self.accumulate:
+                return StepResult(self.effective_batch.mean_loss, self.scaling.current(self.device))
+            outcome, result = self._finish()
+        self.follow_up.of(outcome)
+        return result
+
+    def _backward(self, microbatches: Sequence[Any], counts: Sequence[torch.Tensor]) -> None:
+        """Add the gradients of this call's microbatches, each weighted by its count."""
+        batch = self.effective_batch.expecting(counts, self.accumulate, self.model)
+        for number, (microbatch, count) in enumerate(zip(microbatches, counts, strict=True), start=1):
+            last = number == len(microbatches) and batch.calls == self.accumulate
+            with nullcontext() if last else gradients_kept_here(self.model):
+                loss = batch.weighted(self._loss(microbatch), count)
+                self._touched = True
+                self.scaling.scale(loss).backward()  # type: ignore[no-untyped-call]
+            batch = batch.plus(loss, count)
+        self.effective_batch = batch
+
+    def _finish(self) -> tuple[Outcome, StepResult]:
+        """The effective batch is complete: let the optimisers step, if all is finite."""
+        self.follow_up.settle()
+        batch = self.effective_batch.over_ranks(self.model)
+        optimizers = gradients.with_gradients(self.optimizers)
+        scale = self.scaling.current(self.device)
+        skipped = self.scaling.unscale(optimizers, torch.isfinite(batch.mean_loss))
+        if self.accumulate > 1:  # in one call the reference is right
+            gradients.multiply(self.parameters, batch.correction)
+        norm = gradients.clip(self.parameters, self.max_grad_norm)
+        verdict = self.scaling.step(optimizers, skipped)
+        self.scaling.update()
+        self._clear()
+        self.number += 1
+        return Outcome(self.number, batch.mean_loss, verdict), StepResult(batch.mean_loss, scale, norm, verdict)
+
+    def settle(self) -> None:
+        """Step the schedulers for the latest effective batch, if its optimisers stepped and this is still to do."""
+        self.follow_up.settle()
+
+    def state_dict(self) -> StateDict:
+        """The state between two calls, also within an effective batch: with it and the model's own state dict a run
+        goes on bitwise as if it had never stopped.
+
+        Holds optimisers, schedulers, scaler, gradients so far, number of steps, and the states of Python's, numpy's and
+        torch's generators. It is read by `torch.load(weights_only=True)`; tensors are the live ones, so save or copy
+        them before the next call. Under DDP each rank has its own.
+        """
+        self.settle()
+        return state_of(self)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Go on from `state`; call it last, after the model's `load_state_dict`, as it sets the generators.
+
+        Raises `ValueError`, before anything is changed, where this TrainStep was not built as the one of `state`.
+        """
+        restore(self, state)
+        self.follow_up.forget()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of all optimisers."""
+        return parameters_of(self.optimizers)
+
+    def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
+        """What each microbatch weighs; one that is all there is weighs 1, uncounted."""
+        if len(microbatches) == self.accumulate == 1 and not is_parallel(self.model):
+            return [as_count(1, self.effective_batch)]
+        pairs = has_loss_function(self.model, self.loss_fn)
+        counts = [count_of(each, self.model, self.count, with_targets=pairs) for each in microbatches]
+        return [as_count(each, self.effective_batch) for each in counts]
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        self.scaling.check_ambient_autocast(self.device)
+        if self.autocast is None:
+            return batch_loss(self.model, batch, self.loss_fn).to(self.device)
+        check_autocast(self.autocast, self.model)
+        with torch.autocast(self.device.type, dtype=self.autocast):
+            return batch_loss(self.model, batch, self.loss_fn).to(self.device)
+
+    def _clear(self) -> None:
+        gradients.clear(self.parameters)
+        self.effective_batch = EffectiveBatch.empty(self.device)
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """A call that fails leaves gradients as they were, or, where it has added to those of earlier calls, none."""
+        earlier, first = self.effective_batch, self.effective_batch.calls == 0
+        held = [(parameter, parameter.grad) for parameter in self.parameters]
+        self._touched = False
+        if first:
+            gradients.clear(self.parameters)
+        try:
+            yield
+        except BaseException:
+            self.scaling.forget()
+            if self._touched:
+                self._clear()
+            if first or not self._touched:
+                self.effective_batch = earlier
+                for parameter, gradient in held:
+                    parameter.grad = gradient
+            raise
+
+
+def _check_functions(model: nn.Module, **functions: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, not {function!r}")

@@ -1,0 +1,67 @@
+"""What the allocator holds for a schedule: a sequence worked out by hand, and bounds that hold for any problem."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memopt.account.allocator_replay import StepBlocks, least_limit, replay
+from memopt.account.caching_allocator import CardFullError
+from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
+from tests.solver.problems import random_problem, random_schedule
+
+MB = 1024**2
+# x (8 MB) → y (30 MB, with 4 MB of workspace) → gradient (8 MB, kept), each of what is before it.
+CHAIN = RematProblem(
+    (Op("x", 1, (), (0,)), Op("y", 1, (0,), (1,), workspace_bytes=4 * MB), Op("g", 1, (0, 1), (2,))),
+    (Storage("x", 8 * MB), Storage("y", 30 * MB), Storage("g", 8 * MB, kept=True)),
+    2,
+)
+PARAMETER = StepBlocks(resident=(8 * MB,), state=(8 * MB, 8 * MB), temporaries=(8 * MB,))
+
+
+def test_two_steps_of_a_chain() -> None:
+    """The parameter, x and the workspace fill a segment of 20 MB, y has its own of 30, g is in another of 20.
+
+    The optimiser's state takes x's place and what is left beside g, its temporary a part of y's segment. In the second
+    step x lies where g was, and g needs one more segment.
+    """
+    peaks = replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=False)
+    assert peaks.allocated_bytes == (8 + 16 + 8 + 30 + 8) * MB
+    assert peaks.reserved_bytes == (20 + 30 + 20 + 20) * MB
+    assert not peaks.releases
+
+
+def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_not() -> None:
+    for setting in (False, True):
+        least, free = least_limit(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting)
+        assert free.allocated_bytes <= least <= free.reserved_bytes
+        within = replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting, limit_bytes=least)
+        assert within.reserved_bytes <= least
+        with pytest.raises(CardFullError):
+            replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting, limit_bytes=least - MB)
+
+
+def test_gradients_live_until_the_optimizer_is_done() -> None:
+    kept = replay(CHAIN, Schedule.save_all(CHAIN), StepBlocks((), (), (60 * MB,)), expandable_segments=False)
+    assert kept.allocated_bytes == 68 * MB
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 1000, 300_000]), st.booleans())
+@settings(deadline=None, max_examples=50)
+def test_bounds(seed: int, scale: int, expandable: bool) -> None:
+    """The bytes that are simulated are handed out, and at most a megabyte more a block."""
+    chance = random.Random(seed)
+    small = random_problem(chance, 8)
+    storages = tuple(replace(each, bytes=each.bytes * scale) for each in small.storages)
+    problem = replace(small, storages=storages)
+    schedule = random_schedule(chance, problem)
+    peaks = replay(problem, schedule, StepBlocks((1000,)), expandable_segments=expandable)
+    asked = simulate(problem, schedule).peak_bytes - problem.resident_bytes + 1000
+    blocks = 2 * len(schedule.evaluations) + len(problem.storages) + 1
+    assert asked <= peaks.allocated_bytes <= asked + blocks * MB
+    assert peaks.allocated_bytes <= peaks.reserved_bytes

@@ -1,0 +1,49 @@
+"""Modules that take gradients become operators, which work while their backward runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memopt.compat import Fate
+from memopt.emit.gradients import Accumulation, accumulate_in_place
+from memopt.emit.inductor_gradients import Handing
+from tests.passes.capture import Sketch, aten
+
+
+def handing() -> tuple[Handing, torch.fx.GraphModule]:
+    sketch = Sketch()
+    x, y = sketch.input("x", 3), sketch.input("y", 3)
+    module = sketch.returns(sketch.call(aten.mul.Tensor, x, y), sketch.call(aten.add.Tensor, x, y))
+    accumulate_in_place(module, {1: 0}, Accumulation())
+    return Handing(module), module
+
+
+def run(parameter: nn.Parameter, fate: Fate) -> list[torch.Tensor | None]:
+    made, module = handing()
+    made.modules[0].receiver = lambda: (parameter, fate)  # type: ignore[method-assign]
+    with made.active() as handed_on:
+        computed = module(torch.ones(3), torch.full((3,), 2.0))
+        assert computed[1].numel() == 0
+        return made.results(computed, handed_on)
+
+
+def test_a_gradient_is_added_and_gone() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    results = run(parameter, Fate.ACCUMULATED)
+    assert results[0] is not None
+    assert results[1] is None
+    assert torch.equal(parameter.grad, torch.full((3,), 4.0))
+
+
+def test_a_gradient_that_somebody_waits_for_is_passed_on() -> None:
+    results = run(nn.Parameter(torch.zeros(3)), Fate.RETURNED)
+    assert torch.equal(results[1], torch.full((3,), 3.0))
+
+
+def test_operators_and_not_modules_are_in_the_graph() -> None:
+    made, module = handing()
+    assert made.numbers == [-1, 0]
+    assert not list(module.children())
+    assert not module.graph.find_nodes(op="call_module")

@@ -1,0 +1,227 @@
+"""Proposals together: put on in the right order, all that fit, and priced one on top of the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memopt.device.hardware_table import hardware
+from memopt.meter import measure_peak, resident_cpu_blocks
+from memopt.optimizers import (
+    BF16ParametersOptimizer,
+    Levers,
+    LowBitOptimizer,
+    OffloadedOptimizer,
+    OptimizerInBackward,
+    TrainingFacts,
+    one_parameter,
+    price_levers,
+    propose,
+)
+from memopt.optimizers.proposal import Proposal, StepBytes
+from tests.optimizers.pieces import same, saved_and_loaded, values
+
+SINGLE = (
+    Levers(bf16_parameters="stochastic"),
+    Levers(bf16_parameters="compensated"),
+    Levers(bf16_parameters="stochastic", state_dtype=torch.bfloat16),
+    Levers(low_bit_optimizer=True),
+    Levers(offload_optimizer="device"),
+    Levers(offload_optimizer="host"),
+    Levers(optimizer_in_backward=True),
+)
+
+
+def merged(left: Levers, right: Levers) -> Levers:
+    names = {*left.names, *right.names}
+    values = {name: getattr(left, name) or getattr(right, name) for name in names}
+    narrow = left if left.bf16_parameters else right
+    return Levers(**values, state_dtype=narrow.state_dtype)
+
+
+PAIRS = [merged(left, right) for left, right in itertools.combinations(SINGLE, 2) if not {*left.names} & {*right.names}]
+ALL = [
+    Levers("stochastic", True, "device", True),
+    Levers("compensated", True, "host", True),
+]
+
+
+def label(levers: Levers) -> str:
+    options = (str(getattr(levers, name)) for name in levers.names)
+    return "+".join(f"{name}={option}" for name, option in zip(levers.names, options, strict=True))
+
+
+def deep() -> nn.Module:
+    """21 MB, and next to no activations for a batch of one."""
+    torch.manual_seed(0)
+    wide = [layer for _ in range(10) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(*wide, nn.Linear(512, 5000, bias=False), nn.Linear(5000, 32, bias=False))
+
+
+def test_every_pair_is_there() -> None:
+    """Three ways of the first, one, two and one of the others."""
+    assert len(PAIRS) == 3 * (1 + 2 + 1) + 1 * (2 + 1) + 2 * 1
+
+
+@pytest.mark.parametrize("levers", [*PAIRS, *ALL], ids=label)
+def test_bytes_are_told_of_every_pair(levers: Levers) -> None:
+    found = price_levers(TrainingFacts.of(deep(), "adamw", hardware("cpu")), levers)
+    before = sum(resident_cpu_blocks().values())
+    model = deep()
+    optimizer = levers.apply(model, optim.AdamW(model.parameters()))
+    example = torch.ones(1, 512, dtype=torch.bfloat16 if levers.bf16_parameters else torch.float32)
+    peaks = []
+    for _ in range(2):
+        with measure_peak("cpu") as peak:
+            model(example).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(peak.bytes - before)
+    activations = 256 * 1024
+    assert max(peaks) > 20 * 1024**2
+    assert max(peaks) <= found.device.total + found.host_bytes + activations
+    assert found.device.total + found.host_bytes <= 1.02 * max(peaks)
+
+
+@pytest.mark.parametrize("levers", [*PAIRS, *ALL], ids=label)
+def test_every_pair_learns(levers: Levers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And goes on bitwise from its state, in pieces as well as whole."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(64, 210), nn.GELU(), nn.Linear(210, 64))
+
+    def train(model: nn.Module, optimizer: optim.Optimizer, steps: Sequence[int]) -> list[float]:
+        found = []
+        for step in steps:
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            dtype = next(model.parameters()).dtype
+            loss = (model(x.to(dtype)).float() - x.roll(1, 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def run(piece_elements: int) -> tuple[list[float], list[torch.Tensor]]:
+        monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
+        trained = model()
+        optimizer = levers.apply(trained, optim.AdamW(trained.parameters(), lr=3e-3))
+        found = train(trained, optimizer, range(20))
+        saved = saved_and_loaded({"o": optimizer.state_dict(), "m": trained.state_dict()}, tmp_path / "state.pt")
+        other = model()
+        resumed = levers.apply(other, optim.AdamW(other.parameters(), lr=3e-3))
+        other.load_state_dict(saved["m"])
+        resumed.load_state_dict(saved["o"])
+        rest = train(trained, optimizer, range(20, 24))
+        assert train(other, resumed, range(20, 24)) == rest
+        assert same(values(other.parameters()), values(trained.parameters()))
+        return found + rest, values(trained.parameters())
+
+    plain = model()
+    expected = train(plain, optim.AdamW(plain.parameters(), lr=3e-3), range(24))
+    found, weights = run(2**21)
+    assert expected[-1] < 0.7 * expected[0]
+    assert found[-1] == pytest.approx(expected[-1], abs=0.05 * (expected[0] - expected[-1]))
+    in_pieces, weights_in_pieces = run(4096)
+    if levers.state_dtype is torch.float32:  # chance in the state is drawn piece by piece
+        assert in_pieces == found
+        assert same(weights_in_pieces, weights)
+
+
+def test_a_receipt_adds_up() -> None:
+    facts = TrainingFacts.of(deep(), "adamw", hardware("h100"))
+    everything = Levers.named(["optimizer_in_backward", "low_bit_optimizer", "offload_optimizer", "bf16_parameters"])
+    receipt = propose(facts, everything)
+    assert tuple(each.name for each in receipt) == everything.names
+    assert receipt[0].before == price_levers(facts, Levers()).device
+    assert all(one.after == following.before for one, following in itertools.pairwise(receipt))
+    last = price_levers(facts, everything)
+    assert receipt[-1].after == last.device
+    assert sum(each.host_bytes for each in receipt) == last.host_bytes
+    assert sum(each.saved.total for each in receipt) == receipt[0].before.total - last.device.total
+    # What each is for, and what it costs elsewhere.
+    narrow, low, offloaded, in_backward = receipt
+    assert narrow.saved.parameters == narrow.before.parameters // 2
+    assert low.saved.optimizer_state > 0.7 * low.before.optimizer_state
+    assert offloaded.after.optimizer_state == 0
+    assert offloaded.host_bytes >= low.after.optimizer_state
+    assert in_backward.after.gradients < 0.6 * in_backward.before.gradients
+    assert propose(facts, Levers()) == ()
+
+
+def test_without_an_optimizer_there_is_no_state_to_save() -> None:
+    facts = TrainingFacts.of(deep(), None, hardware("h100"))
+    (found,) = propose(facts, Levers(bf16_parameters="stochastic"))
+    assert found.saved == StepBytes(found.after.parameters, found.after.gradients, 0, 0)
+
+
+def test_an_instance_is_priced_by_its_own_groups() -> None:
+    model = deep()
+    groups = [{"params": model[0].parameters(), "amsgrad": True}, {"params": [*model.parameters()][2:]}]
+    levers = Levers(low_bit_optimizer=True)
+    instance = price_levers(TrainingFacts.of(model, optim.AdamW(groups), hardware("h100")), levers)
+    plain = price_levers(TrainingFacts.of(model, "adamw", hardware("h100")), levers)
+    matrix, bias = 512 * 512, 512
+    assert instance.device.optimizer_state - plain.device.optimizer_state == matrix + matrix // 256 * 4 + bias * 4
+
+
+def test_how_a_proposal_reads() -> None:
+    before, after = StepBytes(2**30, 2**30, 2**31, 0), StepBytes(2**29, 2**29, 2**31, 2**25)
+    found = Proposal("bf16_parameters", "what changes", before, after, 0, 0.0125, "how exactly")
+    assert str(found) == "bf16_parameters: saves 992 MB, +12.5 ms a step; what changes; how exactly"
+    worse = Proposal("x", "a", after, before, 2**20, -0.5, "b")
+    assert str(worse) == "x: costs 992 MB, -500 ms a step, 1 MB on the host; a; b"
+
+
+def test_the_order_is_from_the_inside_out() -> None:
+    model = deep()
+    optimizer = Levers("compensated", True, "host", True).apply(model, optim.AdamW(model.parameters()))
+    kinds = []
+    while not isinstance(optimizer, optim.AdamW):
+        kinds.append(type(optimizer))
+        optimizer = optimizer.inner  # type: ignore[attr-defined]
+    assert kinds == [OptimizerInBackward, OffloadedOptimizer, LowBitOptimizer, BF16ParametersOptimizer]
+
+
+def test_refusals_leave_model_and_optimizer_alone() -> None:
+    with pytest.raises(ValueError, match="no proposal about the optimizer is named 'fp8'; there are bf16_parameters"):
+        Levers.named({"fp8", "bf16_parameters"})
+    everything = Levers("stochastic", True, "host", True)
+    model = deep()
+    before = values(model.parameters())
+    for optimizer, step, why in (
+        (optim.SGD(model.parameters()), {}, "Adam and AdamW in 8 bits, not the state of SGD"),
+        (optim.AdamW(model.parameters(), capturable=True), {}, "capturable=True"),
+        (optim.AdamW(model.parameters()), {"max_grad_norm": 1.0}, "needs the norm of all gradients"),
+        (optim.LBFGS(model.parameters()), {}, "LBFGS evaluates the model"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            everything.apply(model, optimizer, **step)
+        assert not optimizer.state
+    assert same(values(model.parameters()), before)
+    model(torch.ones(1, 512)).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = OffloadedOptimizer(optim.SGD(model.parameters()))
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"parameter of shape \(10, 4\) is sparse, which offload_optimizer"):
+        optimizer.step()
+
+
+def test_an_empty_parameter_is_stepped_too() -> None:
+    model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
+    optimizer = Levers("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert model[0].shape == (0, 3)
+    assert model[1].max() < 1

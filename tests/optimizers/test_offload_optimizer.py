@@ -1,0 +1,218 @@
+"""Optimiser state with the host: the same numbers, priced by bytes and by the link. Here the device is the CPU too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import memopt
+from memopt.optimizers import (
+    BF16ParametersOptimizer,
+    Levers,
+    OffloadedOptimizer,
+    OptimizerInBackward,
+    Where,
+    one_parameter,
+)
+from memopt.solver.link import Link
+from tests.optimizers.pieces import (
+    OPTIMIZERS,
+    large_gpt2,
+    losses,
+    measured_step,
+    proposal,
+    same,
+    saved_and_loaded,
+    small_gpt2,
+    some_parameters,
+    tells,
+    text,
+    train,
+    values,
+)
+
+WHERES: tuple[Where, ...] = ("device", "host")
+DEVICE = Levers(offload_optimizer="device")
+
+
+@pytest.mark.parametrize("update", WHERES)
+@pytest.mark.parametrize("piece_elements", [2**21, 128])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_equal_to_the_plain_step_bit_by_bit(
+    make: Callable[..., optim.Optimizer], piece_elements: int, update: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
+    plain, offloaded = some_parameters(), some_parameters()
+    first, second = make(plain), OffloadedOptimizer(make(offloaded), update)
+    train(first, plain, range(6))
+    train(second, offloaded, range(6))
+    assert same(values(offloaded), values(plain))
+    for mine, other in zip(offloaded, plain, strict=True):
+        assert second.state[mine].keys() == first.state[other].keys()
+        for key, value in first.state[other].items():
+            assert value is None or torch.equal(second.state[mine][key], value)
+
+
+@pytest.mark.parametrize("update", WHERES)
+def test_what_inner_steps_are_copies(update: Where) -> None:
+    """On a GPU these are copies across the link: nothing of the kept state is stepped on the device, nor a parameter on
+    the host."""
+    made = [each for each in some_parameters() if each.dim()]  # a single number is not worth the way
+    seen: list[tuple[int, int]] = []
+
+    class Watched(optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for tensor, state in self.state.items():
+                seen.append((tensor.data_ptr(), state["exp_avg"].data_ptr()))
+
+    optimizer = OffloadedOptimizer(Watched(made), update)
+    for step in range(2):
+        for parameter in made:
+            parameter.grad = torch.full_like(parameter, step + 1.0)
+        optimizer.step()
+    parameters = {each.data_ptr() for each in made}
+    kept = {optimizer.state[each]["exp_avg"].data_ptr() for each in made}
+    second = seen[len(made) :]
+    assert all((tensor in parameters) == (update == "device") for tensor, _ in second)
+    assert all((state in kept) == (update == "host") for _, state in second)
+
+
+@pytest.mark.parametrize("update", WHERES)
+def test_state_dicts_serve_the_plain_optimizer_and_back(update: Where, tmp_path: Path) -> None:
+    plain, other = some_parameters(), some_parameters()
+    expected, begun = optim.AdamW(plain), optim.AdamW(other)
+    train(expected, plain, range(6))
+    train(begun, other, range(2))
+    middle = OffloadedOptimizer(optim.AdamW(other), update)
+    middle.load_state_dict(saved_and_loaded(begun.state_dict(), tmp_path / "1.pt"))
+    train(middle, other, range(2, 4))
+    end = optim.AdamW(other)
+    end.load_state_dict(saved_and_loaded(middle.state_dict(), tmp_path / "2.pt"))
+    train(end, other, range(4, 6))
+    assert same(values(other), values(plain))
+
+
+@pytest.mark.parametrize("update", WHERES)
+def test_what_was_learned_before_goes_along_and_copies_go_on(update: Where) -> None:
+    plain, other = some_parameters(), some_parameters()
+    expected, begun = optim.NAdam(plain), optim.NAdam(other)
+    train(expected, plain, range(2))
+    train(begun, other, range(2))
+    optimizer = copy.deepcopy(OffloadedOptimizer(begun, update))
+    train(expected, plain, range(2, 4))
+    others = optimizer.param_groups[0]["params"]
+    train(optimizer, others, range(2, 4))
+    assert same(values(others), values(plain))
+
+
+@pytest.mark.parametrize("update", WHERES)
+def test_around_and_within_other_proposals(update: Where) -> None:
+    def run(offload: bool, in_backward: bool) -> list[float]:
+        model = small_gpt2().bfloat16()
+        optimizer: optim.Optimizer = BF16ParametersOptimizer(optim.AdamW(model.parameters()), "compensated")
+        optimizer = OffloadedOptimizer(optimizer, update) if offload else optimizer
+        optimizer = OptimizerInBackward(optimizer) if in_backward else optimizer
+        return losses(model, optimizer, text(), 4)
+
+    expected = run(offload=False, in_backward=False)
+    assert run(offload=True, in_backward=False) == expected
+    assert run(offload=True, in_backward=True) == expected
+
+
+def test_the_state_of_a_proposal_inside_is_saved_too(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[OffloadedOptimizer, list[nn.Parameter]]:
+        made = [nn.Parameter(each.detach().bfloat16()) for each in some_parameters()]
+        return OffloadedOptimizer(BF16ParametersOptimizer(optim.AdamW(made), "stochastic", seed)), made
+
+    optimizer, whole = build(seed=3)
+    train(optimizer, whole, range(2))
+    weights, saved = values(whole), saved_and_loaded(optimizer.state_dict(), tmp_path / "state.pt")
+    train(optimizer, whole, range(2, 4))
+    resumed, again = build(seed=4)
+    with torch.no_grad():
+        for parameter, value in zip(again, weights, strict=True):
+            parameter.copy_(value)
+    resumed.load_state_dict(saved)
+    train(resumed, again, range(2, 4))
+    assert same(values(again), values(whole))
+    with pytest.raises(ValueError, match="the state is of a plain optimizer"):
+        resumed.load_state_dict(optim.AdamW(whole).state_dict())
+
+
+@pytest.mark.parametrize("update", WHERES)
+def test_the_train_step_drives_it(update: Where) -> None:
+    def run(offload: bool) -> list[float]:
+        model = small_gpt2()
+        optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = OffloadedOptimizer(optimizer, update) if offload else optimizer
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        step = memopt.TrainStep(
+            model, optimizer, 0.5, scheduler, accumulate=2, scaler=torch.amp.GradScaler("cpu", init_scale=64.0)
+        )
+        return [float(step(text(seed=seed)).loss) for seed in range(6)]
+
+    assert run(offload=True) == run(offload=False)
+
+
+@pytest.mark.parametrize("update", WHERES)
+@pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9), optim.Adafactor])
+def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> None:
+    """On the CPU the meter sees the device's bytes and the host's together."""
+
+    def build() -> tuple[optim.Optimizer, Sequence[nn.Parameter]]:
+        parameters = list(large_gpt2().parameters())
+        return OffloadedOptimizer(make(parameters), update), parameters
+
+    parameters = list(large_gpt2().parameters())
+    found = proposal(parameters, make, "cpu", Levers(offload_optimizer=update))
+    assert found.before.parameters >= 20 * 1024**2
+    assert found.after.optimizer_state == 0
+    assert tells(found.after.total + found.host_bytes, measured_step(build))
+
+
+def test_the_link_sets_the_time() -> None:
+    parameters = [nn.Parameter(torch.empty(2**24, device="meta"))]
+    fast, slow = Link(25e9), Link(12.5e9, 1e-3)
+    found = {update: proposal(parameters, "adamw", "h100", Levers(offload_optimizer=update), fast) for update in WHERES}
+    # Two moments of float32 each way: 16 bytes an element.
+    assert found["device"].added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
+    # Gradient, parameter, and the parameter back: 12, and the arithmetic of a CPU.
+    assert found["host"].added_seconds > 12 * 2**24 / 25e9
+    slower = proposal(parameters, "adamw", "h100", Levers(offload_optimizer="device"), slow)
+    pieces, ways, moments = 8, 2, 2
+    waiting = pieces * ways * moments * 1e-3
+    difference = slower.added_seconds - found["device"].added_seconds
+    assert difference == pytest.approx(16 * 2**24 / 25e9 + waiting, rel=0.01)
+
+
+def test_on_a_gpu_pinned_memory_comes_in_powers_of_two() -> None:
+    parameters = [nn.Parameter(torch.empty(3, 2**20, device="meta"))]
+    found = proposal(parameters, "adamw", "h100", DEVICE)
+    assert found.before.optimizer_state == 2 * 4 * 3 * 2**20
+    assert 2 * 4 * 2**22 <= found.host_bytes <= 1.01 * 2 * 4 * 2**22 + 2**24
+    assert found.saved.optimizer_state == found.before.optimizer_state
+    fused = proposal(parameters, partial(optim.AdamW, fused=True), "h100", DEVICE)
+    assert fused.after.optimizer_state == 512, "a block of its own"
+    stateless = proposal(parameters, "sgd", "h100", DEVICE)
+    assert stateless.host_bytes == 0
+    assert stateless.saved.optimizer_state == 0
+
+
+def test_refusals() -> None:
+    some = some_parameters()
+    with pytest.raises(ValueError, match="update must be one of device, host, not 'disk'"):
+        OffloadedOptimizer(optim.SGD(some), "disk")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="capturable=True"):
+        OffloadedOptimizer(optim.Adam(some, capturable=True), "host")
+    with pytest.raises(ValueError, match="offload_optimizer steps without a closure"):
+        OffloadedOptimizer(optim.SGD(some)).step(lambda: 0.0)
+    with pytest.raises(ValueError, match="LBFGS evaluates the model"):
+        OffloadedOptimizer(optim.LBFGS(some))

@@ -1,0 +1,44 @@
+"""What is decided about cross entropies of linear layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memopt.capture.operators import OperatorGraph
+from memopt.rewrite.loss import ChunkLosses
+from tests.passes.capture import Sketch, aten
+
+CLASSES = 4096
+
+
+def loss(*, returned: bool = False) -> OperatorGraph:
+    sketch = Sketch()
+    hidden, weight = sketch.input("hidden", 64, 16), sketch.input("weight", CLASSES, 16)
+    target = sketch.input("target", 64, dtype=torch.int64)
+    logits = sketch.call(aten.linear.default, hidden, weight)
+    entropy = sketch.call(aten.cross_entropy_loss.default, logits, target)
+    return OperatorGraph(sketch.returns(entropy, *([logits] if returned else [])), frozenset())
+
+
+def called(decide: ChunkLosses, graph: OperatorGraph) -> list[str]:
+    after = decide(graph).pipeline(graph.module)
+    return [str(node.target) for node in after.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_logits_are_gone(later: bool) -> None:
+    decide = ChunkLosses(weight_in_backward=later)
+    assert called(decide, loss()) == ["memopt.linear_cross_entropy.default"]
+    (note,) = decide(loss()).notes
+    assert "without its 1 MB of logits" in note
+    assert ("weight's gradient in the backward" in note) == later
+    assert note.endswith("equal but for rounding")
+
+
+def test_logits_that_are_returned_stay_unless_they_are_given_up() -> None:
+    decision = ChunkLosses()(loss(returned=True))
+    assert len(decision.pipeline) == 0
+    assert "outputs='loss_only' gives them up" in decision.notes[0]
+    assert "aten.linear.default" not in called(ChunkLosses(drop_logits=True), loss(returned=True))
+    assert "which come back empty" in ChunkLosses(drop_logits=True)(loss(returned=True)).notes[0]

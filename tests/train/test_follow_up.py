@@ -1,0 +1,62 @@
+"""What follows an effective batch, also when its verdict is known late."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from memopt.train.follow_up import FollowUp, Outcome
+from memopt.train.step_result import Verdict
+
+
+class Scheduler:
+    steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+class Late(Verdict):
+    """As one that is still on a GPU."""
+
+    on_host = False  # type: ignore[assignment]
+
+
+def outcome(skipped: bool, loss: float = 1.0, *, late: bool = False, number: int = 3) -> Outcome:
+    return Outcome(number, torch.tensor(loss), (Late if late else Verdict)(skipped))
+
+
+def test_schedulers_step_after_steps_only() -> None:
+    first, second = Scheduler(), Scheduler()
+    follow_up = FollowUp([first, second], scale_adapts=True)
+    for skipped in (False, True, False):
+        follow_up.of(outcome(skipped))
+    assert (first.steps, second.steps) == (2, 2)
+
+
+def test_a_late_verdict_is_followed_up_once_when_asked() -> None:
+    scheduler = Scheduler()
+    follow_up = FollowUp([scheduler], scale_adapts=False)
+    follow_up.of(outcome(False, late=True))
+    assert scheduler.steps == 0
+    follow_up.settle()
+    follow_up.settle()
+    assert scheduler.steps == 1
+    follow_up.of(outcome(False, late=True))
+    follow_up.forget()
+    follow_up.settle()
+    assert scheduler.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "adapts", "said"), [(1.0, True, False), (1.0, False, True), (float("nan"), True, True)]
+)
+def test_what_no_smaller_scale_mends_is_said_once(loss: float, adapts: bool, said: bool) -> None:
+    follow_up = FollowUp([], scale_adapts=adapts)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in (3, 4):
+            follow_up.of(outcome(True, loss, number=number))
+    assert [str(each.message)[:19] for each in caught] == ["step 3 was skipped:"] * said
