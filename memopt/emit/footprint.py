@@ -11,6 +11,7 @@ from torch import fx
 
 from memopt.compat import FakeTensorMode
 from memopt.emit.dry_run import Ledger, dry_run
+from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent
 
 
@@ -20,20 +21,6 @@ class Half:
 
     source: str = field(repr=False)
     inputs: Sequence[fx.Node] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes that a region's halves hold beside its inputs."""
-
-    forward_bytes: int
-    """The most at any moment of the forward."""
-    held_bytes: int
-    """What the forward leaves: outputs, and what the backward reads."""
-    backward_bytes: int
-    """The most at any moment of the backward; what the forward left is in it, until its last use."""
-    left_bytes: int
-    """What the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
 
 
 def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:

@@ -12,11 +12,12 @@ from torch import fx
 
 from memopt.compat import InductorFailed, compile_by_inductor, without_autocast
 from memopt.emit.casts import spell_casts
-from memopt.emit.footprint import Footprint, Half, footprint
+from memopt.emit.footprint import Half, footprint
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
 from memopt.emit.lowering import Lowered, Lowering, PartitionTraced
 from memopt.errors import CaptureError
+from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
 

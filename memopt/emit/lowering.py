@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from memopt.emit.footprint import Footprint
+from memopt.planning.footprint import Footprint
 
 PartitionTraced = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """What AOTAutograd calls with a joint graph, its inputs, and how many outputs are the forward's."""

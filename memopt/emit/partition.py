@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
@@ -11,28 +9,10 @@ from memopt.capture.joint import JointGraph
 from memopt.compat import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.stepping import nodes_before_steps
-from passes import ApplyOffloads, ApplySchedule, HostStay, Reinplace
+from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from passes import Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent
-
-
-@dataclass(frozen=True)
-class RegionSchedule:
-    """The schedule of one region: node names in the order of their evaluation, the first `boundary` in the forward, and
-    what waits on the host in the meantime."""
-
-    fingerprint: str
-    evaluations: tuple[str, ...]
-    boundary: int
-    stays: tuple[HostStay, ...] = ()
-    steps: tuple[int, ...] = ()
-    """Numbers of the inputs that are parameters which the optimiser steps within the backward, before its end."""
-
-
-def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
-    """The joint graph with every evaluation of the schedule as a node of its own, and every copy to the host."""
-    how = schedule.evaluations, schedule.boundary, joint.forward_outputs
-    return (ApplyOffloads(*how, schedule.stays) if schedule.stays else ApplySchedule(*how))(joint.module)
 
 
 def partition(

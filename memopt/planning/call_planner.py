@@ -22,13 +22,13 @@ from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.compat import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.emit import Lowering, lowering_for
-from memopt.emit.footprint import Footprint
 from memopt.errors import CaptureError
 from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
 from memopt.planning.captured import Captured
 from memopt.planning.climb import Climb, Step
+from memopt.planning.footprint import Footprint
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan

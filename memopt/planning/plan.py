@@ -13,7 +13,6 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
-from memopt.emit.partition import RegionSchedule, scheduled_graph
 from memopt.errors import GIB
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.frontier import Frontier
@@ -22,6 +21,7 @@ from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_
 from memopt.planning.plan_file import as_json, fields_from
 from memopt.planning.planner import Recipe, Request, recipes, smallest, solve_on_card, split
 from memopt.planning.receipt import ReceiptRow, plain_step
+from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.planning.sweep import sweep
 from memopt.progress import stage
 from memopt.show.report import render

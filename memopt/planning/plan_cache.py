@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memopt.disk_cache import cache_folder, read_json, write_json
-from memopt.emit.footprint import Footprint
 from memopt.planning.captured import Captured
+from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.planning.plan_file import as_json, fields_from
 from memopt.solver import Offload, Schedule

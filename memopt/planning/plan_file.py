@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
-from memopt.emit.partition import RegionSchedule
 from memopt.planning.module_rows import ModuleRow
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.receipt import ReceiptRow
+from memopt.planning.region_schedule import RegionSchedule
 from passes import HostStay
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
-from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB, BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
+from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.settle import settled
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from memopt.account.breakdown import ANY_LINK, breakdown
-from memopt.emit.footprint import Footprint
 from memopt.errors import BudgetError
+from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.solver import simulate
 

@@ -14,8 +14,9 @@ from memopt.capture.inputs import Call
 from memopt.capture.joint import JointGraph
 from memopt.capture.outputs import hand_out
 from memopt.compat import tracing_again
-from memopt.emit.partition import RegionSchedule, partition
+from memopt.emit.partition import partition
 from memopt.errors import CaptureError
+from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.state import State
 from memopt.run.pending import PendingForward
 

@@ -14,9 +14,10 @@ import memopt.planning.captured as captured_module
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.device.storages import find_storages
-from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
+from memopt.emit.partition import partition
 from memopt.planning.captured import Joined, join
 from memopt.planning.planner import split
+from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.price.price import NodePrice, is_scheduled, is_tangent, price
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory

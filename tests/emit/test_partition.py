@@ -14,7 +14,8 @@ from torch import fx
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
-from memopt.emit.partition import RegionSchedule, partition, scheduled_graph
+from memopt.emit.partition import partition
+from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.price.price import NodePrice, PricedGraph, is_scheduled, is_tangent, price
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import FoundReuse, format_graph

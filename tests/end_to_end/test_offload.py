@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.emit import partition
-from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
 from memopt.planning.options import DEFAULT_ALLOW
 from memopt.planning.plan import make_plan
+from memopt.planning.region_schedule import RegionSchedule
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models

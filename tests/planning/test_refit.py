@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import memopt
-from memopt.emit.footprint import Footprint
+from memopt.planning.footprint import Footprint
 from memopt.planning.plan import make_plan
 from memopt.planning.refit import Refit, as_lowered
 from tests.planned import ACCOUNT, captured

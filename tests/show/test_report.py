@@ -3,10 +3,10 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from memopt.account.breakdown import Breakdown
-from memopt.emit.partition import RegionSchedule
 from memopt.errors import GIB
 from memopt.planning.module_rows import ModuleRow
 from memopt.planning.plan import Plan
+from memopt.planning.region_schedule import RegionSchedule
 from memopt.show.report import alike, folded, render
 from tests.planned import ACCOUNT
 
