@@ -1,4 +1,4 @@
-"""Compiles training calls with Dynamo and AOTAutograd, region by region, by a backend of ours."""
+"""Has Dynamo record the regions of a training call, by a backend of ours."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import gc
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.inputs import in_dtype
-from memopt.capture.joint import JointGraph
-from memopt.capture.operators import (
-    NOTHING,
-    Operators,
-    Rewriting,
-    needs_operators,
-    operator_graph,
-    rewrite,
-    to_differentiate,
-)
 from memopt.compat import (
     BackendCompilerFailed,
     DynamoError,
@@ -32,13 +20,10 @@ from memopt.compat import (
     capture_settings,
     compile_with,
     drop_compilations,
-    without_autocast,
 )
-from memopt.emit import ATEN, Lowered, Lowering, lowering_of_region
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
-Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 
 _numbers = itertools.count()
 
@@ -104,7 +89,10 @@ def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
         def region(*args: Any) -> Any:
             alive = owner()
             assert alive is not None
-            return alive.regions[number](*args)
+            try:
+                return alive.regions[number](*args)
+            except DynamoError as failure:  # of tracing the region's backward: no graph break, so not Dynamo's to tell
+                raise CaptureError(f"a captured region cannot be differentiated: {in_brief(failure)}") from failure
 
         return region
 
@@ -160,79 +148,3 @@ def in_brief(error: BaseException) -> str:
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]
     return text[:200] or type(error).__name__
-
-
-def lower(
-    graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
-    parameters: frozenset[int],
-    partition: Partition,
-    rewriting: Rewriting = NOTHING,
-    lowering: Lowering = ATEN,
-) -> Lowered:
-    """Trace a captured region's joint graph, have it cut by `partition`, and make both halves callable by `lowering`.
-
-    What `rewriting` decides is done to the region's operator graph before. A region without gradients has no joint
-    graph: `partition` is not called then. Raises `PassError`, `NothingToRewrite`.
-    """
-    backend = lowering_of_region(graph_module, lowering)
-    operators = _operators(graph_module, inputs, rewriting)
-    decide_joint = None if autocast_is_on() else rewriting.joint
-    rewritten = operators is not None and bool(operators.stages)
-
-    def partition_traced(
-        traced: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = JointGraph.of(
-            traced,
-            num_fwd_outputs,
-            parameters,
-            operators,
-            decide_joint,
-            fused=backend.fuses,
-            reinplace=rewriting.reinplace,
-        )
-        return partition(joint)
-
-    if operators is not None and rewritten:
-        graph_module = to_differentiate(operators)
-    # An operator graph has the casts of autocast in it.
-    with without_autocast() if rewritten else _autocast_in_place(inputs, rewriting):
-        return backend.compile(graph_module, inputs, partition_traced)
-
-
-def _operators(graph_module: fx.GraphModule, inputs: Sequence[Any], rewriting: Rewriting) -> Operators | None:
-    """The region's operator graph, rewritten; None where nothing asks for one."""
-    if not torch.is_grad_enabled() or not (rewriting or needs_operators(graph_module)):
-        return None
-    try:
-        graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()), rewriting.planned_for)
-    except Untraceable as reason:
-        instead = f"; it runs under torch.autocast with {rewriting.autocast}" if rewriting.autocast else ""
-        operators = Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
-    else:
-        operators = rewrite(graph, rewriting.deciders, rewriting.needed)
-    operators.check_needed(rewriting.needed)
-    return operators
-
-
-def _autocast_in_place(inputs: Sequence[Any], rewriting: Rewriting) -> AbstractContextManager[Any]:
-    """Autocast instead of casts of our own, for a region that stays at Dynamo's level."""
-    if rewriting.autocast is None or not torch.is_grad_enabled() or autocast_is_on():
-        return nullcontext()
-    device = next((each.device.type for each in inputs if isinstance(each, torch.Tensor)), "cpu")
-    return torch.autocast(device, dtype=rewriting.autocast)
-
-
-def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
-    """The fakes that Dynamo captured a region with."""
-    return [node.meta["example_value"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-
-
-def parameter_numbers(inputs: Sequence[Any], hooked: Container[int]) -> frozenset[int]:
-    """Which of a region's inputs are parameters, less those whose `id` is in `hooked`."""
-    return frozenset(
-        number
-        for number, value in enumerate(inputs)
-        if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in hooked
-    )

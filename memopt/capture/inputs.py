@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat import FakeTensorMode, to_fake, tree_leaves, tree_map
+from memopt.compat import FakeTensor, FakeTensorMode, to_fake, tree_leaves, tree_map
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -82,6 +82,18 @@ def on_meta(call: Call) -> Call:
     return _with_stand_ins(
         call, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
     )
+
+
+def with_zeros(call: Call, device: torch.device) -> Call:
+    """The same arguments with zeros on `device` for tensors that have no values; one for a tensor given twice."""
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            return tensor
+        zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+        return zeros.requires_grad_(tensor.requires_grad)
+
+    return _with_stand_ins(call, values)
 
 
 def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,15 @@ class JointGraph:
     """The calls of the backward whose results are written over operands that the backward makes. It runs each once, in
     this order, so that such an operand dies there whatever the schedule."""
 
+    trace: Any = field(default=None, repr=False, compare=False)
+    """The `RegionTrace` that makes its halves callable; None for a graph that only is planned for."""
+    differentiated: bool = True
+    """Whether there is a backward: without one, `module` is the region's forward and nothing is planned."""
+
+    def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
+        """The same graph with other parameters whose gradients it may add in place."""
+        return self if parameter_inputs == self.parameter_inputs else replace(self, parameter_inputs=parameter_inputs)
+
     @classmethod
     def of(
         cls,
@@ -44,6 +53,7 @@ class JointGraph:
         *,
         fused: bool = False,
         reinplace: bool = False,
+        trace: Any = None,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd hands it to a partitioner, and after the passes of `decide`.
 
@@ -56,7 +66,7 @@ class JointGraph:
         if reinplace and not fused:
             module = FreeFirst()(module)
             reuses = find_reuses(module, backward_nodes(module.graph))
-        return cls(module, forward_outputs, parameter_inputs, operators, fused, reuses)
+        return cls(module, forward_outputs, parameter_inputs, operators, fused, reuses, trace)
 
     @cached_property
     def fingerprint(self) -> str:

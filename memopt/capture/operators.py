@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on, autocast_state
+from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat import enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
@@ -155,20 +154,13 @@ def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, .
 def operator_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int], planned_for: str = ""
 ) -> OperatorGraph:
-    """The operator graph of a region that Dynamo is compiling; autocast casts as on the type of device that it is
-    planned for. Traced once, however many rewritings are tried. Raises `Untraceable` where its meaning would be lost.
+    """Trace the graph that Dynamo recorded of a region into operators, in the region's tracing context.
+
+    Autocast casts as on the type of device that is planned for. Raises `Untraceable` where its meaning would be lost.
     """
-    key = (parameter_inputs, planned_for, autocast_state())
-    known = _known.setdefault(graph_module, {})
-    if key not in known:
-        module = trace_operators(graph_module, inputs, planned_for)
-        _check_targets(module.graph)
-        author_typed = _take_marks(module.graph)
-        known[key] = OperatorGraph(module, parameter_inputs, author_typed=author_typed)
-    return known[key]
-
-
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, OperatorGraph]] = weakref.WeakKeyDictionary()
+    module = trace_operators(graph_module, inputs, planned_for)
+    _check_targets(module.graph)
+    return OperatorGraph(module, parameter_inputs, author_typed=_take_marks(module.graph))
 
 
 def needs_operators(graph_module: fx.GraphModule) -> bool:

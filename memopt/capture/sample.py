@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable
-from memopt.capture.dynamo import GraphBreak, compile_call, parameter_numbers, training_call
+from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.operators import OperatorGraph, Rewriting, operator_graph
-from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.operators import OperatorGraph, Rewriting
+from memopt.capture.region import RecordedRegion
 from memopt.training_state import TrainingState, on_host
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
@@ -60,16 +60,14 @@ class _Sample:
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for a call that is one region: runs it here, so that nothing of the model's Python is done."""
-        if not self.differentiate_all:
-            detach_all_but_scalars(graph_module)
-        run = self._runner(graph_module, inputs)
+        run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)
         raise _Done
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: its results require gradients where the model's do, but hold none."""
-        run = self._runner(graph_module, inputs) or graph_module.forward
+        run = self._runner(graph_module, inputs, differentiate_all=True) or graph_module.forward
         (results,) = graph_module.graph.output_node().args
         known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
         differentiable = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in known)
@@ -80,12 +78,15 @@ class _Sample:
 
         return region
 
-    def _runner(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+    def _runner(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
+    ) -> Callable[..., Any] | None:
         """What runs a region's operator graph; None where it has none."""
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all)
         if not torch.is_grad_enabled():
             return None
         try:
-            graph = operator_graph(graph_module, inputs, parameter_numbers(inputs, ()), self.rewriting.planned_for)
+            graph = region.operator_graph(self.rewriting.planned_for)
         except Untraceable:
             return None
         return lambda *args: self.run_region(graph, args)

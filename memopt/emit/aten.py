@@ -1,35 +1,21 @@
-"""Halves run operator by operator, as they stand."""
+"""Halves run operator by operator, as they stand: bitwise the plain model's numbers, and the memory of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from memopt.compat import aot_autograd, boxed
-from memopt.emit.lowering import Lowered, Lowering, PartitionTraced
+from memopt.capture.joint import JointGraph
+from memopt.compat import boxed
+from memopt.emit.emitted import Cut, Emitted
 
 
-@dataclass(frozen=True)
-class AtenLowering:
-    """Plain ATen operators: bitwise the plain model's numbers, and the memory that the plan says."""
-
-    fuses: bool = False
-
-    def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionTraced) -> Lowered:
-        def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            return boxed(module)
-
-        compile_region = aot_autograd(
-            fw_compiler=compiler,
-            bw_compiler=compiler,
-            inference_compiler=compiler,
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
-        )
-        return Lowered(compile_region(graph_module, list(inputs)))
+def compile_as_aten(joint: JointGraph, cut: Cut) -> Emitted:
+    """The region with its halves as plain ATen operators. To be called in the context of its trace."""
+    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _as_it_stands))
 
 
-ATEN: Lowering = AtenLowering()
+def _as_it_stands(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    return boxed(module)

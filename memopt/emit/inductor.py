@@ -4,55 +4,56 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from memopt.capture.inductor_trace import not_compiled
+from memopt.capture.joint import JointGraph
 from memopt.compat import InductorFailed, compile_by_inductor, without_autocast
 from memopt.emit.casts import spell_casts
+from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.footprint import Half, footprint
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
-from memopt.emit.lowering import Lowered, Lowering, PartitionTraced
-from memopt.errors import CaptureError
 from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
 
-@dataclass(frozen=True)
-class InductorLowering:
-    """Fused kernels: what lies between fused operators is never held, and kernels come in an order of inductor's."""
+def compile_by_backend(joint: JointGraph, cut: Cut) -> Emitted:
+    """The region with its halves as kernels of inductor's, which fuse elementwise operators: what lies between fused
+    operators is never held, and kernels come in an order of inductor's.
 
-    fuses: bool = True
-
-    def compile(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: PartitionTraced) -> Lowered:
-        halves = _Halves(partition)
-        # Inductor takes over what it compiles, and a region may be lowered again by another plan.
-        module = copy_graph_module(graph_module)
-        try:
-            run = compile_by_inductor(module, list(inputs), halves.partition, halves.made, halves.plan_hash)
-        except InductorFailed as failure:
-            reason = " ".join(str(failure).split())[:300]
-            raise CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'") from failure
-        return Lowered(run, halves.footprint())
+    To be called in the context of its trace. Raises `CaptureError` where inductor gives up.
+    """
+    halves = _Halves(cut, joint.forward_outputs)
+    module, inputs = joint.trace.module, joint.trace.region.inputs
+    try:
+        # Inductor takes over what it compiles, and a region may be compiled again by another plan.
+        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, halves.plan_hash)
+    except InductorFailed as failure:
+        raise not_compiled(failure) from failure
+    return Emitted(run, halves.footprint())
 
 
 @dataclass
 class _Halves:
     """What one compilation comes to: the halves as cut and as compiled."""
 
-    cut: PartitionTraced
+    cut: Cut
+    outputs: int
+    """How many results of the forward are its caller's."""
     forward: Half | None = None
     backward: Half | None = None
     handing: Handing | None = None
     hash: str = ""
-    outputs: int = 0
 
-    def partition(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        forward, backward = self.cut(joint, joint_inputs, **options)
-        self.outputs = options["num_fwd_outputs"]
+    def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        """The halves as planned: the joint graph is the one that was planned for, traced once more."""
+        assert num_fwd_outputs == self.outputs, "inductor traced another graph than was planned for"
+        forward, backward = self.cut()
         self.handing = Handing(backward)
         for half in (forward, backward):
             spell_casts(half)
@@ -107,6 +108,3 @@ def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-INDUCTOR: Lowering = InductorLowering()

@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 from memopt.account.optimizer_trial import fused
-from memopt.errors import GIB, BudgetError, CaptureError, round_up
+from memopt.capture.inputs import Call, on_meta
+from memopt.errors import GIB, BudgetError, round_up
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
-from memopt.planning.climb import Step
+from memopt.planning.call_planner import CallPlanner
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import MICROBATCH
+from memopt.planning.plan_search import Candidate
 from memopt.planning.planner import smallest
+from memopt.planning.situation import Situation
 
-if TYPE_CHECKING:
-    from memopt.capture.inputs import Call
-    from memopt.planning.call_planner import CallPlanner
-    from memopt.planning.state import State
+_log = logging.getLogger("memopt")
+_Look = Callable[[], Iterator[tuple[str, int]]]
+
+
+def _unless_it_fails(look: _Look) -> list[tuple[str, int]]:
+    """What one look finds: nothing where it fails, since advice is given on the way to a refusal, which must come."""
+    try:
+        return list(look())
+    except Exception as failure:  # of whatever kind: it plans models and optimisers that nobody has tried
+        _log.debug("no advice from one look", exc_info=failure)
+        return []
 
 
 class Advice:
     """On one call that was refused. Each piece is looked for only where its figure may come within the budget."""
 
-    def __init__(self, planner: CallPlanner, call: Call, state: State) -> None:
-        self.planner, self.call, self.state = planner, call, state
+    def __init__(self, planner: CallPlanner, call: Call, situation: Situation) -> None:
+        self.planner, self.call, self.situation = planner, call, situation
         self.options = planner.options
 
-    def __call__(self, steps: Sequence[Step]) -> list[str]:
+    def __call__(self, steps: Sequence[Candidate]) -> list[str]:
         """A sentence each; `steps` is what every rung makes of the call."""
-        found = [*self.in_growing_segments(steps), *self.by_fused_kernels(steps), *self.in_microbatches(steps)]
-        found += [*self.without_state(steps), *self.with_low_rank()]
+        looks = (
+            partial(self.in_growing_segments, steps),
+            partial(self.by_fused_kernels, steps),
+            partial(self.in_microbatches, steps),
+            partial(self.without_state, steps),
+            self.with_low_rank,
+        )
+        found = [piece for look in looks for piece in _unless_it_fails(look)]
         return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
 
     def fits(self, nbytes: int) -> bool:
         return nbytes <= self.options.budget_bytes
 
-    def in_microbatches(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    def in_microbatches(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
         """One sample at a time, the least that `TrainStep` can make of a batch."""
         batch: Any = self.call[0] or self.call[1]
         try:
@@ -52,36 +70,35 @@ class Advice:
             return
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
-        nbytes = self.least(self.planner, call, replace(self.state, gradients_held=True))
-        if nbytes is not None:
-            yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
+        nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True))
+        yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
 
-    def in_growing_segments(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    def in_growing_segments(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
         """The same step on a card, with fewer holes between the blocks of torch's allocator."""
         if steps[0][2].context and not expandable_segments():
             words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
             yield words, self.smallest_of(steps, expandable=True)
 
-    def by_fused_kernels(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    def by_fused_kernels(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
         """The same optimiser without temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             words = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
             yield words, self.with_optimizer(other, steps)
 
-    def without_state(self, steps: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    def without_state(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
         """An optimiser that keeps nothing."""
         if steps[0][2].optimizer_state:
             words = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
             yield words, self.with_optimizer(torch.optim.SGD, steps)
 
-    def with_optimizer(self, optimizer: Any, steps: Sequence[Step]) -> int:
+    def with_optimizer(self, optimizer: Any, steps: Sequence[Candidate]) -> int:
         """The smallest budget with another one."""
-        account = self.like(self.planner, optimizer=optimizer).account(self.call, self.state)
+        account = self.like(self.planner, optimizer=optimizer).account(self.call, self.situation)
         return self.smallest_of([(rung, captured, account) for rung, captured, _ in steps])
 
     @staticmethod
-    def smallest_of(steps: Sequence[Step], *, expandable: bool | None = None) -> int:
+    def smallest_of(steps: Sequence[Candidate], *, expandable: bool | None = None) -> int:
         """The smallest budget of all rungs."""
         joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
         return min(smallest(each, account, expandable=expandable)[0] for each, account in joined)
@@ -94,11 +111,10 @@ class Advice:
         if not number:
             return
         planner = self.like(self.planner, twin)
-        account = planner.account(self.call, self.state)
+        account = planner.account(self.call, self.situation)
         if self.fits(account.resident_bytes):
-            nbytes = self.least(planner, self.call, replace(self.state, hooked=frozenset()))
-            if nbytes is not None:
-                yield f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)", nbytes
+            nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()))
+            yield f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)", nbytes
 
     @staticmethod
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
@@ -106,11 +122,13 @@ class Advice:
         other = replace(planner.options, **options)
         return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
 
-    def least(self, planner: CallPlanner, call: Call, state: State) -> int | None:
-        """The smallest budget for a call; None for one that cannot be captured."""
-        try:
-            return self.like(planner).plan_ahead(call, state, advise=False).smallest_bytes()
-        except BudgetError as error:
-            return error.smallest_bytes
-        except CaptureError:
-            return None
+    def least(self, planner: CallPlanner, call: Call, situation: Situation) -> int:
+        """The smallest budget for a call, found on fakes."""
+        planner = self.like(planner)
+        with planner.types(), torch.enable_grad():
+            captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)
+            search = planner.search(situation, advise=False)
+            try:
+                return planner.plan(captured, call, situation, search).smallest_bytes()
+            except BudgetError as error:
+                return error.smallest_bytes

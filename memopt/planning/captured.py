@@ -73,6 +73,11 @@ class Captured:
         return {}
 
     @property
+    def rewriting_of_regions(self) -> Rewriting:
+        """What was done to each region of a call in several: no decision had to have work in every one."""
+        return replace(self.rewriting, needed="")
+
+    @property
     def all_notes(self) -> tuple[str, ...]:
         """What a reader of the plan should know of the capture, of each region's passes, and of sizes."""
         regions = (note for region in self.regions if region.operators for note in region.operators.notes)

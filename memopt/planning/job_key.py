@@ -22,7 +22,7 @@ from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
 from memopt.device import Hardware
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
-from memopt.planning.state import State
+from memopt.planning.situation import Situation
 from passes.ops.fp8_kernels import library
 
 _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
@@ -34,7 +34,7 @@ class Job:
 
     model: nn.Module
     call: Call
-    state: State
+    state: Situation
     options: Options
     card: Hardware
     loss_fn: Callable[..., Any] | None

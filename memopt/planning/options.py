@@ -11,7 +11,6 @@ from typing import Any, get_args
 import torch
 
 from memopt.account.optimizer_account import optimizer_account
-from memopt.emit import BACKENDS
 from memopt.errors import GIB
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.rewrite import FP8_LEVERS, OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS, REINPLACE
@@ -33,6 +32,10 @@ LEVERS = {
 }
 DEFAULT_ALLOW = frozenset({"recompute", REINPLACE, *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
 OUTPUTS = ("loss", "all", "loss_only")
+
+
+BACKENDS = ("auto", "aten", "inductor")
+"""What `backend` may be: "auto" is inductor on CUDA, plain operators elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -5,32 +5,44 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
-from memopt.capture.data_sizes import SizeOutgrown
-from memopt.capture.dynamo import loss_call, training_call
-from memopt.capture.inputs import Call, check_device
+from memopt.capture.data_sizes import SizeOutgrown, is_real
+from memopt.capture.dynamo import GraphBreak, loss_call, training_call
+from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
+from memopt.capture.on_fakes import PASSED_OVER
+from memopt.capture.region import CapturedCall
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError, CaptureError
-from memopt.optimizers import OPTIMIZER_IN_BACKWARD
+from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD
+from memopt.planning import plan_cache
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.captured import Captured
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.planning.state import State
+from memopt.planning.plan_cache import Kept
+from memopt.planning.situation import Situation
+from memopt.progress import stage
+from memopt.run.broken_calls import BrokenCalls
 from memopt.run.pending import PendingForward, PendingForwards
-from memopt.run.situation import Situation, TooTight
+from memopt.run.recent import Recent
+from memopt.run.road import Road
+from memopt.run.under_way import UnderWay
+from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
 
 
 class TrainingCalls:
     """The planned training calls of one model.
 
-    Each situation (are gradients held, what do forwards in waiting hold, what is hooked) has plans of its own, and
-    within it Dynamo keeps one compilation for every set of shapes.
+    What Dynamo records of a call does not depend on the situation that it is made in (are gradients held, what do
+    forwards in waiting hold, what is hooked): each situation has a plan, and code, of its own.
     """
 
     def __init__(
@@ -43,10 +55,13 @@ class TrainingCalls:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
-        self.situations: dict[State, Situation] = {}
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
+        self.road = Road(self.planner, self.accumulation)
         self.latest: Plan | None = None
         self.unplanned = False
+        self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
+        """Why calls break into regions, by their signature."""
+        self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.unplanned:
@@ -56,66 +71,144 @@ class TrainingCalls:
         waiting = self.pending.waiting()
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
-        others = sum(forward.held_bytes for forward in waiting)
         try:
             with self.planner.types():
-                state = self._state()
-                self.planner.screen((args, kwargs), replace(state, other_forwards=others))
-                return self._run((args, kwargs), state, others)
+                return self._run((args, kwargs), sum(forward.held_bytes for forward in waiting))
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
             self.unplanned = True
             return self.plain(*args, **kwargs)
 
-    def _run(self, call: Call, state: State, others: int) -> Any:
+    def _run(self, call: Call, waiting_bytes: int) -> Any:
+        under_way = UnderWay(call, self._situation(), waiting_bytes, self._begin)
+        self.planner.screen(call, under_way.crowded)
         generators = generator_states(self.planner.device())
         try:
-            return self._situation(state).run(call, others)
-        except TooTight:
-            return self._run(call, replace(state, other_forwards=others), others)
+            return self._run_once(under_way)
         except SizeOutgrown:
             # A forward writes to buffers only at its end, so that the generators are all there is to undo.
             set_generators(generators, self.planner.device())
-            self.situations.clear()
-            self.planner.known.clear()
-            return self._run(call, state, others)
+            self._forget_plans()
+            return self._run_once(under_way)
+
+    def _run_once(self, under_way: UnderWay) -> Any:
+        """Run a call as one region, or, where it is none, region by region."""
+        call = under_way.call
+        reason = self._breaks.get(call_signature(call)) if len(self._breaks) else None
+        if reason is None:
+            try:
+                return self._whole.run(under_way)
+            except GraphBreak as broken:
+                reason = self._breaks[call_signature(call)] = str(broken)
+        result = self._broken.run(under_way, partial(self._capture_broken, call, reason))
+        self.unplanned |= self._broken.ran_unplanned
+        return result
+
+    def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
+        """Plan a call ahead of its first run; `gradients_held`: as one that adds to gradients; `advise`: have a refusal
+        say what else would help.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
+        situation = replace(self._situation(), gradients_held=gradients_held)
+        self.planner.proposing.check_allowed()
+        with self.planner.types(), torch.enable_grad():
+            self.planner.screen(call, situation)
+            if kept := plan_cache.find_by(self.road.sketch(call, situation)):
+                self.latest = kept.live(self._captured_later(kept, call, situation))
+                return self.latest
+            captured = self._capture(call)
+            self.latest = self.road.plan(captured, call, situation, advise=advise)
+        if captured.whole:
+            self._whole.planned(captured, situation, self.latest)
+        else:
+            self._broken.planned(call, situation, self.latest)
+        return self.latest
+
+    def _capture(self, call: Call) -> CapturedCall:
+        """Record a call without running it, so that a run of a call like it finds it recorded.
+
+        On fakes where the model has no values, or is planned for in another dtype. Raises `CaptureError`.
+        """
+        has_values = all(map(is_real, self.model.parameters())) and self.planner.proposing.narrowed is None
+        given = all(map(is_real, tensors_in(call)))
+        if not has_values or not (given or self.options.kept):
+            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+        with stage("capturing"):
+            try:
+                captured = self._whole.capture(call if given else with_zeros(call, self.planner.device()))
+                if captured is not None:
+                    return captured
+                reason = PASSED_OVER
+            except GraphBreak as broken:
+                reason = str(broken)
+        return self._capture_broken(call, reason)
+
+    def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
+        """Record the regions of a call: on its values where they are there, and may be used; else on fakes."""
+        real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
+        if not real or not self.options.kept:
+            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+        with stage("capturing"):
+            return self._broken.capture(call, reason)
+
+    def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
+        """What captures and traces the graphs that a kept plan is for, once."""
+        hollow = on_meta(call)
+
+        @cache
+        def captured() -> Captured:
+            planner = self.planner
+            narrowed = planner.proposing.narrowing() if BF16_PARAMETERS in kept.plan.proposals else None
+            with planner.types(), torch.enable_grad():
+                recorded = planner.capture_on_fakes(hollow, narrowed)
+                step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.rung])
+            return planner.proposing.as_kept(step, kept.plan)
+
+        return captured
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the plain model."""
         run: Any = self.own_call or self.model._call_impl
         return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
-    def to_capture(self) -> Callable[..., Any]:
-        """A training call for Dynamo."""
-        return training_call(self.model, self.loss_fn, self.planner.proposing.floats)
+    @property
+    def _whole(self) -> WholeCalls:
+        return self._recorders[0]
 
-    def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
-        """Plan a call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients; `advise`: have
-        a refusal say what else would help.
+    @property
+    def _broken(self) -> BrokenCalls:
+        return self._recorders[1]
 
-        Raises `BudgetError`, `CaptureError`.
-        """
-        state = replace(self._state(), gradients_held=gradients_held)
-        self.latest = self.planner.plan_ahead(call, state, advise=advise)
-        return self.latest
+    @property
+    def _recorders(self) -> tuple[WholeCalls, BrokenCalls]:
+        """What records calls, by the dtype that inputs are given to the model in: that changes once, if at all."""
+        floats = self.planner.proposing.floats
+        if floats not in self._recorders_by_dtype:
+            to_capture = partial(training_call, self.model, self.loss_fn, floats)
+            whole = WholeCalls(to_capture, self.road, differentiate_all=self.planner.differentiate_all)
+            unplanned_allowed = "plain" in self.options.allow
+            broken = BrokenCalls(self.model, to_capture, self.road, unplanned_allowed=unplanned_allowed)
+            self._recorders_by_dtype = {floats: (whole, broken)}
+        return self._recorders_by_dtype[floats]
 
-    def _state(self) -> State:
+    def _forget_plans(self) -> None:
+        self._whole.forget()
+        self._broken.forget()
+        self.planner.forget_sizes()
+
+    def _situation(self) -> Situation:
         parameters = list(self.model.parameters())
         proposing = self.planner.proposing
         stepped = proposing.stepping is not None
         hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
         if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
             hooked += sharing_memory(self.model)
-        return State(
+        return Situation(
             gradients_held=any(parameter.grad is not None for parameter in parameters),
             hooked=frozenset(map(id, hooked)),
         )
-
-    def _situation(self, state: State) -> Situation:
-        if state not in self.situations:
-            self.situations[state] = Situation(self, state)
-        return self.situations[state]
 
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
         """Forwards in waiting were not planned for the gradients that this call's backward will leave."""
@@ -126,12 +219,16 @@ class TrainingCalls:
                 reason = "a second forward before the first one's backward"
                 raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
 
-    def begin(self, plan: Plan, state: State) -> PendingForward:
+    def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
         """A forward begins that runs as planned."""
         self.latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
-            plan, weakref.ref(self.model), state.hooked, self.pending, self.accumulation, held_bytes=held
+            plan, weakref.ref(self.model), situation.hooked, self.pending, self.accumulation, held_bytes=held
         )
         self.pending.add(forward)
         return forward
+
+
+_MOST_BREAKS = 256
+"""How many kinds of calls are remembered to break into regions."""

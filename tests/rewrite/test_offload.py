@@ -11,7 +11,7 @@ from memopt.capture.operators import NOTHING
 from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
-from memopt.planning.climb import Climb
+from memopt.planning.plan_search import PlanSearch
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_ALLOW, DEFAULT_EFFORT
 from memopt.planning.plan import Plan, make_plan
@@ -42,7 +42,7 @@ def least(step: Captured) -> int:
 
 
 def climb(budget_bytes: int, *steps: tuple[Rung, Captured]) -> Plan:
-    found = Climb(budget_bytes, DEFAULT_EFFORT)
+    found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     for rung, each in steps:
         taken = found.weigh(rung, each, ACCOUNT)
         if taken is not None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class State:
-    """The situation of a training call."""
+class Situation:
+    """What surrounds a training call when its forward begins."""
 
     gradients_held: bool = False
     """Gradients are there before the step: gradient accumulation."""

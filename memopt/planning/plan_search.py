@@ -1,4 +1,4 @@
-"""Weighs the rungs of a ladder, and what lies beyond it, against each other: the fastest plan that fits."""
+"""Weighs sets of levers, and proposals about the optimiser, against each other: the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows, writes_over
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
 
-Step = tuple[Rung, Captured, Account]
-"""What a rung makes of the call."""
+Candidate = tuple[Rung, Captured, Account]
+"""Some levers, the call as they make it, and what the step holds beside its graph."""
 
 # How many offers a refusal describes.
 _SHOWN = 3
 
 
 @dataclass
-class Climb:
+class PlanSearch:
     """The plans for one call, rung by rung from below."""
 
     budget_bytes: int
@@ -34,18 +34,18 @@ class Climb:
     """Proposals that may be pulled where no rung fits."""
     offers: Callable[[], Sequence[Offer]] = tuple
     """All proposals in the order of their price."""
-    narrowed: Callable[[Rung], Step | None] = lambda rung: None
+    narrowed: Callable[[Rung], Candidate | None] = lambda rung: None
     """The step on a rung with narrower parameters, for offers that need it; None where it cannot be captured."""
-    advice: Callable[[Sequence[Step]], Sequence[str]] = lambda steps: ()
+    advice: Callable[[Sequence[Candidate]], Sequence[str]] = lambda steps: ()
     """What else would help, in a sentence each, asked for where nothing that may be pulled does."""
     notes: tuple[str, ...] = ()
     """What the plan, or the refusal, has to say anyway."""
-    _steps: list[Step] = field(default_factory=list)
+    _steps: list[Candidate] = field(default_factory=list)
     _plans: list[tuple[Plan, Rung]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
-    _narrow: dict[int, Step | None] = field(default_factory=dict)
+    _narrow: dict[int, Candidate | None] = field(default_factory=dict)
     """By the `id` of the rung."""
     _idle: set[str] = field(default_factory=set)
     """Levers that found nothing to do: rungs above have them in name only."""
@@ -89,7 +89,7 @@ class Climb:
     def _offload(self) -> None:
         """Plan the rungs with values that wait on the host, unless the step alone takes longer than the best plan."""
 
-        def step_seconds(step: Step) -> float:
+        def step_seconds(step: Candidate) -> float:
             return step[1].joined(accumulating=step[2].gradients_held).problem.seconds
 
         for rung, captured, account in sorted(self._steps, key=step_seconds):
@@ -129,7 +129,7 @@ class Climb:
             smallest_with=found,
         )
 
-    def _with(self, offer: Offer, steps: Sequence[Step]) -> Iterator[Step]:
+    def _with(self, offer: Offer, steps: Sequence[Candidate]) -> Iterator[Candidate]:
         """The steps as an offer is taken on them."""
         for step in steps:
             taken = self._narrowed(step[0]) if offer.narrows else step
@@ -141,7 +141,7 @@ class Climb:
         """Whether what is held all the time is above the budget."""
         return all(offer.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
-    def _narrowed(self, rung: Rung) -> Step | None:
+    def _narrowed(self, rung: Rung) -> Candidate | None:
         if id(rung) not in self._narrow:
             self._narrow[id(rung)] = self.narrowed(rung)
         return self._narrow[id(rung)]
@@ -178,7 +178,7 @@ class Climb:
         return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
 
 
-def _smallest(step: Step) -> tuple[int, str]:
+def _smallest(step: Candidate) -> tuple[int, str]:
     _, captured, account = step
     return smallest(captured.joined(accumulating=account.gradients_held), account)
 

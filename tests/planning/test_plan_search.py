@@ -10,7 +10,7 @@ from memopt.account.account import Account
 from memopt.capture.operators import NOTHING
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
-from memopt.planning.climb import Climb
+from memopt.planning.plan_search import PlanSearch
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan, make_plan
 from memopt.planning.receipt import plain_row
@@ -28,8 +28,8 @@ def needs(step: Captured) -> tuple[int, int]:
     return plan.smallest_bytes(), plan.plain.peak_bytes
 
 
-def climb(budget_bytes: int, *steps: tuple[Rung, Captured]) -> tuple[Climb, Plan | None]:
-    climb = Climb(budget_bytes, DEFAULT_EFFORT)
+def climb(budget_bytes: int, *steps: tuple[Rung, Captured]) -> tuple[PlanSearch, Plan | None]:
+    climb = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     taken = None
     for rung, step in steps:
         taken = climb.weigh(rung, step, ACCOUNT)
@@ -97,14 +97,14 @@ def test_nothing_is_recomputed_where_that_is_not_allowed() -> None:
 
 def test_the_account_is_the_step_s_own() -> None:
     held: Account = replace(ACCOUNT, other_forwards=2**20)
-    climb = Climb(2**30, DEFAULT_EFFORT)
+    climb = PlanSearch(2**30, DEFAULT_EFFORT)
     taken = climb.weigh(GROUND, PLAIN, held)
     assert taken is not None
     assert taken.account == held
 
 
 def test_a_lever_without_work_is_not_among_those_pulled() -> None:
-    climbed = Climb(needs(LEAN)[0], DEFAULT_EFFORT)
+    climbed = PlanSearch(needs(LEAN)[0], DEFAULT_EFFORT)
     climbed.skip(FIRST, ("one: nothing to do here",))
     assert climbed.weigh(SECOND, LEAN, ACCOUNT) is None
     assert climbed.best()[0].levers == ("two",)

@@ -1,0 +1,75 @@
+"""Captures a training call of a model that has no values, or is to keep them: on fakes, which hold no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.dynamo import GraphBreak, compile_call, training_call
+from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
+from memopt.capture.inputs import Call, fake_call
+from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.rehearsal import Rehearsal, rehearse
+from memopt.compat import new_fake_mode
+
+
+class _Recorded(Exception):
+    """The one region of the call is recorded: the call need not go on."""
+
+
+def capture_on_fakes(
+    model: nn.Module,
+    call: Call,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device,
+    *,
+    differentiate_all: bool,
+    narrowed: Narrowed | None = None,
+) -> CapturedCall:
+    """Capture one training call on fakes that lie on `device`; nothing is allocated, nothing of the model changes.
+
+    `narrowed` has parameters and inputs captured in another dtype than they have. Where the forward breaks into
+    regions, its Python runs once on fakes. Raises `CaptureError`.
+    """
+    mode = new_fake_mode()
+    to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)
+    with torch.enable_grad(), fake_parameters(model, mode, device, narrowed) as fakes:
+        args, kwargs = fake_call(call, mode, device)
+        ids = _real_ids(fakes)
+        found: list[RecordedRegion] = []
+
+        def record_whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            found.append(RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, real_ids=ids))
+            raise _Recorded
+
+        try:
+            compile_call(to_capture(), record_whole, whole=True)(*args, **kwargs)
+        except _Recorded:
+            return CapturedCall.of(found[0])
+        except GraphBreak as broken:
+            reason = str(broken)
+        else:
+            reason = PASSED_OVER
+        rehearsal = Rehearsal(ids)
+
+        def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            with rehearsal.between.planned():
+                region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
+            return lambda *values: rehearsal.run(region, values)
+
+        parts = compile_call(
+            training_call(model, loss_fn, narrowed.dtype if narrowed else None), record_part, whole=False
+        )
+        return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+
+
+PASSED_OVER = "torch.compile passes it over"
+
+
+def _real_ids(fakes: Fakes) -> dict[int, int]:
+    """`id` of a fake → that of the tensor that it stands for."""
+    return {id(fake): id(real) for real, fake in fakes.items()}

@@ -1,0 +1,96 @@
+"""A first pass over a training call whose forward breaks into regions: which of them run, in what order, and what the
+eager code between them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.between import Between, stand_in
+from memopt.capture.dynamo import in_brief
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat import tree_leaves
+from memopt.errors import CaptureError
+from memopt.training_state import TrainingState
+
+
+class Rehearsal:
+    """Takes note of the runs of regions while a call's Python runs once.
+
+    Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph without
+    gradients, its gradients hold nothing of use. Operators between regions run as they are.
+    """
+
+    def __init__(self, real_ids: Mapping[int, int] | None = None) -> None:
+        self.real_ids = real_ids
+        self.between = Between()
+        self.runs: list[RegionRun] = []
+
+    def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+        """Run a region on its inputs and take note of it, unless nothing is differentiated through it."""
+        if not region.differentiable:
+            return region.graph_module(*inputs)
+        self.runs.append(RegionRun.of(region, inputs, self.real_ids))
+        return stand_in(region.graph_module, self.between, inputs)
+
+    def differentiate(self, outputs: Any) -> None:
+        """Run the backward of what the call returned: eager code holds memory there too."""
+        roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        scalars = [root for root in roots if root.dim() == 0] or roots
+        with self.between.planned():
+            gradients = [torch.ones_like(scalar) for scalar in scalars]
+        torch.autograd.backward(scalars, gradients)
+
+
+def rehearse(
+    run: Callable[[], Any],
+    rehearsal: Rehearsal,
+    model: nn.Module,
+    reason: str,
+    mode: AbstractContextManager[Any] | None = None,
+) -> CapturedCall:
+    """The regions that `run` goes through, which is to hand each of their runs to `rehearsal`.
+
+    `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError`,
+    also where no region runs.
+    """
+    try:
+        with mode or nullcontext(), rehearsal.between:
+            rehearsal.differentiate(run())
+    except Exception as failure:
+        further = in_brief(failure)
+        on_fakes = "running past it on fakes failed" if mode else "running past it failed"
+        both = reason if further == reason else f"{reason}; {on_fakes}: {further}"
+        raise CaptureError(cannot_capture(model, both)) from failure
+    if not rehearsal.runs:
+        raise CaptureError(cannot_capture(model, reason))
+    return CapturedCall(tuple(rehearsal.runs), reason, rehearsal.between.peak_bytes)
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """After the block gradients, buffers, generators, and the attributes of all modules are as before it."""
+    state = TrainingState.of(model)
+    before = [(table, dict(table)) for module in model.modules() for table in (vars(module), module._parameters)]
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        yield
+    finally:
+        for table, values in before:
+            table.clear()
+            table.update(values)
+        state.undo_forward()
+        state.restore_gradients()
+
+
+def cannot_capture(model: nn.Module, reason: str) -> str:
+    """What a user is told of a forward that no graph can be had of."""
+    return (
+        f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; mend the model there, or add "
+        "'plain' to allow to run it unplanned"
+    )

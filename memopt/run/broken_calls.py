@@ -1,0 +1,149 @@
+"""Training calls whose forward breaks into regions: planned all together, before the first of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from memopt.capture.author_modes import autocast_state
+from memopt.capture.dynamo import compile_call
+from memopt.capture.inputs import Call, call_signature
+from memopt.capture.joint import JointGraph
+from memopt.capture.outputs import hand_out
+from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.rehearsal import Rehearsal, rehearse, undone
+from memopt.capture.trace import trace
+from memopt.emit.emit import emit_region
+from memopt.emit.emitted import Emitted
+from memopt.errors import CaptureError
+from memopt.planning.plan import Plan
+from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.situation import Situation
+from memopt.run.pending import PendingForward
+from memopt.run.recent import Recent
+from memopt.run.region_stub import recording
+from memopt.run.road import Road
+from memopt.run.under_way import UnderWay
+
+_MOST_PLANS = 64
+"""Calls, by their signature and situation, whose plans are kept."""
+_MOST_VARIANTS = 1024
+"""Regions whose code is kept, by schedule."""
+
+
+class BrokenCalls:
+    """Calls with graph breaks.
+
+    The runs of a forward are counted, and each has a schedule of its own, also where Dynamo compiles one region for all
+    of them (a block called in a loop).
+    """
+
+    def __init__(
+        self, model: nn.Module, to_capture: Callable[[], Callable[..., Any]], road: Road, *, unplanned_allowed: bool
+    ) -> None:
+        self.model, self.road, self.unplanned_allowed = model, road, unplanned_allowed
+        self.ran_unplanned = False
+        self._rehearsal: Rehearsal | None = None
+        self._forward: _Forward | None = None
+        self._plans: Recent[tuple[str, Situation], Plan] = Recent(_MOST_PLANS)
+        self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
+        self._compiled = compile_call(to_capture(), recording(self, differentiate_all=True), whole=False)
+
+    def capture(self, call: Call, reason: str) -> CapturedCall:
+        """Run a call once to see its regions: those without gradients, what lies between as it is; all is undone.
+
+        `reason` says why it is not one region. Raises `CaptureError`.
+        """
+        self._rehearsal = Rehearsal()
+        try:
+            with undone(self.model):
+                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+        finally:
+            self._rehearsal = None
+
+    def planned(self, call: Call, situation: Situation, plan: Plan) -> None:
+        """Have runs of calls like this go by a plan."""
+        self._plans[_signature(call), situation] = plan
+
+    def forget(self) -> None:
+        """Have all calls planned again."""
+        self._plans.clear()
+        self._emitted.clear()
+
+    def run(self, under_way: UnderWay, capture: Callable[[], CapturedCall]) -> Any:
+        """Run a call by its plan, which is made first if there is none; `capture` gives its regions then.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
+        plan = self._plan_for(under_way.call, under_way.situation, capture)
+        if under_way.is_too_tight(plan):
+            plan = self._plan_for(under_way.call, under_way.crowded, capture)
+        self._forward = _Forward(plan, under_way.begin(plan))
+        try:
+            return self._compiled(*under_way.call[0], **under_way.call[1])
+        finally:
+            self._forward = None
+
+    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+        """One region of the call under way: as planned for this run of it, or as a rehearsal runs it."""
+        if self._rehearsal is not None:
+            return self._rehearsal.run(region, inputs)
+        if not region.differentiable:
+            return region.graph_module(*inputs)
+        assert self._forward is not None, "a region runs outside of any call"
+        try:
+            emitted = self._next(region, self._forward)
+        except CaptureError:
+            if not self.unplanned_allowed:
+                raise
+            self.ran_unplanned = True
+            return region.graph_module(*inputs)
+        return hand_out(emitted.run(*inputs), frozenset(), self._forward.pending)
+
+    def _next(self, region: RecordedRegion, forward: _Forward) -> Emitted:
+        """The code of the run that begins now. Raises `CaptureError` where it was not planned."""
+        joint, schedule = forward.next_run(region)
+        key = region, schedule, joint.parameter_inputs
+        if key not in self._emitted:
+            self._emitted[key] = emit_region(joint, schedule, self.road.accumulation, {})
+        return self._emitted[key]
+
+    def _plan_for(self, call: Call, situation: Situation, capture: Callable[[], CapturedCall]) -> Plan:
+        key = _signature(call), situation
+        if key not in self._plans:
+            self._plans[key] = self.road.plan(capture(), call, situation, advise=False)
+        return self._plans[key]
+
+
+@dataclass
+class _Forward:
+    """One forward of a planned call, run by run."""
+
+    plan: Plan
+    pending: PendingForward
+    runs: int = field(default=0)
+
+    def next_run(self, region: RecordedRegion) -> tuple[JointGraph, RegionSchedule]:
+        """The joint graph and the schedule of the run of `region` that begins now."""
+        captured = self.plan.captured
+        assert captured is not None
+        number, planned = self.runs, captured.regions
+        if number < len(planned):
+            joint = planned[number]
+            if joint.trace.region is not region:  # recorded on fakes, or once more under other guards
+                joint = trace(region, captured.rewriting_of_regions).accumulating(joint.parameter_inputs)
+            if joint.fingerprint == planned[number].fingerprint:
+                self.runs += 1
+                return joint, self.plan.regions[number]
+        raise CaptureError(
+            "the forward took another way than when it was planned: it depends on the values of its inputs outside "
+            "of any captured region; mend the graph break, or add 'plain' to allow to run it unplanned"
+        )
+
+
+def _signature(call: Call) -> str:
+    """What plans of two calls can differ by."""
+    return f"{call_signature(call)} {autocast_state()}"

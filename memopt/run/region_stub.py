@@ -1,0 +1,39 @@
+"""What Dynamo's compiled code calls in place of a region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from memopt.capture.region import RecordedRegion
+
+
+class RunsRegions(Protocol):
+    """The call that is under way: decides what is run in place of a region."""
+
+    def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
+        """The region's outputs."""
+
+
+class RegionStub:
+    """Stands in Dynamo's compiled code for a region, and hands each of its runs to whoever runs the call.
+
+    Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
+    """
+
+    def __init__(self, region: RecordedRegion, owner: RunsRegions) -> None:
+        self.region, self.owner = region, owner
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.owner.run_region(self.region, inputs)
+
+
+def recording(owner: RunsRegions, *, differentiate_all: bool) -> Callable[[fx.GraphModule, Sequence[Any]], RegionStub]:
+    """A Dynamo backend that records each region and leaves a stub for it."""
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> RegionStub:
+        return RegionStub(RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all), owner)
+
+    return backend

@@ -1,0 +1,141 @@
+"""The road: a training call is captured, rewritten, priced, solved, emitted, and installed where Dynamo's code runs it.
+
+    capture ─▶ CapturedCall ─rewrite, price─▶ Captured ─solve─▶ Plan ─emit─▶ Emitted ─install─▶ region stubs
+
+Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.capture.inputs import Call
+from memopt.capture.operators import NothingToRewrite
+from memopt.capture.region import CapturedCall
+from memopt.emit.emit import emit_plan
+from memopt.emit.emitted import Emitted
+from memopt.emit.gradients import Accumulation
+from memopt.errors import BudgetError
+from memopt.planning import plan_cache
+from memopt.planning.advice import Advice
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan import Plan
+from memopt.planning.plan_cache import Kept
+from memopt.planning.refit import ROUNDS, Refit, as_lowered
+from memopt.planning.situation import Situation
+
+
+@dataclass(frozen=True, eq=False)
+class EmittedCall:
+    """A planned call that can be run: what is installed in the stubs of its regions."""
+
+    plan: Plan
+    runs: tuple[Emitted, ...]
+    """One function for each run of a region, in the order of the forward."""
+
+
+class Road:
+    """Takes the calls of one model from capture to code."""
+
+    def __init__(self, planner: CallPlanner, accumulation: Accumulation) -> None:
+        self.planner, self.accumulation = planner, accumulation
+
+    def plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
+        """Rewrite, price and solve a captured call ahead of its first run; `advise`: a refusal says what would help.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
+        planner = self.planner
+        search = planner.search(situation, advise=advise)
+        search.narrowed = planner.on_narrow_parameters(call, situation)
+        if advise:
+            search.advice = Advice(planner, call, situation)
+        key = self._key(captured, call, situation)
+        plan_cache.note(self.sketch(call, situation), key)
+        kept = plan_cache.find(key)
+        if kept and (found := self._by_kept(kept, captured, call, situation)):
+            return found
+        plan = planner.plan(captured, call, situation, search)
+        self.keep(key, plan)
+        return plan
+
+    def travel(
+        self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
+    ) -> EmittedCall:
+        """From a captured call to code that runs within the budget; `planned` is its plan, if it was planned ahead.
+
+        Compiled code may hold other bytes than planned: it is then planned again, tighter or looser, a few times.
+        Raises `BudgetError`, `CaptureError`.
+        """
+        key = self._key(captured, call, situation)
+        if (planned is None or self.planner.fuses) and (kept := self._emitted_by_kept(key, captured, call, situation)):
+            return kept
+        refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
+        for _ in range(ROUNDS):
+            try:
+                plan = planned or self.planner.plan(captured, call, situation, lowering_bytes=refit.lowering_bytes)
+            except BudgetError:
+                if not refit.fits:
+                    raise
+                break
+            planned = None
+            emitted = EmittedCall(plan, emit_plan(plan, self.accumulation))
+            footprint = emitted.runs[0].footprint
+            if footprint is None:
+                self.keep(key, plan)
+                return emitted
+            if not refit.judge(as_lowered(plan, footprint), emitted):
+                break
+        plan, emitted = refit.best()
+        self.keep(key, plan, emitted)
+        return EmittedCall(plan, emitted.runs)
+
+    def sketch(self, call: Call, situation: Situation) -> str | None:
+        """The key of a call that is not captured yet; None where plans are not kept."""
+        return self.planner.job(call, situation).sketch() if self._keeps() else None
+
+    def _key(self, captured: CapturedCall, call: Call, situation: Situation) -> str | None:
+        """The key that plans of a captured call are kept under; None where they are not kept."""
+        if captured.graph is None or not self._keeps():
+            return None
+        return self.planner.job(call, situation).key(captured.graph)
+
+    def _keeps(self) -> bool:
+        return self.planner.options.kept and plan_cache.is_on()
+
+    def keep(self, key: str | None, plan: Plan, emitted: EmittedCall | None = None) -> None:
+        """Keep a plan on disk for the next start, unless it goes by data-dependent sizes that were seen."""
+        captured = plan.captured
+        assert captured is not None
+        rewritings = [levers.rewriting for levers in self.planner.lever_sets]
+        if not captured.data_sizes.allowed and captured.rewriting in rewritings:
+            footprint = emitted.runs[0].footprint if emitted else None
+            plan_cache.keep(key, Kept(plan, rewritings.index(captured.rewriting), footprint))
+
+    def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
+        """A plan from disk for this captured call; None where it is another call's."""
+        planner = self.planner
+        if kept.rung >= len(planner.lever_sets):
+            return None
+        try:
+            step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.rung])
+        except NothingToRewrite:
+            return None
+        if [joint.fingerprint for joint in step.regions] != [region.fingerprint for region in kept.plan.regions]:
+            return None
+        step = planner.proposing.as_kept(step, kept.plan)
+        return kept.live(lambda: step)
+
+    def _emitted_by_kept(
+        self, key: str | None, captured: CapturedCall, call: Call, situation: Situation
+    ) -> EmittedCall | None:
+        """A call emitted by the plan that was kept for it, if there is one and it still is this call's."""
+        kept = plan_cache.find(key)
+        if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
+            return None
+        plan = self._by_kept(kept, captured, call, situation)
+        runs = emit_plan(plan, self.accumulation) if plan else ()
+        if plan is None or runs[0].footprint != kept.footprint:
+            plan_cache.drop(key)
+            return None
+        return EmittedCall(plan, runs)
