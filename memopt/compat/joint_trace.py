@@ -27,6 +27,9 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 """What makes a half callable with a list of arguments, which it empties."""
 
 
+_disable: Any = torch._dynamo.disable
+
+
 class _JointGraphTraced(Exception):
     """The joint graph is there: compilation goes no further."""
 
@@ -48,7 +51,7 @@ class AotTrace:
         It may be called several times with other partitions. To be called in the tracing context of the region.
         """
         compiled = _second_phase(self.state, self.capture, partition, compiler)
-        compiled = torch._dynamo.disable(compiled, reason="a planned region is not traced again")
+        compiled = _disable(compiled, reason="a planned region is not traced again")
 
         def region(*inputs: Any) -> Any:
             return compiled(list(inputs))
@@ -80,18 +83,18 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(*args, **kwargs)
         # AOTAutograd compiles a deep copy of the backward; compilation here changes nothing that it looks at later.
-        backward.__deepcopy__ = lambda memo: backward
+        vars(backward)["__deepcopy__"] = lambda memo: backward
         return forward, backward
 
     def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         compiled = compiler(module, inputs)
-        return torch._dynamo.disable(compiled, reason="a planned backward is not traced again")
+        return _disable(compiled, reason="a planned backward is not traced again")
 
     # The second phase writes into these, and what it returns reads them when it runs.
     state = copy.copy(state)
     state.fw_metadata = copy.copy(state.fw_metadata)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
-    how = {"partition_fn": cut, "fw_compiler": compiler, "bw_compiler": compile_backward}
+    how: dict[str, Any] = {"partition_fn": cut, "fw_compiler": compiler, "bw_compiler": compile_backward}
     how["inference_compiler"] = compiler
     if "partition_fn" not in inspect.signature(aot_stage2_compile).parameters:
         state.aot_config, how = replace(state.aot_config, **how), {}

@@ -25,9 +25,12 @@ from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, S
 from passes.graphs.node_facts import is_tangent
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Captured:
-    """The regions of one training call, in the order of their forwards, and the card that they are priced for."""
+    """The regions of one training call, in the order of their forwards, and the card that they are priced for.
+
+    It owns the problems and prices that were made of them: a handful, since each differs by a few flags.
+    """
 
     model_name: str
     regions: tuple[JointGraph, ...]
@@ -46,6 +49,11 @@ class Captured:
     """How the optimiser steps within the backward; None: after it."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same without `stepping`: what prices are known of."""
+    _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
+    _node_prices: dict[bool, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
+    """By whether data-dependent sizes are as seen."""
+    _joined: dict[tuple[bool, bool, frozenset[int], bool], Joined] = field(default_factory=dict, init=False, repr=False)
+    """By the arguments of `joined`."""
 
     def stepping_by(self, stepping: Stepping | None) -> Captured:
         """The same call with the optimiser stepping so; the same object for the same way."""
@@ -64,14 +72,6 @@ class Captured:
         numbers = {number for region in self.regions for number in region.parameter_inputs}
         return self.stepping_by(self.stepping.leaving(numbers - inside))
 
-    @cached_property
-    def _siblings(self) -> dict[Stepping, Captured]:
-        return {}
-
-    @cached_property
-    def _node_prices(self) -> dict[bool, Callable[[fx.Node], NodePrice]]:
-        return {}
-
     @property
     def rewriting_of_regions(self) -> Rewriting:
         """What was done to each region of a call in several: no decision had to have work in every one."""
@@ -87,10 +87,6 @@ class Captured:
     def operators(self) -> tuple[Operators, ...]:
         """What passes did to each region that has an operator graph."""
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
-
-    @cached_property
-    def _joined(self) -> dict[tuple[bool, bool, frozenset[int], bool], Joined]:
-        return {}
 
     def joined(
         self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset(), reinplace: bool = True
@@ -154,9 +150,12 @@ class Captured:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Joined:
-    """Several regions as one problem: all forwards in order, then the backwards from the last region to the first."""
+    """Several regions as one problem: all forwards in order, then the backwards from the last region to the first.
+
+    It owns the solutions that were found of it, one for each budget that was asked for.
+    """
 
     problem: RematProblem
     owner: tuple[tuple[int, int], ...]
@@ -175,11 +174,10 @@ class Joined:
     """Numbers of the inputs that are stepped at the backward's end only, for the schedules' sake."""
     leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
     """Gives the same problem with more inputs left so."""
-
-    @cached_property
-    def on_cards(self) -> dict[tuple[object, ...], Account]:
-        """What `on_card` found, by what it was asked."""
-        return {}
+    on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
+    """What `on_card` found, by what it was asked."""
+    solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
+    """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
 
     @property
     def steps(self) -> dict[int, PricedStep]:
@@ -202,11 +200,6 @@ class Joined:
     def smallest(self) -> Solution:
         """The schedule of the smallest peak found."""
         return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
-
-    @cached_property
-    def solved(self) -> dict[tuple[int, str, float], Solution | None]:
-        """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
-        return {}
 
 
 def join(prices: Sequence[PricedGraph]) -> Joined:

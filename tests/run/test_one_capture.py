@@ -1,0 +1,108 @@
+"""A call is captured, traced and solved once, however it was planned and whatever situation it is made in."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.capture import trace as trace_module
+from memopt.capture.region import RecordedRegion
+from memopt.solver import Portfolio
+from tests.end_to_end.odd_models import CLASSES, WIDTH, BreakInLoop
+from tests.families import BY_NAME, loss_of
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the regions that Dynamo hands over, the traces of AOTAutograd, and the solutions, by budget."""
+    counts: Counter[str] = Counter()
+    record, trace, solve = RecordedRegion.record.__func__, trace_module.trace_region, Portfolio.solve
+
+    def counted_record(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
+        counts["captures"] += 1
+        return record(cls, *args, **kwargs)
+
+    def counted_trace(*args: Any) -> Any:
+        counts["traces"] += 1
+        return trace(*args)
+
+    def counted_solve(self: Portfolio, budget_bytes: int, *args: Any, **kwargs: Any) -> Any:
+        counts[f"solutions within {budget_bytes}"] += 1
+        return solve(self, budget_bytes, *args, **kwargs)
+
+    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted_record))
+    monkeypatch.setattr(trace_module, "trace_region", counted_trace)
+    monkeypatch.setattr(Portfolio, "solve", counted_solve)
+    return counts
+
+
+def tight_budget(model: nn.Module, batch: dict[str, Any], **options: Any) -> float:
+    plan = memopt.plan(copy.deepcopy(model), 1, batch, **EXACT, **options)
+    return (plan.smallest_gb() + plan.plain_peak_gb) / 2
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], accumulate: int = 1) -> None:
+    optimizer.zero_grad()
+    for _ in range(accumulate):
+        (loss_of(model(**batch)) / accumulate).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
+def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahead: bool, counted: Counter[str]) -> None:
+    family = BY_NAME[name]
+    model, batch = family.make(), family.batch("usual")
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = tight_budget(model, batch)
+    counted.clear()
+    memopt.optimize(model, budget, example_inputs=batch if ahead else None, optimizer=optimizer, **EXACT)
+    for _ in range(5):
+        train(model, optimizer, batch)
+    assert counted["captures"] == counted["traces"] == 1
+    assert {count for key, count in counted.items() if key.startswith("solutions")} == {1}
+    assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 1
+
+
+def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
+    family = BY_NAME["gpt2-sdpa"]
+    model, batch = family.make(), family.batch("usual")
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = tight_budget(model, batch)
+    counted.clear()
+    memopt.optimize(model, budget, example_inputs=batch, optimizer=optimizer, **EXACT)
+    for _ in range(3):
+        train(model, optimizer, batch, accumulate=3)
+    assert counted["captures"] == counted["traces"] == 1
+    assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 2  # without, with gradients
+
+
+def test_hooks_and_forwards_in_waiting_add_no_capture(counted: Counter[str]) -> None:
+    family = BY_NAME["bert"]
+    model, batch = family.make(), family.batch("usual")
+    memopt.optimize(model, 1, optimizer=None, **EXACT)
+    first, second = loss_of(model(**batch)), loss_of(model(**batch))
+    (first + second).backward()
+    next(model.parameters()).register_hook(lambda gradient: gradient)
+    loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == 1
+
+
+def test_a_forward_in_regions_is_captured_once_by_its_values(counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = BreakInLoop().train()
+    batch = {"x": torch.randn(32, WIDTH), "labels": torch.randint(0, CLASSES, (32,))}
+    memopt.optimize(model, 1, example_inputs=batch, optimizer=None, **EXACT)
+    regions = counted["captures"]
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == regions
