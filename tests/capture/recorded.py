@@ -1,0 +1,23 @@
+"""Regions recorded from models, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from memopt.capture.dynamo import compile_call, training_call
+from memopt.capture.region import RecordedRegion
+
+
+def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) -> RecordedRegion:
+    """The one region of a call of the model."""
+    found: list[RecordedRegion] = []
+
+    def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        found.append(RecordedRegion.record(graph_module, given, differentiate_all=differentiate_all))
+        return graph_module.forward
+
+    compile_call(training_call(model, None), backend, whole=True)(*inputs)
+    return found[0]

@@ -1,0 +1,68 @@
+"""The first pass over a forward that breaks into regions, on its values."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+import memopt
+from memopt.capture.rehearsal import undone
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": None}
+
+
+class Looks(nn.Module):
+    """Takes one way or another by a value that it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        h = self.norm(self.first(x))
+        h = h + 1 if h[0, 0] > 0 else h * 2
+        return self.last(torch.dropout(h, 0.5, train=True)).pow(2).mean()
+
+
+def test_a_forward_that_looks_at_a_value_is_planned_on_its_values() -> None:
+    torch.manual_seed(0)
+    plain, model, x = Looks().train(), Looks().train(), torch.randn(32, 16)
+    model.load_state_dict(plain.state_dict())
+    memopt.optimize(model, 1, example_inputs=(x,), **EXACT)
+    assert model.steps == 0
+    for seed in (1, 2):
+        drawn = []
+        for trained in (plain, model):
+            torch.manual_seed(seed)
+            trained(x).backward()
+            drawn.append(torch.rand([]))
+        assert torch.equal(*drawn), "the generator ends elsewhere"
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
+    for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected)
+    assert model.steps == plain.steps == 2
+
+
+def test_everything_that_a_forward_changes_is_undone_also_where_it_raises() -> None:
+    model = Looks().train()
+    model.first.weight.grad = held = torch.ones(16, 16)
+    mean, state, python = model.norm.running_mean.clone(), torch.get_rng_state(), random.getstate()  # type: ignore[union-attr]
+    try:
+        with undone(model):
+            assert model.first.weight.grad is None
+            model(torch.randn(8, 16)).backward()
+            random.random()
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert model.first.weight.grad is held
+    assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert model.steps == 0

@@ -1,0 +1,63 @@
+"""From recorded regions to joint graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
+from memopt.capture.region import CapturedCall, RegionRun
+from memopt.capture.trace import trace, trace_call
+from memopt.errors import CaptureError
+from passes import Pipeline
+from tests.capture.recorded import recorded
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).pow(2).mean()
+
+
+def idle(graph: OperatorGraph) -> Decision:
+    return Decision(Pipeline((), label="idle"), notes=("there is nothing to do",))
+
+
+def test_the_same_region_is_traced_to_the_same_graph() -> None:
+    region = recorded(Squares().train(), torch.randn(2, 4))
+    first, second = trace(region, NOTHING), trace(region, NOTHING)
+    assert first.fingerprint == second.fingerprint
+    assert first.parameter_inputs == region.parameters
+    assert first.trace.region is region
+
+
+def test_a_region_without_gradients_is_not_differentiated() -> None:
+    joint = trace(recorded(Squares().train().requires_grad_(False), torch.randn(2, 4)), NOTHING)
+    assert not joint.differentiated
+
+
+def test_a_call_that_depends_on_no_parameter_is_refused() -> None:
+    region = recorded(Squares().train().requires_grad_(False), torch.randn(2, 4))
+    with pytest.raises(CaptureError, match="depends on no trainable parameter"):
+        trace_call(CapturedCall.of(region), NOTHING)
+
+
+def test_a_decision_that_is_needed_and_idle_is_said() -> None:
+    region = recorded(Squares().train(), torch.randn(2, 4))
+    rewriting = Rewriting(deciders=(idle,), needed="idle")
+    for call in (CapturedCall.of(region), CapturedCall((RegionRun(region, region.parameter_ids),), "a break")):
+        with pytest.raises(NothingToRewrite, match="there is nothing to do"):
+            trace_call(call, rewriting)
+
+
+def test_hooked_parameters_are_left_to_autograd() -> None:
+    model = Squares().train()
+    call = CapturedCall.of(recorded(model, torch.randn(2, 4)))
+    (joint,) = trace_call(call, NOTHING)
+    (hooked,) = trace_call(call, NOTHING, hooked={id(model.layer.weight)})
+    assert len(joint.parameter_inputs) == 2
+    assert len(hooked.parameter_inputs) == 1

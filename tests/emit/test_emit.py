@@ -1,0 +1,61 @@
+"""A planned region becomes a function with the plain model's gradients, whatever its schedule recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import NOTHING
+from memopt.capture.trace import trace
+from memopt.emit.emit import emit_region
+from memopt.emit.emitted import Emitted
+from memopt.emit.gradients import Accumulation
+from memopt.planning.region_schedule import RegionSchedule
+from passes.graphs.node_facts import backward_nodes, is_tangent
+from tests.capture.recorded import recorded
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)).pow(2).mean()
+
+
+def schedules(joint: JointGraph) -> list[RegionSchedule]:
+    """With nothing recomputed, and with the whole forward evaluated a second time at the start of the backward."""
+    calls = [node for node in joint.module.graph.nodes if node.op not in ("placeholder", "output")]
+    late = backward_nodes(joint.module.graph)
+    backward = [node.name for node in calls if node in late]
+    forward = [node.name for node in calls if node not in late and not is_tangent(node)]
+    return [
+        RegionSchedule(joint.fingerprint, (*forward, *backward), len(forward)),
+        RegionSchedule(joint.fingerprint, (*forward, *forward, *backward), len(forward)),
+    ]
+
+
+def given(joint: JointGraph, model: Squares, x: torch.Tensor) -> list[torch.Tensor]:
+    by_id = {id(parameter): parameter for parameter in model.parameters()}
+    region = joint.trace.region
+    return [by_id.get(region.parameter_ids.get(number, 0), x) for number in range(len(region.inputs))]
+
+
+@pytest.mark.parametrize("choose", [lambda both: both[0], lambda both: both[1]], ids=["saved", "recomputed"])
+def test_gradients_are_the_plain_models(choose: Callable[[list[RegionSchedule]], RegionSchedule]) -> None:
+    torch.manual_seed(0)
+    model, x = Squares().train(), torch.randn(8, 4)
+    joint = trace(recorded(model, x), NOTHING)
+    emitted: Emitted = emit_region(joint, choose(schedules(joint)), Accumulation(), {})
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    for _ in range(2):  # the second time gradients are added to those of the first
+        (loss,) = emitted.run(*given(joint, model, x))
+        loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)  # type: ignore[arg-type]
+    assert emitted.footprint is None
