@@ -30,7 +30,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import memopt
 from benchmarks.stamp import stamp
 from memopt.capture.operators import operator_graph
-from memopt.compat import capture_settings, compile_with
+from memopt.compat.dynamo import capture_settings, compile_with
 from passes import ChunkLoss
 
 RESULT = Path(__file__).parent / "results" / "chunk_loss.json"

@@ -10,7 +10,8 @@ from types import TracebackType
 
 import torch
 
-from memopt.compat import CpuMemoryEvents, plain_tensors
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.profiler import CpuMemoryEvents
 
 GB = 1024**3
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.compat import FakeTensor, TorchDispatchMode, plain_tensors
+from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
+from memopt.compat.fakes import FakeTensor
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.device.workspace import measure_workspaces
 from memopt.device.workspace_rules import SCALARS

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from memopt.account.live_bytes import LiveBytes
 from memopt.account.optimizer_trial import OptimizerLike, fakes_of, parameters_of, trial
-from memopt.compat import FakeTensor, FakeTensorMode, eager_optimizers, plain_tensors
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
+from memopt.compat.optim import eager_optimizers
 from memopt.device.workspace_rules import SCALARS
 
 # What a late step takes itself for: RAdam, for one, begins otherwise than it goes on.

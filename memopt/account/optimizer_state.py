@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat import tree_leaves, tree_map
+from memopt.compat.pytree import tree_leaves, tree_map
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

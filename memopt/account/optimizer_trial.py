@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from memopt.compat import tree_map
+from memopt.compat.pytree import tree_map
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
 

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from memopt.capture.cuda_autocast import cuda_autocast_kernel
-from memopt.compat import (
-    FakeTensorMode,
+from memopt.compat.dispatch import (
     TorchDispatchMode,
     autocast_kernel,
     composite_kernel,
-    failing_on_fakes,
     plain_tensors,
-    tree_leaves,
-    tree_map,
     without_torch_functions,
 )
+from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 _DEVICES = ("cpu", "cuda")

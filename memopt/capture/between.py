@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memopt.compat import TorchDispatchMode, tree_leaves
+from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.pytree import tree_leaves
 
 
 class Between(TorchDispatchMode):  # type: ignore[no-untyped-call]

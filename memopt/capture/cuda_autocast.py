@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from memopt.compat import composite_kernel, tree_leaves, tree_map, without_autocast
+from memopt.compat.dispatch import composite_kernel, without_autocast
+from memopt.compat.pytree import tree_leaves, tree_map
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 # Composites that reach a listed operator, unlike those that only view or copy.

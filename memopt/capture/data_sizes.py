@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.compat import FakeTensor, TorchDispatchMode, data_symbols_of, plain_symbol, plain_tensors
+from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.symbols import data_symbols_of, plain_symbol
 
 MARGIN = 1.25
 """Plans allow for a quarter more than was seen; a batch with more than that is planned anew."""

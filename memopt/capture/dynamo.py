@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
-from memopt.compat import (
+from memopt.compat.dynamo import (
     BackendCompilerFailed,
     DynamoError,
     RecompileLimit,

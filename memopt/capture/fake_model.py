@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat import FakeTensorMode, to_fake
+from memopt.compat.fakes import FakeTensorMode, to_fake
 
 Fakes = Mapping[torch.Tensor, torch.Tensor]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from memopt.compat import InductorFailed, compile_by_inductor
+from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.errors import CaptureError
 from passes import copy_graph_module
 

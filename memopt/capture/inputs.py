@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat import FakeTensor, FakeTensorMode, to_fake, tree_leaves, tree_map
+from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
+from memopt.compat.pytree import tree_leaves, tree_map
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -14,7 +14,7 @@ from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import Rehearsal, rehearse
-from memopt.compat import new_fake_mode
+from memopt.compat.fakes import new_fake_mode
 
 
 class _Recorded(Exception):

@@ -9,19 +9,11 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
-from memopt.compat import (
-    FakeTensorMode,
-    before_tracing,
-    enters_autocast,
-    fresh_fakes,
-    is_checkpoint,
-    leaves_autocast,
-    opaque_call,
-    pre_dispatch_graph,
-    rebind_data_sizes,
-    sets_grad_mode,
-    without_torch_functions,
-)
+from memopt.compat.dispatch import without_torch_functions
+from memopt.compat.fakes import FakeTensorMode, fresh_fakes
+from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
+from memopt.compat.symbols import rebind_data_sizes
+from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}

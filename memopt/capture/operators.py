@@ -11,7 +11,7 @@ from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
-from memopt.compat import enters_autocast
+from memopt.compat.graph_calls import enters_autocast
 from passes import Pass, Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from memopt.compat import keeps_graph
+from memopt.compat.autograd import keeps_graph
 from memopt.errors import UnplannedGradientError
 
 

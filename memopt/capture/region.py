@@ -14,7 +14,7 @@ from torch import fx, nn
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
-from memopt.compat import capture_settings, tracing_again
+from memopt.compat.dynamo import capture_settings, tracing_again
 
 
 @dataclass(eq=False)

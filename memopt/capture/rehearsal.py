@@ -13,7 +13,7 @@ from torch import nn
 from memopt.capture.between import Between, stand_in
 from memopt.capture.dynamo import in_brief
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat import tree_leaves
+from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
 from memopt.training_state import TrainingState
 

@@ -22,8 +22,9 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.compat import data_symbols_of, without_autocast
+from memopt.compat.dispatch import without_autocast
 from memopt.compat.joint_trace import AotTrace, trace_region
+from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 
 INDUCTOR = "inductor"

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from memopt.compat import CpuMemoryEvents
+from memopt.compat.profiler import CpuMemoryEvents
 from memopt.meter import resident_cpu_blocks
 
 # What ends a phase in the recording: an allocation where none can be, of an odd size that no tensor has.

@@ -12,7 +12,8 @@ from torch import nn
 
 from memopt.capture.dynamo import in_brief, loss_call
 from memopt.capture.inputs import Call
-from memopt.compat import TorchDispatchMode, tree_map, without_autocast
+from memopt.compat.dispatch import TorchDispatchMode, without_autocast
+from memopt.compat.pytree import tree_map
 from memopt.train.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.compat import upper_bound
+from memopt.compat.symbols import upper_bound
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from memopt.compat import upper_bound
+from memopt.compat.symbols import upper_bound
 from passes import FoundReuse
 from passes.ops.offload_ops import COPY_OUT
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from memopt.compat import upper_bound
+from memopt.compat.symbols import upper_bound
 from memopt.device.hardware_table import Hardware, scaled_rate
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned

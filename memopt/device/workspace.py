@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from memopt.compat import CpuMemoryEvents
+from memopt.compat.profiler import CpuMemoryEvents
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE

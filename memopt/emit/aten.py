@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.compat import boxed
+from memopt.compat.aot import boxed
 from memopt.emit.emitted import Cut, Emitted
 
 

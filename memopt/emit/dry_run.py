@@ -10,7 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.compat import FakeTensorMode, TorchDispatchMode, plain_tensors, tree_leaves
+from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.pytree import tree_leaves
 from memopt.device.op_call import describe
 from memopt.device.workspace import call_workspace_bytes
 from memopt.price.price import GENERATOR_STATE_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.compat import FakeTensorMode
+from memopt.compat.fakes import FakeTensorMode
 from memopt.emit.dry_run import Ledger, dry_run
 from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from memopt.compat import Fate, current_leaf, fate_of_gradient
+from memopt.compat.autograd import Fate, current_leaf, fate_of_gradient
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 

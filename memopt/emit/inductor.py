@@ -12,7 +12,8 @@ from torch import fx
 
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
-from memopt.compat import InductorFailed, compile_by_inductor, without_autocast
+from memopt.compat.dispatch import without_autocast
+from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.emit.casts import spell_casts
 from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.footprint import Half, footprint

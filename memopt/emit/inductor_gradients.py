@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx
 
-from memopt.compat import Fate
+from memopt.compat.autograd import Fate
 from memopt.emit.gradients import AccumulateGradient
 
 

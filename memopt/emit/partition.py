@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.compat import extract_halves
+from memopt.compat.aot import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.stepping import nodes_before_steps
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph

@@ -13,7 +13,9 @@ from memopt.account.live_bytes import LiveBytes
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import OptimizerLike, fakes_of, trial
-from memopt.compat import FakeTensorMode, eager_optimizers, plain_tensors
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.optim import eager_optimizers
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds

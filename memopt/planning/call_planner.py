@@ -23,7 +23,7 @@ from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import trace_call
-from memopt.compat import without_autocast
+from memopt.compat.dispatch import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.errors import CaptureError
 from memopt.planning.captured import Captured

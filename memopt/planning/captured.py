@@ -14,7 +14,7 @@ from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
-from memopt.compat import known_sizes
+from memopt.compat.symbols import known_sizes
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping

@@ -13,7 +13,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
-from memopt.compat import Fate, current_backward, fate_of_gradient, keeps_graph
+from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
 from memopt.planning.module_rows import held_after_forward

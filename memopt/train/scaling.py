@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat import nonfinite_flags, skips_on_device
+from memopt.compat.optim import nonfinite_flags, skips_on_device
 from memopt.run.planned_call import planned_call_of
 from memopt.train.ranks import unwrapped
 from memopt.train.step_result import Verdict

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from memopt.account.live_bytes import LiveBytes
-from memopt.compat import FakeTensor, FakeTensorMode
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
 
 
 def test_storages_count_once_and_until_they_die() -> None:

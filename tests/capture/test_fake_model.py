@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memopt.capture.fake_model import fake_parameters
-from memopt.compat import FakeTensor, new_fake_mode
+from memopt.compat.fakes import FakeTensor, new_fake_mode
 
 
 class Tied(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt.capture.inputs import as_call, call_signature, check_device, fake_call, tensors_in
-from memopt.compat import FakeTensor, new_fake_mode
+from memopt.compat.fakes import FakeTensor, new_fake_mode
 
 x, y = torch.zeros(2, 3), torch.zeros(4)
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.compat import FakeTensorMode
+from memopt.compat.fakes import FakeTensorMode
 from memopt.device import op_times
 from memopt.device.op_call import OpCall, describe
 from memopt.device.op_times import call_key, dominant_calls, time_calls

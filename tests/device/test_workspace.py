@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt.compat import FakeTensorMode, profiler_is_active
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.profiler import profiler_is_active
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.workspace import MAX_RUN_BYTES, Measured, measure_workspaces, workspace_bytes
 from memopt.device.workspace_table import estimate_workspace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memopt.compat import FakeTensorMode
+from memopt.compat.fakes import FakeTensorMode
 from memopt.emit.dry_run import Ledger, dry_run
 
 HEAD = """\

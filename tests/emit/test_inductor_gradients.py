@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.compat import Fate
+from memopt.compat.autograd import Fate
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.inductor_gradients import Handing
 from tests.passes.capture import Sketch, aten

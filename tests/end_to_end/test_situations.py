@@ -52,7 +52,7 @@ def test_sequences_too_long_for_the_budget_are_refused_before_they_run() -> None
 
 
 def test_more_shapes_than_dynamo_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt.compat.RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr("memopt.compat.dynamo.RECOMPILE_LIMIT", 2)
     model, lengths = make(), [batch(rows) for rows in (64, 80, 96, 112)]
 
     def piece(model: nn.Module) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from memopt.capture.operators import operator_graph
-from memopt.compat import capture_settings
+from memopt.compat.dynamo import capture_settings
 
 
 @dataclass(frozen=True)

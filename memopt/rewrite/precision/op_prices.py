@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.compat import new_fake_mode
+from memopt.compat.fakes import new_fake_mode
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.compat import plain_tensors
+from memopt.compat.dispatch import plain_tensors
 from memopt.rewrite.precision.plan import PrecisionPlan
 from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
 

@@ -1,0 +1,61 @@
+"""Fake tensors: tensors with shape, dtype and device, but no memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["FakeTensor", "FakeTensorMode", "failing_on_fakes", "fresh_fakes", "new_fake_mode", "to_fake"]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode for tensors that have shapes, types and devices, but no memory."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def to_fake(
+    mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+    fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """In a Dynamo backend: a fake mode of its own, and fakes in it for the inputs of the region.
+
+    Tracing may write to them; those of Dynamo and AOTAutograd stay as they are.
+    """
+    context: Any = torch._guards.TracingContext.get()
+    mode = FakeTensorMode(shape_env=context.fake_mode.shape_env)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, FakeTensor):
+            return mode.from_tensor(value)
+        symbolic = context.tensor_to_context.get(value)
+        source = symbolic.tensor_source if symbolic is not None else None
+        return mode.from_tensor(value, symbolic_context=symbolic, source=source, trace=False)
+
+    return mode, [fake(value) for value in inputs]
+
+
+@contextmanager
+def failing_on_fakes() -> Iterator[None]:
+    """For calls on fakes that may fail: torch would log each as an error, with its stack."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,110 @@
+"""Inductor, called with a partition of the joint graph of memopt's choice."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch._functorch.config as functorch_config
+from torch import fx
+
+__all__ = ["InductorFailed", "compile_by_inductor"]
+
+
+class InductorFailed(Exception):
+    """Inductor, or a compiler that it calls, gave up."""
+
+
+def compile_by_inductor(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    made: Callable[[Any, list[fx.Node], bool], Callable[..., Any]],
+    plan_hash: Callable[[], str],
+) -> Callable[..., Any]:
+    """A region as torch.compile's own backend makes it callable, its joint graph cut by `partition` after inductor's
+    decompositions and joint passes. Takes the graph module over.
+
+    `made(compiled, inputs, is_backward)` gets each half as compiled, with its `source_code`, and the inputs of its
+    graph; what it returns runs in its place. Both halves are compiled at once. The cache of whole regions would pass
+    the partition over and is off; that of compiled graphs goes by their text, and by `plan_hash`. Raises what
+    `partition` raises, and `InductorFailed`.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow to import: only where it is used
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.exc import InductorError
+    from torch._inductor.virtualized import V
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return plan_hash()
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (plan_hash(),)  # as part of inductor's settings it is pickled into the cache's key
+
+    def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        nodes = list(half.graph.find_nodes(op="placeholder"))
+        with V.set_choices_handler(_nearby_fusions()()):
+            compiled = compile_fx_inner(half, example_inputs, **options)
+        return made(compiled, nodes, bool(options.get("is_backward")))
+
+    at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with functorch_config.patch(at_once):
+        patches = {
+            "custom_partitioner_fn": Partitioner(),
+            "inductor_choices_class": _nearby_fusions(),
+            "allow_buffer_reuse": False,  # it holds what is dead until something of its size comes
+        }
+        try:
+            compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+        except InductorError as failure:
+            raise InductorFailed(str(failure)) from failure
+        return compiled
+
+
+@functools.cache
+def _nearby_fusions() -> type[Any]:
+    """Inductor's choices, but that nothing is fused across other kernels: what a plan has computed again late in the
+    backward would else be computed early, along with something that reads the same, and be held until then.
+
+    A reduction may come earlier than planned, past a few kernels: what it reads is freed the sooner.
+    """
+    from torch._inductor.choices import InductorChoices
+
+    class NearbyFusions(InductorChoices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scheduler: Any = None
+            self.kernels: list[int] = []
+            """The places of the kernels that take no part in fusion."""
+
+        def uuid(self) -> str:
+            return f"memopt: fusions of neighbours, reductions past {_MOST_PASSED} kernels"
+
+        def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:  # type: ignore[override]
+            if scheduler is not self.scheduler:
+                self.scheduler = scheduler
+                self.kernels = sorted(node.min_order for node in scheduler.nodes if node.is_extern())
+            near = self.between(node1, node2) == 0 or self.may_pass(scheduler, node1, node2)
+            return near and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+        def between(self, node1: Any, node2: Any) -> int:
+            first, last = min(node1.max_order, node2.max_order), max(node1.min_order, node2.min_order)
+            return max(0, bisect_left(self.kernels, last) - bisect_right(self.kernels, first))
+
+        def may_pass(self, scheduler: Any, node1: Any, node2: Any) -> bool:
+            early, late = sorted((node1, node2), key=lambda node: node.min_order)
+            if self.between(early, late) > _MOST_PASSED or not all(node.is_reduction() for node in late.get_nodes()):
+                return False
+            passed = (node for node in scheduler.nodes if early.max_order < node.min_order < late.min_order)
+            return not any(late.ancestors & node.get_operation_names() for node in passed)
+
+    return NearbyFusions
+
+
+_MOST_PASSED = 3
