@@ -12,6 +12,7 @@ import torch
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.profiler import CpuMemoryEvents
+from memopt.compat.storages import sparse_parts
 
 GB = 1024**3
 
@@ -151,7 +152,7 @@ def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
         if tensor.device.type != "cpu":
             return ()
         if tensor.layout == torch.sparse_coo:
-            return (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
+            return [part.untyped_storage() for part in sparse_parts(tensor)]
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return ()  # opaque tensors and wrapper subclasses have no storage of their own

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.compat import schema_of
 from passes.graph_pass import Pass
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
@@ -186,7 +187,7 @@ class _Rewrite:
             "softcap": formula.softcap,
             **further,
         }
-        usual = {each.name: each.default_value for each in LINEAR_CROSS_ENTROPY._schema.arguments if each.kwarg_only}
+        usual = {each.name: each.default_value for each in schema_of(LINEAR_CROSS_ENTROPY).arguments if each.kwarg_only}
         given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
         result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)

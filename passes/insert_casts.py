@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.compat import schema_of
 from passes.graph_pass import Pass
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 from passes.graphs.op_kinds import (
@@ -163,7 +164,7 @@ def _set_dtype(node: Node, dtype: torch.dtype) -> None:
     """Give a call its `dtype` argument, by position where it has one."""
     target: Any = node.target
     assert isinstance(target, OPERATOR_OVERLOAD)
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in schema_of(target).arguments]
     if "dtype" in names and names.index("dtype") < len(node.args):
         node.update_arg(names.index("dtype"), dtype)
     elif "dtype" in names:

@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.optimizer_account import optimizer_account
+from memopt.compat.storages import storage_key
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
 
@@ -90,5 +91,5 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
     """Bytes of the storages behind `tensors`, each once, in whole blocks."""
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in storages.values())

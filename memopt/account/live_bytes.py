@@ -11,6 +11,7 @@ from torch import fx
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.device.workspace import measure_workspaces
 from memopt.device.workspace_rules import SCALARS
@@ -36,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.kernels.add(func._schema.name)
+        self.kernels.add(schema_of(func).name)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             return _value(given[0])

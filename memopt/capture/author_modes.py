@@ -16,7 +16,9 @@ from memopt.compat.dispatch import (
     without_torch_functions,
 )
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.storages import is_view, storage_key
 
 aten = torch.ops.aten
 _DEVICES = ("cpu", "cuda")
@@ -106,7 +108,7 @@ class AuthorModes:
         """Arguments of a call under `no_grad`, each that requires a gradient detached."""
         if func is aten.detach.default:
             return args, kwargs
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._check_write(func, value)
 
@@ -180,7 +182,7 @@ def _autocast_device(args: Any, kwargs: Any) -> str | None:
 
 def _is_weight(value: torch.Tensor) -> bool:
     """What autocast's cache takes: an fp32 leaf that requires a gradient and is no view."""
-    return value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not value._is_view()
+    return value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not is_view(value)
 
 
 def _stripped(value: Any) -> Any:
@@ -188,4 +190,4 @@ def _stripped(value: Any) -> Any:
 
 
 def _storage(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return storage_key(value)

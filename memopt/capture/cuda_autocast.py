@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memopt.compat.dispatch import composite_kernel, without_autocast
+from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
@@ -48,7 +49,7 @@ def _casting(operator: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Cal
 
 def _with_dtype(operator: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        names = [argument.name for argument in operator._schema.arguments]
+        names = [argument.name for argument in schema_of(operator).arguments]
         given = kwargs.get("dtype") or (args[names.index("dtype")] if names.index("dtype") < len(args) else None)
         with without_autocast():
             if given is None and _eligible(args[0]):
@@ -71,7 +72,7 @@ def _promoting(operator: Any) -> Callable[..., Any]:
 
 
 def _takes_dtype(operator: Any) -> bool:
-    return any(argument.name == "dtype" for argument in operator._schema.arguments)
+    return any(argument.name == "dtype" for argument in schema_of(operator).arguments)
 
 
 def _eligible(value: Any) -> bool:

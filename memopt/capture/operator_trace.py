@@ -10,8 +10,10 @@ from torch import fx
 
 from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
 from memopt.compat.dispatch import without_torch_functions
+from memopt.compat.dynamo import copy_source
 from memopt.compat.fakes import FakeTensorMode, fresh_fakes
 from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
+from memopt.compat.operators import HigherOrderOperator
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
 
@@ -70,7 +72,7 @@ class _Reader(fx.Interpreter):
         return view
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             return self.call_higher_order(target, args, kwargs)
         if sets_grad_mode(target):
             with without_torch_functions():
@@ -118,7 +120,7 @@ def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModu
             source = next(sources)
             copies[node] = graph.placeholder(readable(source.name))
             copies[node].meta = dict(node.meta)
-            copies[node]._dynamo_source = getattr(source, "_dynamo_source", None)
+            copy_source(source, copies[node])
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(traced, graph, "OperatorGraph")

@@ -12,6 +12,7 @@ from torch import fx
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.graph_calls import enters_autocast
+from memopt.compat.operators import HigherOrderOperator
 from passes import Pass, Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
@@ -218,7 +219,7 @@ def _check_targets(graph: fx.Graph) -> None:
 
 
 def _is_operator(node: fx.Node) -> bool:
-    if isinstance(node.target, (OPERATOR_OVERLOAD, torch._ops.HigherOrderOperator)):
+    if isinstance(node.target, (OPERATOR_OVERLOAD, HigherOrderOperator)):
         return True
     module = getattr(node.target, "__module__", "")
     return module in ("_operator", "math") or getattr(node.target, "__name__", "").startswith("sym_")

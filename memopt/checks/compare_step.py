@@ -15,6 +15,7 @@ from memopt.checks.comparison import Comparison, Difference
 from memopt.checks.free_memory import free_bytes
 from memopt.checks.measured_step import Step, autocast_step, measured, scaled, train
 from memopt.checks.reference_step import Exact, NoReference, float64_step
+from memopt.compat.autograd import post_accumulate_hooks
 from memopt.rewrite.precision.plan import dtype_name
 from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.training_state import Tensors, TrainingState
@@ -95,7 +96,7 @@ def _checked(model: nn.Module, reference: str) -> PlannedCall:
 
 def _refuse_acting_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if post_accumulate_hooks(parameter):
             raise ValueError(
                 f"a hook acts on the accumulated gradient of {name}, and may change the model (an optimiser in the "
                 "backward does), which a comparison must not; remove the hook to compare"

@@ -13,6 +13,7 @@ from torch import nn
 from memopt.capture.dynamo import in_brief, loss_call
 from memopt.capture.inputs import Call
 from memopt.compat.dispatch import TorchDispatchMode, without_autocast
+from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_map
 from memopt.train.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
@@ -82,7 +83,7 @@ class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         if name == "native_dropout":
             return _dropped(func, *args, **kwargs)
         if name in _DRAWS:
@@ -98,7 +99,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     if narrow_kwargs.get("dtype") == torch.float64:
         narrow_kwargs["dtype"] = torch.float32
     result = func(*narrow, **narrow_kwargs)
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return args[0].copy_(result)
     return tree_map(lambda each: each.double() if _is(each, torch.float32) else each, result)
 

@@ -1,33 +1,51 @@
-"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention."""
+"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention.
+
+Private names, in torch 2.11 to 2.15: `torch._dynamo.backends.common.aot_autograd`,
+`torch._functorch.partitioners._extract_fwd_bwd_modules`, `torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, and
+the attribute `_boxed_call` of a function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._prims import rng_prims
 from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
 
-__all__ = ["aot_autograd", "boxed", "extract_halves"]
+__all__ = ["aot_autograd", "boxed", "extract_halves", "mark_boxed"]
 
-# Importing it registers `torch.ops.higher_order.run_and_save_rng_state`, which the rewritten graphs call.
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+# Importing it registers `torch.ops.higher_order.run_and_save_rng_state`, which emitted graphs call.
 assert rng_prims.run_and_save_rng_state is not None
+
+
+def aot_autograd(**settings: Any) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
+    """A Dynamo backend that differentiates a region and compiles its two halves, as the settings say."""
+    from torch._dynamo.backends.common import aot_autograd as backend
+
+    return backend(**settings)
 
 
 def extract_halves(
     joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a tagged joint graph into the forward and backward modules that AOTAutograd wires together."""
+    """Cuts a tagged joint graph into the forward and backward modules that AOTAutograd connects.
+
+    `saved` are the nodes whose values the forward saves for the backward, `saved_symbols` the symbolic sizes among what
+    it saves, `forward_outputs` the number of outputs of the forward itself.
+    """
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
     return _extract_fwd_bwd_modules(joint, saved, saved_symbols, num_fwd_outputs=forward_outputs)
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module as a function that empties its list of arguments, so that nothing outlives its last use."""
+    """The module as a function that empties its list of arguments, so that each is freed after its last use."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     run = module.forward
@@ -36,5 +54,10 @@ def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         with without_autocast():
             return run(arguments)
 
+    return mark_boxed(call)
+
+
+def mark_boxed(call: Call) -> Call:
+    """Tells AOTAutograd that `call` takes a list of arguments and empties it."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -1,17 +1,31 @@
-"""What autograd's engine tells about the backward pass that runs."""
+"""Autograd: the backward pass that is running, and the hooks on a leaf.
+
+Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `torch._C._current_autograd_node`,
+`torch._C._current_graph_task_id`, `torch._C._autograd._get_current_graph_task_keep_graph`,
+`Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import torch
 
-__all__ = ["Fate", "current_backward", "current_leaf", "fate_of_gradient", "keeps_graph"]
+__all__ = [
+    "Fate",
+    "backward_hooks",
+    "current_backward",
+    "current_leaf",
+    "fate_of_gradient",
+    "keeps_graph",
+    "post_accumulate_hooks",
+]
 
 
 class Fate(Enum):
-    """What the backward pass that runs does with the gradient of a leaf."""
+    """What the running backward pass does with the gradient of a leaf."""
 
     ACCUMULATED = "added to its .grad"
     RETURNED = "returned by torch.autograd.grad"
@@ -19,7 +33,7 @@ class Fate(Enum):
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
-    """In a backward pass: what it will do with the leaf's gradient."""
+    """What the running backward pass will do with the gradient of `leaf`. To be called inside a backward pass."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
@@ -28,16 +42,29 @@ def fate_of_gradient(leaf: torch.Tensor) -> Fate:
 
 
 def current_leaf(position: int) -> torch.Tensor | None:
-    """In the backward of a captured region: the leaf that was tensor input `position` of that call, if it was one."""
+    """The tensor that was input `position` of the autograd node now running, or None if it was not a leaf.
+
+    To be called inside the backward of a captured region; positions count the region's tensor inputs.
+    """
     edges: Any = torch._C._current_autograd_node().next_functions
     return getattr(edges[position][0], "variable", None)
 
 
 def current_backward() -> int:
-    """A number for the backward pass that runs."""
+    """A number that identifies the running backward pass, -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def keeps_graph() -> bool:
-    """In a backward pass: whether it was started with `retain_graph=True`."""
+    """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `Tensor.register_hook` added to a leaf."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf."""
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())

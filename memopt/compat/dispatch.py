@@ -1,4 +1,9 @@
-"""Torch function and dispatch modes, autocast, and kernels by dispatch key."""
+"""The dispatcher: modes, and the kernels of an operator by dispatch key.
+
+Private names, in torch 2.11 to 2.15: `torch.utils._python_dispatch.TorchDispatchMode` and `_disable_current_modes`,
+`torch._C.DisableTorchFunctionSubclass`, `torch._C.DisableTorchFunction`, `torch._C._DisableAutocast`,
+`torch._C.DispatchKey`, `torch._C._dispatch_has_kernel_for_dispatch_key`, `OpOverload._op_dk`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ __all__ = [
 
 
 def plain_tensors() -> ExitStack:
-    """Context in which tensors answer for themselves: no torch function or dispatch mode, no subclass override."""
+    """Context without torch function and dispatch modes and without the overrides of tensor subclasses."""
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
@@ -30,22 +35,22 @@ def plain_tensors() -> ExitStack:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Autocast off for all devices: a captured graph has its casts in it, and must get no others where it runs."""
+    """Context with autocast off for all devices: a captured graph holds its casts and must get no others."""
     return torch._C._DisableAutocast()
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Torch functions go straight to their implementation, past modes such as that of tracing."""
+    """Context in which torch functions run their implementation and no torch function mode sees them."""
     return torch._C.DisableTorchFunction()
 
 
 def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
-    """What autocast does with an operator on a device type: casts, then the operator; None where it leaves it alone."""
+    """What autocast makes of an operator overload on a device type: casts, then the operator. None without a rule."""
     return _kernel(operator, f"Autocast{device.upper()}")
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The calls that an operator is made of; None for one with a kernel or a gradient of its own."""
+    """The decomposition of an operator overload into other operators; None if it has kernels or a derivative."""
     return _kernel(operator, "CompositeImplicitAutograd")
 
 

@@ -1,20 +1,29 @@
-"""Dynamo: its settings, its errors, its caches and the context in which it lowers a region."""
+"""Dynamo: its settings, errors and caches, and the context in which it lowers a region.
+
+Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
+`torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
+`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
+`torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
+`torch._guards.tracing`, `fx.Node._dynamo_source`.
+
+torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
+import them inside the function that catches them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo.config as dynamo_config
-import torch._functorch.config as functorch_config
-from torch._dynamo.convert_frame import input_codes
-from torch._dynamo.eval_frame import cached_backends
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
-from torch._dynamo.exc import TorchDynamoException as DynamoError
+from torch import fx
+
+if TYPE_CHECKING:
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
+    from torch._dynamo.exc import TorchDynamoException as DynamoError
 
 __all__ = [
     "BackendCompilerFailed",
@@ -22,24 +31,39 @@ __all__ = [
     "RecompileLimit",
     "capture_settings",
     "compile_with",
+    "copy_source",
     "drop_compilations",
     "tracing_again",
 ]
 
-_dynamo: Any = torch._C._dynamo.eval_frame
-
+_ERRORS = {
+    "BackendCompilerFailed": "BackendCompilerFailed",
+    "RecompileLimit": "FailOnRecompileLimitHit",
+    "DynamoError": "TorchDynamoException",
+}
 
 RECOMPILE_LIMIT = 256
-"""Compilations of one code object: sets of shapes of a call, or of what a broken forward calls."""
+"""The most compilations of one code object, which are sets of input shapes of a call or of a function it calls."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ERRORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch._dynamo import exc
+
+    return getattr(exc, _ERRORS[name])
 
 
 def capture_settings() -> ExitStack:
-    """The Dynamo and AOTAutograd settings under which models are captured and run.
+    """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
-    Sizes and scalars that depend on data stay in the graph; hooks added later are noticed; past the limit of
-    recompilations there is an error rather than an eager run, which would break the budget; dropout is repeated from
-    saved generator states.
+    Sizes and scalars that depend on data become symbols of the graph. Hooks that are added after a capture are noticed.
+    Past the limit of recompilations there is an error instead of an eager run, which would exceed the budget. Dropout
+    is recomputed from saved generator states.
     """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
     stack = ExitStack()
     ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
@@ -62,28 +86,43 @@ def capture_settings() -> ExitStack:
 
 
 def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:
-    """`call` compiled by `backend`, one graph for each set of shapes; `whole`: as one region or not at all."""
+    """`call` compiled by `backend`, one graph for each set of shapes. With `whole`, a graph break is an error."""
+    from torch._dynamo.eval_frame import cached_backends
+
     known = set(cached_backends)
     compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=whole)
-    # Dynamo keeps every backend for good, to reset it with all others; ours has no state of that kind.
+    # Dynamo keeps every backend forever so that torch._dynamo.reset() can reset it; ours has no such state.
     for added in set(cached_backends) - known:
         del cached_backends[added]
     return compiled
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
-    """Empty Dynamo's caches of those code objects for which all compilations are by backends that are dead.
+    """Empties Dynamo's cache of every code object whose compilations all come from backends for which `is_dead` holds.
 
-    Nothing else does: the entries of a model's forward belong to its class, and code that was made for one model is
-    kept alive by its own entries, which the garbage collector cannot see. Not to be called while Dynamo compiles.
+    Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
+    for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while
+    Dynamo compiles.
     """
+    from torch._dynamo.convert_frame import input_codes
+
+    frames: Any = torch._C._dynamo.eval_frame
     for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
-        entries = _dynamo._debug_get_cache_entry_list(code)
+        entries = frames._debug_get_cache_entry_list(code)
         if entries and all(is_dead(getattr(entry.backend, "compiler_fn", None)) for entry in entries):
-            _dynamo.reset_code(code)
+            frames.reset_code(code)
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
-    """In a Dynamo backend: makes contexts in which the same region can be lowered again, later."""
+    """A function that makes contexts in which the region that Dynamo now lowers can be lowered once more, later.
+
+    To be called inside a Dynamo backend.
+    """
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
+
+
+def copy_source(source: fx.Node, copy: fx.Node) -> None:
+    """Gives the placeholder `copy` the origin (argument, attribute) that Dynamo noted on the placeholder `source`."""
+    anything: Any = copy
+    anything._dynamo_source = getattr(source, "_dynamo_source", None)

@@ -1,4 +1,9 @@
-"""Fake tensors: tensors with shape, dtype and device, but no memory."""
+"""Fake tensors: tensors with shape, dtype and device, but without memory.
+
+Private names, in torch 2.11 to 2.15: `torch._subclasses.fake_tensor.FakeTensor` and `FakeTensorMode` (with
+`fake_tensor_converter.from_meta_and_device`, `from_tensor`, `shape_env`), `torch._guards.TracingContext` (with
+`fake_mode`, `tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["FakeTensor", "FakeTensorMode", "failing_on_fakes", "fresh_fakes", "new_fake_mode", "to_fake"]
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """A mode for tensors that have shapes, types and devices, but no memory."""
+    """A fake mode with symbolic shapes of its own."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy
+
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
@@ -31,9 +37,9 @@ def to_fake(
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """In a Dynamo backend: a fake mode of its own, and fakes in it for the inputs of the region.
+    """A new fake mode, and fakes in it for a region's inputs. To be called inside a Dynamo backend.
 
-    Tracing may write to them; those of Dynamo and AOTAutograd stay as they are.
+    Tracing may write to these fakes; those of Dynamo and AOTAutograd remain as they are.
     """
     context: Any = torch._guards.TracingContext.get()
     mode = FakeTensorMode(shape_env=context.fake_mode.shape_env)
@@ -52,7 +58,7 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 
 @contextmanager
 def failing_on_fakes() -> Iterator[None]:
-    """For calls on fakes that may fail: torch would log each as an error, with its stack."""
+    """Context for calls on fakes that may fail, in which torch does not log each failure with its stack."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

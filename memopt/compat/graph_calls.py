@@ -1,4 +1,8 @@
-"""The private torch functions that Dynamo writes as calls in its graphs."""
+"""The private functions that Dynamo writes as calls in its graphs.
+
+Private names, in torch 2.11 to 2.15: `torch._C._set_grad_enabled`, `torch.amp.autocast_mode._enter_autocast` and
+`_exit_autocast`.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,20 @@ __all__ = ["enters_autocast", "is_checkpoint", "leaves_autocast", "sets_grad_mod
 
 
 def sets_grad_mode(target: Any) -> bool:
-    """Whether a call in Dynamo's graph is `torch.set_grad_enabled`."""
+    """Whether a node's target is `torch.set_grad_enabled`."""
     return target is torch._C._set_grad_enabled
 
 
 def enters_autocast(target: Any) -> bool:
-    """Whether a call in Dynamo's graph opens a `torch.autocast` block."""
+    """Whether a node's target opens a `torch.autocast` block."""
     return target is torch.amp.autocast_mode._enter_autocast
 
 
 def leaves_autocast(target: Any) -> bool:
-    """Whether a call in Dynamo's graph closes a `torch.autocast` block."""
+    """Whether a node's target closes a `torch.autocast` block."""
     return target is torch.amp.autocast_mode._exit_autocast
 
 
 def is_checkpoint(target: Any) -> bool:
-    """Whether a call in Dynamo's graph is `torch.utils.checkpoint.checkpoint`."""
+    """Whether a node's target is `torch.utils.checkpoint.checkpoint`."""
     return target is torch.ops.higher_order.tag_activation_checkpoint

@@ -1,4 +1,11 @@
-"""Inductor, called with a partition of the joint graph of memopt's choice."""
+"""Inductor: a region compiled with a partition and with fusions of memopt's choice.
+
+Private names, in torch 2.11 to 2.15:
+`torch._inductor.compile_fx.compile_fx` and `compile_fx_inner`, `torch._inductor.custom_graph_pass.CustomPartitionerFn`,
+`torch._inductor.exc.InductorError`, `torch._inductor.virtualized.V.set_choices_handler`,
+`torch._inductor.choices.InductorChoices`, and the settings `custom_partitioner_fn`, `inductor_choices_class`,
+`allow_buffer_reuse` of inductor and `enable_autograd_cache`, `force_non_lazy_backward_lowering` of functorch.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch._functorch.config as functorch_config
 from torch import fx
 
 __all__ = ["InductorFailed", "compile_by_inductor"]
 
 
 class InductorFailed(Exception):
-    """Inductor, or a compiler that it calls, gave up."""
+    """Inductor, or a compiler that it calls, failed."""
 
 
 def compile_by_inductor(
@@ -24,15 +30,17 @@ def compile_by_inductor(
     made: Callable[[Any, list[fx.Node], bool], Callable[..., Any]],
     plan_hash: Callable[[], str],
 ) -> Callable[..., Any]:
-    """A region as torch.compile's own backend makes it callable, its joint graph cut by `partition` after inductor's
-    decompositions and joint passes. Takes the graph module over.
+    """Compiles a region with inductor and `partition`, and returns the callable. Takes over the graph module.
 
-    `made(compiled, inputs, is_backward)` gets each half as compiled, with its `source_code`, and the inputs of its
-    graph; what it returns runs in its place. Both halves are compiled at once. The cache of whole regions would pass
-    the partition over and is off; that of compiled graphs goes by their text, and by `plan_hash`. Raises what
-    `partition` raises, and `InductorFailed`.
+    `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, inputs,
+    is_backward)` is called with each compiled half, which has its `source_code`, and the placeholders of its graph;
+    what it returns runs in place of the half. Both halves are compiled at once. AOTAutograd's cache of whole regions is
+    off, since a hit there would skip the partition; inductor's cache of graphs has `plan_hash()` in its key.
+
+    Raises what `partition` raises, and `InductorFailed`.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # slow to import: only where it is used
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.exc import InductorError
     from torch._inductor.virtualized import V
@@ -45,7 +53,7 @@ def compile_by_inductor(
             return plan_hash()
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return str, (plan_hash(),)  # as part of inductor's settings it is pickled into the cache's key
+            return str, (plan_hash(),)  # inductor pickles its settings, with this object, into the cache's key
 
     def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         nodes = list(half.graph.find_nodes(op="placeholder"))
@@ -58,7 +66,7 @@ def compile_by_inductor(
         patches = {
             "custom_partitioner_fn": Partitioner(),
             "inductor_choices_class": _nearby_fusions(),
-            "allow_buffer_reuse": False,  # it holds what is dead until something of its size comes
+            "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
         }
         try:
             compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
@@ -69,10 +77,11 @@ def compile_by_inductor(
 
 @functools.cache
 def _nearby_fusions() -> type[Any]:
-    """Inductor's choices, but that nothing is fused across other kernels: what a plan has computed again late in the
-    backward would else be computed early, along with something that reads the same, and be held until then.
+    """The class of inductor's choices, except that nodes are fused only if no other kernel runs between them.
 
-    A reduction may come earlier than planned, past a few kernels: what it reads is freed the sooner.
+    Otherwise a value that the plan recomputes late in the backward could be fused with an early node that reads the
+    same inputs, and be held from then on. A reduction may still move up past a few kernels, since its input is freed
+    earlier then.
     """
     from torch._inductor.choices import InductorChoices
 
@@ -81,10 +90,10 @@ def _nearby_fusions() -> type[Any]:
             super().__init__()
             self.scheduler: Any = None
             self.kernels: list[int] = []
-            """The places of the kernels that take no part in fusion."""
+            """The positions, in ascending order, of the kernels that take no part in fusion."""
 
         def uuid(self) -> str:
-            return f"memopt: fusions of neighbours, reductions past {_MOST_PASSED} kernels"
+            return f"memopt: neighbors fused, reductions past {_MOST_PASSED} kernels"
 
         def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:  # type: ignore[override]
             if scheduler is not self.scheduler:

@@ -1,4 +1,9 @@
-"""Optimizers and gradient scalers."""
+"""Optimizers and gradient scalers.
+
+Private names, in torch 2.11 to 2.15: `GradScaler._found_inf_per_device`, the attribute `_step_supports_amp_scaling` of
+optimizers, `torch.optim.optimizer._foreach_supported_types` and `_get_foreach_kernels_supported_devices`,
+`torch.compiler._is_compiling_flag`.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +21,24 @@ __all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device"]
 
 
 def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What `scaler.unscale_(optimizer)` found, a scalar for each device, 1 where a gradient is not finite: the very
-    tensors by which `scaler.step(optimizer)` decides and `scaler.update()` adapts the scale."""
+    """The flags that `scaler.unscale_(optimizer)` set: a scalar tensor for each device, 1 if a gradient is not finite.
+
+    These are the tensors from which `scaler.step(optimizer)` decides whether to step and `scaler.update()` the scale.
+    """
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a `GradScaler` leaves skipping to the optimiser's own kernel, as with `fused=True`."""
+    """Whether the optimizer's own kernel skips a step with gradients that are not finite, as with `fused=True`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
 def eager_optimizers(*, foreach: bool) -> Iterator[None]:
-    """Context in which the optimisers of torch treat fake tensors as plain ones, and do not see that something is being
-    compiled around them: what they choose (foreach, single numbers on the device) is what they would choose in a run.
+    """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
 
-    `foreach`: on the CPU too they take all parameters at once by default, as they do on a GPU.
+    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. With
+    `foreach`, their default on the CPU is the foreach implementation, as it is on a GPU.
     """
     types: list[Any] = _foreach_supported_types
     compiler: Any = torch.compiler

@@ -1,4 +1,9 @@
-"""The memory events of torch's CPU allocator, read through the autograd profilers."""
+"""Profilers: the allocations and frees of torch's CPU allocator.
+
+Private names, in torch 2.11 to 2.15 unless said otherwise: `torch._C._autograd` (`_profiler_enabled`, `DeviceType`, and
+the legacy `_enable_profiler_legacy`, `_disable_profiler_legacy`), `profiler_legacy.profile._start_trace`, and the
+symbols `c10::profiledCPUMemoryReporter` and `c10::ProfiledCPUMemoryReporter::New` of libc10.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +23,18 @@ _autograd: Any = torch._C._autograd
 
 
 LEGACY_PROFILER = hasattr(_autograd, "_enable_profiler_legacy")
-"""The profiler that came before kineto: same memory events, no kineto start-up, nothing written to stderr.
+"""Whether torch still has the profiler from before kineto, which starts faster and writes nothing to stderr.
 
-Present in torch 2.11 to 2.13, deprecated; where it is gone, kineto serves, and some builds (2.13) then write two
-`USDT:…` lines to stderr a session, which no log level silences.
+It is deprecated. Without it kineto is used, which records the same memory events; some builds (2.13) then write two
+`USDT:…` lines to stderr in each session, which no log level silences.
 """
 
 
 class CpuMemoryEvents:
-    """Records what this thread allocates and frees on the CPU, through torch's allocator, from `start` to `stop`.
+    """Records the CPU memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
 
-    Both profilers see allocations inside kernels and in compiled code, and those of threads that torch itself starts
-    with this thread's state (the backward pass, `torch.jit.fork`); not those of other Python threads.
+    Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
+    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not.
     """
 
     def __init__(self, *, legacy: bool = LEGACY_PROFILER) -> None:
@@ -38,6 +43,7 @@ class CpuMemoryEvents:
         self._profile: Any = (profiler_legacy if legacy else profiler).profile(profile_memory=True, **kineto)
 
     def start(self) -> None:
+        """Begins the recording. Raises `RuntimeError` if a profiler is active in this thread."""
         if profiler_is_active():
             raise RuntimeError(
                 "memory cannot be metered here: a torch profiler or another memopt meter is already active in this "
@@ -47,15 +53,15 @@ class CpuMemoryEvents:
         self._profile._start_trace() if self._legacy else self._profile.__enter__()
 
     def declare(self, address: int, nbytes: int) -> None:
-        """Records a block that is alive already as if allocated now, so that its free will be recorded too.
+        """Records a block that is already allocated as if it were allocated now, so that its free is recorded too.
 
-        torch knows the size of those blocks only that it saw allocated while some profiler ran, and leaves out the
-        frees of others; of a block that was freed unseen it keeps a stale size.
+        torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of another
+        one. For a block that was freed while no profiler ran it keeps a size that is out of date.
         """
         _declare_block()(address, nbytes)
 
     def stop(self) -> list[int]:
-        """Ends the recording and returns the events in order of time: bytes allocated, or minus the bytes freed."""
+        """Ends the recording and returns its events in order of time: bytes allocated, or minus the bytes freed."""
         try:
             return self._events()
         finally:
@@ -68,7 +74,7 @@ class CpuMemoryEvents:
             events = self._profile.kineto_results.events()
             memory = [e for e in events if e.name() == "[memory]" and e.device_type() == cpu]
             return [e.nbytes() for e in sorted(memory, key=lambda e: e.start_ns())]
-        # torch's own __exit__ would parse every operator event: only the raw memory records are wanted.
+        # torch's own __exit__ would parse every operator event, of which only the memory records are needed.
         threads = [list(records) for records in _autograd._disable_profiler_legacy()]
         if len(threads) == 1:
             return [r.cpu_memory_usage() for r in threads[0] if r.kind() == "memory_alloc"]
@@ -78,13 +84,13 @@ class CpuMemoryEvents:
 
 
 def _map_blocks_from(nbytes: int) -> None:
-    """Have glibc take blocks from `nbytes` on from the system one by one.
+    """Sets the size from which glibc allocates each block with a memory mapping of its own.
 
-    The profiler's many small records would else settle in every large block that is freed while it runs, and glibc, its
-    heap in splinters, would take fresh memory for each new one: 8 GB for a thousand temporaries of 4 MB. 2**25 is where
-    glibc's own, moving threshold ends.
+    Otherwise the profiler's many small records land in every large block that is freed while it runs; the heap
+    fragments, and each new large block takes fresh memory: 8 GB for a thousand temporaries of 4 MB. 2**25 is the
+    largest value to which glibc's own, adaptive threshold grows.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: no such splinters seen
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries: no such fragmentation was seen
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
 
 
@@ -93,7 +99,7 @@ _M_MMAP_THRESHOLD = -3
 
 @functools.cache
 def _declare_block() -> Callable[[int, int], None]:
-    """`c10::profiledCPUMemoryReporter().New(address, nbytes)`: exported by libc10, without a Python binding."""
+    """`c10::profiledCPUMemoryReporter().New(address, nbytes)`, which libc10 exports without a Python binding."""
     lib = Path(torch.__file__).parent / "lib"
     found = [path for path in (lib / "libc10.so", lib / "libc10.dylib") if path.exists()]
     try:
@@ -107,5 +113,5 @@ def _declare_block() -> Callable[[int, int], None]:
 
 
 def profiler_is_active() -> bool:
-    """Whether any torch profiler records in this thread."""
+    """Whether a torch profiler is recording in this thread."""
     return bool(_autograd._profiler_enabled())

@@ -1,4 +1,9 @@
-"""Nested containers of tensors (pytrees)."""
+"""Pytrees: nested containers of tensors.
+
+Private names, in torch 2.11 to 2.15: `torch.utils._pytree.tree_leaves` and `tree_map`.
+"""
+
+from __future__ import annotations
 
 from torch.utils._pytree import tree_leaves, tree_map
 

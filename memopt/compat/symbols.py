@@ -1,4 +1,9 @@
-"""Symbolic sizes: their values, bounds and names."""
+"""Symbolic sizes: their values, bounds and names.
+
+No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`),
+`ShapeEnv.bound_sympy`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and
+symbolic_shapes themselves, which takes a third of a second.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, rebind_unbacked
 
 from memopt.compat.fakes import FakeTensorMode
 
@@ -21,7 +24,7 @@ _known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", d
 
 @contextmanager
 def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Values of data-dependent symbols, by name, that `upper_bound` counts with inside the block."""
+    """Context in which `upper_bound` takes these values for data-dependent symbols, given by name."""
     token = _known_sizes.set(sizes)
     try:
         yield
@@ -30,8 +33,13 @@ def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def upper_bound(size: torch.SymInt) -> int:
-    """The largest value that a symbolic size may take: its hint where it has one, else by the sizes known here, else
-    the bound of its data."""
+    """The largest value that a symbolic size may take.
+
+    It is the size's hint if it has one, else follows from `known_sizes` and from the bounds of the remaining symbols.
+    Raises `ValueError` if a symbol has no bound.
+    """
+    import sympy
+
     node: Any = size.node
     if node.has_hint():
         return int(node.hint)
@@ -46,17 +54,21 @@ def upper_bound(size: torch.SymInt) -> int:
 
 
 def data_symbols_of(value: Any) -> set[str]:
-    """Names of the symbols in a node's value whose size only data tell."""
+    """The names of the symbols in a node's value that depend on data and have no hint."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
-    return {symbol.name for symbol in free_unbacked_symbols(value)} if isinstance(value, _SYMBOLIC) else set()
+    if not isinstance(value, _SYMBOLIC):
+        return set()
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return {symbol.name for symbol in free_unbacked_symbols(value)}
 
 
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
 
 
 def plain_symbol(size: int | torch.SymInt) -> str | None:
-    """The symbol's name if a size is one symbol and no expression of it."""
+    """The name of the symbol that a size is, or None for a number and for an expression."""
     if isinstance(size, int):
         return None
     expression: Any = size.node.expr
@@ -64,5 +76,7 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Have the data-dependent symbols of a repeated run stand for those of the first."""
+    """Equates the data-dependent symbols in `result`, of a second run of `node`, with those of the first run."""
+    from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
     rebind_unbacked(mode.shape_env, node, result)

@@ -1,4 +1,9 @@
-"""Tracing a region to operators before any of them is decomposed (pre-dispatch)."""
+"""Pre-dispatch tracing: a region as operators, before any of them is decomposed or differentiated.
+
+Private names, in torch 2.11 to 2.15: `torch._guards.TracingContext` (with `module_context`, `fake_mode`) and
+`torch._guards.tracing`. `torch.fx.experimental.proxy_tensor` has no underscore, but what `get_proxy_mode` and
+`track_tensor_tree` return and take is not documented: `__torch_dispatch__` of the mode is replaced here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ __all__ = ["before_tracing", "opaque_call", "pre_dispatch_graph"]
 
 
 def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:
-    """What `call` does with fakes of `mode`, as operators before any of them is taken apart or differentiated."""
+    """The graph of `call` on fakes of `mode`, in operators as they were called. To be called in a Dynamo backend."""
     outer: Any = torch._guards.TracingContext.get()
     inner: Any = torch._guards.TracingContext(mode)
     inner.module_context, inner.fake_mode = outer.module_context, mode
@@ -29,9 +34,9 @@ def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: S
 
 @contextmanager
 def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
-    """In `pre_dispatch_graph`: have `see(trace, within, operator, args, kwargs)` called in the tracer's place.
+    """Context in which `pre_dispatch_graph` calls `see(trace, within, operator, args, kwargs)` instead of its tracer.
 
-    `trace(operator, args, kwargs)` goes on to the tracer; calls made under `within` are seen in turn.
+    `trace(operator, args, kwargs)` calls the tracer. Operators called under the mode `within` are given to `see` too.
     """
     tracer: Any = get_proxy_mode()
     go_on = tracer.__torch_dispatch__
@@ -50,9 +55,12 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
 
 
 def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
-    """In `pre_dispatch_graph`: a call of a higher-order operator as one node; nothing in it is traced."""
+    """Calls a higher-order operator and records the call as one node, tracing nothing inside it.
+
+    To be called within `pre_dispatch_graph`, of whose fake mode the arguments are.
+    """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-    for number, module in enumerate(each for each in tree_leaves((args, kwargs)) if isinstance(each, fx.GraphModule)):
+    for number, module in enumerate(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.GraphModule)):
         tracer.root.register_module(tracer.get_fresh_qualname(f"{target}_{number}_"), module)
     proxies = tree_map(tracer.unwrap_proxy, (args, kwargs))
     proxy = tracer.create_proxy("call_function", target, *proxies)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from memopt.compat.operators import OpOverload
 from memopt.device.storages import is_view, storage_bytes
 from passes import is_pure
 from passes.graphs.node_facts import backward_nodes
@@ -104,7 +105,7 @@ class _Fusion:
 def op_name_of(node: fx.Node) -> str:
     """The operator's name without its namespace, of aten or prims; empty for anything else."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+    if isinstance(target, OpOverload) and target.namespace in ("aten", "prims"):
         return target.overloadpacket.__name__
     return ""
 

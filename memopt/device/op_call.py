@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
 
 
@@ -59,7 +60,7 @@ class TensorSpec:
 class OpCall:
     """An operator, its arguments and results, with `TensorSpec` for tensors. Nodes with equal calls cost the same."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: Any
@@ -78,7 +79,7 @@ class OpCall:
     def make_arguments(self, device: str) -> tuple[list[Any], dict[str, Any]]:
         """Real (or meta) arguments to run it on."""
         args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
-        for argument, value in zip(self.op._schema.arguments, args, strict=False):
+        for argument, value in zip(schema_of(self.op).arguments, args, strict=False):
             # Where groups of rows end: zeros would leave a grouped matmul nothing to compute.
             if argument.name == "offs" and isinstance(value, torch.Tensor) and device == "cpu":
                 value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
@@ -93,7 +94,7 @@ def op_call(node: fx.Node) -> OpCall | None:
 
     Raises `ValueError` for a size that depends on data and has no bound.
     """
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     if next(tensors_in(node.meta.get("val")), None) is None:
         return None
@@ -101,7 +102,7 @@ def op_call(node: fx.Node) -> OpCall | None:
     return describe(node.target, args, kwargs, node.meta["val"])
 
 
-def describe(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
+def describe(op: OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
     """The call of an operator with these arguments (real, fake or meta tensors) and results."""
     return OpCall(op, _freeze(tuple(args)), tuple((name, _freeze(v)) for name, v in kwargs.items()), _freeze(results))
 

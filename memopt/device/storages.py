@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
 from passes import FoundReuse
 from passes.ops.offload_ops import COPY_OUT
@@ -102,13 +103,13 @@ def is_view(node: fx.Node) -> bool:
 
 def _viewed_argument(node: fx.Node) -> fx.Node | None:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
     if target in _SILENT_VIEWS:
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    if not any(result.alias_info is not None for result in target._schema.returns):
+    if not any(result.alias_info is not None for result in schema_of(target).returns):
         return None
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+    for argument, value in zip(schema_of(target).arguments, node.args, strict=False):
         if argument.alias_info is not None and isinstance(value, fx.Node):
             return value
     return None

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
 from memopt.device.hardware_table import Hardware, scaled_rate
 from memopt.device.storages import is_view, storage_bytes, tensors_of
@@ -86,7 +87,7 @@ def runs_kernel(node: fx.Node) -> bool:
     """Whether evaluating the node touches the device: neither a view, a size, an assertion nor a placeholder."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    mutates = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
     return mutates or (any(True for _ in tensors_of(node)) and not is_view(node))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from memopt.compat.operators import OpOverload
 from memopt.compat.profiler import CpuMemoryEvents
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.workspace_table import estimate_workspace
@@ -122,7 +123,7 @@ def _measure(call: OpCall) -> Measured | None:
     return Measured(max(0, peak_bytes - output_bytes), output_bytes, seconds)
 
 
-def _time(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> float:
+def _time(op: OpOverload, args: Any, kwargs: Any) -> float:
     begin = time.perf_counter()
     op(*args, **kwargs)
     return time.perf_counter() - begin

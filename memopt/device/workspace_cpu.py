@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, TensorSpec
 from memopt.device.workspace_rules import (
     KB,
@@ -83,7 +84,7 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 def _cpu_convolution(call: OpCall) -> int:
     """oneDNN keeps its own layout of all arguments; what it does not take (fp64) becomes columns for a matmul."""
-    weight = call.argument(2 if "backward" in call.op._schema.name else 1)
+    weight = call.argument(2 if "backward" in schema_of(call.op).name else 1)
     columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
     return 2 * all_bytes(call) + 64 * KB + (columns if first(call).dtype == torch.float64 else 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_cpu import CPU, converted, promoted
 from memopt.device.workspace_cuda import CUDA
@@ -17,7 +18,7 @@ def estimate_workspace(call: OpCall, device_type: str) -> int:
     tensors once; views and pointwise ops hold nothing (on the CPU: the arguments whose dtype must change).
     """
     cuda = device_type == "cuda"
-    name = call.op._schema.name.split("::")[-1].removesuffix("_")
+    name = schema_of(call.op).name.split("::")[-1].removesuffix("_")
     rule = (CUDA if cuda else CPU).get(name) or COMMON.get(name)
     if rule is not None:
         return rule(call)
@@ -31,5 +32,5 @@ def estimate_workspace(call: OpCall, device_type: str) -> int:
 
 
 def _returns_alias(call: OpCall) -> bool:
-    returns = call.op._schema.returns
+    returns = schema_of(call.op).returns
     return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.operators import HigherOrderOperator
 from memopt.compat.pytree import tree_leaves
 from memopt.device.op_call import describe
 from memopt.device.workspace import call_workspace_bytes
@@ -37,7 +38,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, HigherOrderOperator):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
         if func is COPY_OUT:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from memopt.compat.autograd import Fate, current_leaf, fate_of_gradient
+from memopt.compat.autograd import Fate, backward_hooks, current_leaf, fate_of_gradient, post_accumulate_hooks
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
@@ -61,10 +61,10 @@ class AccumulateGradient(nn.Module):
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     """Whether a hook waits for the parameter's gradient; `stepped`: another one than that which steps it."""
-    late = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+    late = len(post_accumulate_hooks(parameter))
     if stepped and len(stepping_hooks(parameter)) == 1:
         late -= 1
-    return bool(parameter._backward_hooks) or late > 0
+    return bool(backward_hooks(parameter)) or late > 0
 
 
 class StepParameter(AccumulateGradient):

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
+from memopt.compat.storages import storage_key
 from memopt.device.storages import find_storages
 from memopt.price.stepping import MemoryUses
 from passes.apply_schedule import BACKWARD
@@ -45,10 +46,10 @@ def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
     region: what reads that is not known to read the parameter."""
     if not numbers:
         return
-    held = Counter(each.untyped_storage()._cdata for each in inputs if isinstance(each, torch.Tensor))
+    held = Counter(storage_key(each) for each in inputs if isinstance(each, torch.Tensor))
     for number in numbers:
         assert isinstance(inputs[number], nn.Parameter)
-        if held[inputs[number].untyped_storage()._cdata] > 1:
+        if held[storage_key(inputs[number])] > 1:
             raise ValueError(
                 f"a parameter of shape {tuple(inputs[number].shape)} shares its memory with another tensor that the "
                 "model reads, and the plan counts on stepping it within the backward; give the model a copy, or leave "
@@ -59,5 +60,5 @@ def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
 def sharing_memory(model: nn.Module) -> list[nn.Parameter]:
     """The parameters whose memory is that of another parameter or of a buffer, too."""
     tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
-    held = Counter(each.untyped_storage()._cdata for each in tensors)
-    return [each for each in model.parameters() if held[each.untyped_storage()._cdata] > 1]
+    held = Counter(storage_key(each) for each in tensors)
+    return [each for each in model.parameters() if held[storage_key(each)] > 1]

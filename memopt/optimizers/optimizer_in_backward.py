@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import optim
 
+from memopt.compat.autograd import post_accumulate_hooks
 from memopt.optimizers.parameterwise import Parameterwise
 from memopt.optimizers.wrapped_optimizer import refuse_closure
 
@@ -108,8 +109,7 @@ class SteppingHook:
 
 def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
     """Those among the parameter's hooks; none where no optimiser steps it in the backward."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return [hook for hook in hooks.values() if isinstance(hook, SteppingHook)]
+    return [hook for hook in post_accumulate_hooks(parameter) if isinstance(hook, SteppingHook)]
 
 
 def refuse_what_needs_all_gradients(

@@ -15,6 +15,7 @@ from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import OptimizerLike, fakes_of, trial
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.operators import schema_of
 from memopt.compat.optim import eager_optimizers
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import tensors_in
@@ -172,11 +173,11 @@ class _Traffic(LiveBytes):  # type: ignore[no-untyped-call]
         read = list(tensors_in((args, list((kwargs or {}).values()))))
         written = [
             tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(schema_of(func).arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tensors_in(value)
         ]
-        if not func._schema.is_mutable:
+        if not schema_of(func).is_mutable:
             held = {tensor.untyped_storage() for tensor in read}
             written = [tensor for tensor in tensors_in(result) if tensor.untyped_storage() not in held]
         if written and max(tensor.numel() for tensor in written) > 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.storages import Storages, find_storages, is_view, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
 from memopt.price.stepping import PlacedStep, Steps, place_steps
@@ -298,7 +299,7 @@ def is_scheduled(node: fx.Node) -> bool:
 
 def is_mutation(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.compat import free_unbacked_symbols, schema_of
 
 OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 """The class of `aten.add.Tensor` and its like, taken from an instance because it has no public name."""
@@ -67,7 +68,7 @@ def is_pure(node: Node) -> bool:
         return False
     target: Any = node.target
     if isinstance(target, OPERATOR_OVERLOAD):
-        known = target.namespace in _PURE_NAMESPACES or target._schema.name in _PURE_OURS
+        known = target.namespace in _PURE_NAMESPACES or schema_of(target).name in _PURE_OURS
         return known and not is_random(node) and not node.is_impure(impure_random=False)
     return target in _PURE_PYTHON
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.compat import schema_of
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
 _CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision"})
@@ -108,7 +109,7 @@ def mutated_arguments(node: Node) -> tuple[Node, ...]:
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD):
         return ()
     found = []
-    for index, argument in enumerate(target._schema.arguments):
+    for index, argument in enumerate(schema_of(target).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.fx.node import map_arg
 
+from passes.compat import free_unbacked_symbols, statically_known_true
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
 from passes.graphs.propagate import propagating

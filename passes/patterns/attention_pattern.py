@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.compat import statically_known_true
 from passes.graphs.node_facts import storages
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.attention_scores import PASS_ON, PRODUCTS, Add, Fill, Scale, ScoreStep, only_reader, walk_up_scores

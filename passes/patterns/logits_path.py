@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.compat import overload_name, statically_known_true
 from passes.graphs.op_kinds import is_cast, op_name
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
@@ -185,7 +185,7 @@ def _is_float_cast(node: Node) -> bool:
 
 def _overload(node: Node) -> str:
     target: Any = node.target
-    return str(target._overloadname)
+    return overload_name(target)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes.compat import schema_of
 from passes.graphs.node_facts import storages
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import NoMatch, Path, walk_up
@@ -100,7 +101,7 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
 def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
     """Input, target, class weight, reduction, ignored index and label smoothing of a loss."""
     target: Any = loss.target
-    given = dict(zip((each.name for each in target._schema.arguments), loss.args, strict=False)) | loss.kwargs
+    given = dict(zip((each.name for each in schema_of(target).arguments), loss.args, strict=False)) | loss.kwargs
     smoothing = given.get("label_smoothing", 0.0)
     weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
     return given["self"], given["target"], weight, reduction, ignored, smoothing

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.compat import statically_known_true
 from passes.graphs.op_kinds import op_name
 from passes.patterns.logits_path import NoMatch
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from passes.compat import schema_of
 from passes.graphs.op_kinds import is_cast, op_name
 
 
@@ -82,7 +83,7 @@ def _dims(value: Node, dims: Any) -> tuple[int, ...]:
 def _given(node: Node) -> dict[str, Any]:
     """A call's arguments by name, defaults too."""
     target: Any = node.target
-    schema = target._schema.arguments
+    schema = schema_of(target).arguments
     given = {each.name: each.default_value for each in schema if each.has_default_value()}
     return given | dict(zip((each.name for each in schema), node.args, strict=False)) | dict(node.kwargs)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from passes.compat import statically_known_true
 from passes.graphs.node_facts import storages
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.graphs.propagate import refresh

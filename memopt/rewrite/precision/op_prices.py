@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt.compat.fakes import new_fake_mode
+from memopt.compat.operators import OpOverload, overload_name, schema_of
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
@@ -78,7 +79,7 @@ class OpPrices:
         with propagating(new_fake_mode()), torch.enable_grad():
             args, kwargs = call.make_arguments("cpu")
             leaves = list(tensors([args, *kwargs.values()]))
-            casts = len(leaves) if call.op._schema.name.split("::")[-1] not in CAST_FIRST_ONLY else 1
+            casts = len(leaves) if schema_of(call.op).name.split("::")[-1] not in CAST_FIRST_ONLY else 1
             leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
             for leaf, needs in zip(leaves, differentiated, strict=True):
                 leaf.requires_grad_(needs and leaf.is_floating_point())
@@ -96,11 +97,11 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def _functional(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _functional(op: OpOverload) -> Callable[..., Any]:
     """The operator that gives a new result where this one writes in place."""
-    space, _, name = op._schema.name.partition("::")
+    space, _, name = schema_of(op).name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, op._overloadname, op) if packet is not None else op
+    return getattr(packet, overload_name(op), op) if packet is not None else op
 
 
 def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Modules: what a call of a model goes through.
+
+Private names, in torch 2.11 to 2.15: `Module._call_impl`, `Module._compiled_call_impl`. The second is what
+`Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
+`_call_impl`. Pickling and `copy.deepcopy` leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["compiled_call", "plain_call", "reset_compiled_call", "set_compiled_call"]
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward with its hooks, past anything that stands in for its calls."""
+    return module._call_impl
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What stands in for the module's calls: what `set_compiled_call` or `Module.compile()` set last, or None."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call` stand in for the module's calls."""
+    anything: Any = module
+    anything._compiled_call_impl = call
+
+
+def reset_compiled_call(module: nn.Module) -> None:
+    """Have nothing stand in for the module's calls, and leave no trace in the module."""
+    vars(module).pop("_compiled_call_impl", None)

@@ -1,0 +1,37 @@
+"""The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
+
+Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`. `tools/check_private_names.py`
+finds private names elsewhere. `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["free_unbacked_symbols", "overload_name", "schema_of", "statically_known_true"]
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator overload: its name, arguments and returns, and whether it mutates an argument."""
+    return operator._schema
+
+
+def overload_name(operator: Any) -> str:
+    """The overload's name within its packet: "default", "Tensor", "out"."""
+    return operator._overloadname
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Whether a condition on symbolic sizes holds for all values that they can take, decided without a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return known(condition)
+
+
+def free_unbacked_symbols(value: Any) -> set[Any]:
+    """The symbols in a tensor's shape, or in a symbolic number, that depend on data and have no hint."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free
+
+    return set(free(value))
