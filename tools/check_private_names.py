@@ -23,12 +23,9 @@ ALLOWED = {
     # Attributes of objects that torch's users, torch's documentation or every model library rely on.
     "_parameters": "the dict of a module's own parameters, which module surgery has used since torch 0.1",
     "_buffers": "the dict of a module's own buffers, as _parameters",
-    "_modules": "the dict of a module's children, as _parameters",
     "_version": "the version counter of a tensor, described in torch's notes on autograd",
     # Not of torch.
     "_fields": "the field names of a named tuple (documented by Python)",
-    "_replace": "a copy of a named tuple with other fields (documented by Python)",
-    "_asdict": "a named tuple as a dict (documented by Python)",
 }
 """Private attributes that may be used anywhere, each with the reason."""
 
