@@ -13,14 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
-from memopt.compat.dynamo import (
-    BackendCompilerFailed,
-    DynamoError,
-    RecompileLimit,
-    capture_settings,
-    compile_with,
-    drop_compilations,
-)
+from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -78,6 +71,8 @@ class _Compilations:
 
 
 def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
+    from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
+
     owner = weakref.ref(compilations, _died.append)
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -116,6 +111,8 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
 
     Raises what `backend` raises, and `TooManyShapes`.
     """
+    from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
+
     _drop_the_dead()
     compilations = _Compilations(backend)
     compiled = compile_with(_as_seen_by_dynamo(compilations), call, whole=whole)

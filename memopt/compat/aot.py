@@ -1,8 +1,7 @@
 """AOTAutograd: the joint graph, its two halves, and modules in its calling convention.
 
-Private names, in torch 2.11 to 2.15: `torch._dynamo.backends.common.aot_autograd`,
-`torch._functorch.partitioners._extract_fwd_bwd_modules`, `torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, and
-the attribute `_boxed_call` of a function.
+Private names, in torch 2.11 to 2.15: `torch._functorch.partitioners._extract_fwd_bwd_modules`,
+`torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, and the attribute `_boxed_call` of a function.
 """
 
 from __future__ import annotations
@@ -16,19 +15,12 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
 
-__all__ = ["aot_autograd", "boxed", "extract_halves", "mark_boxed"]
+__all__ = ["boxed", "extract_halves", "mark_boxed"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 # Importing it registers `torch.ops.higher_order.run_and_save_rng_state`, which emitted graphs call.
 assert rng_prims.run_and_save_rng_state is not None
-
-
-def aot_autograd(**settings: Any) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
-    """A Dynamo backend that differentiates a region and compiles its two halves, as the settings say."""
-    from torch._dynamo.backends.common import aot_autograd as backend
-
-    return backend(**settings)
 
 
 def extract_halves(

@@ -1,13 +1,16 @@
-"""AOTAutograd in two phases: a region's joint graph is traced first, cut and made callable later, as often as wanted.
+"""AOTAutograd in two phases: a region's joint graph is traced first; later it is cut and compiled, once or repeatedly.
 
-`aot_export_joint_with_descriptors` and `aot_stage2_compile` are there from torch 2.9 on. At first the second took the
-compilers from its configuration instead of as arguments: its signature is asked which.
+Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
+`torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
+`torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
+graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`) and `_aot_graph_capture`.
+
+Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,40 +18,36 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import compiled_autograd
-from torch._dynamo.utils import preserve_rng_state
-from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-"""What cuts a joint graph: called with the graph, its inputs, and the keyword `num_fwd_outputs`."""
+"""Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-"""What makes a half callable with a list of arguments, which it empties."""
+"""Makes a half of the joint graph, with example inputs, a function that takes a list of arguments and empties it."""
 
 
-_disable: Any = torch._dynamo.disable
+_disable: Any = torch.compiler.disable
 
 
 class _JointGraphTraced(Exception):
-    """The joint graph is there: compilation goes no further."""
+    """Ends the second phase of AOTAutograd once the joint graph is known."""
 
 
 @dataclass(frozen=True)
 class AotTrace:
-    """A region as AOTAutograd traced it."""
+    """A region that AOTAutograd has traced, ready to be compiled with any partition of its joint graph."""
 
     module: fx.GraphModule | None
-    """The joint graph of forward and backward in ATen operators; None for a region without gradients."""
+    """The joint graph of forward and backward in ATen operators, or None for a region without gradients."""
     forward_outputs: int
-    """How many of its first results are the forward's."""
+    """The number of outputs of the forward, which come first among the outputs of the joint graph."""
     state: Any
     capture: Any
 
     def compile(self, partition: Partition, compiler: Compile) -> Callable[..., Any]:
-        """The region as a function of its inputs that autograd differentiates by the halves which `partition` makes.
+        """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
 
-        It may be called several times with other partitions. To be called in the tracing context of the region.
+        `compiler` compiles both halves. This may be called repeatedly with different partitions, each time in the
+        tracing context of the region.
         """
         compiled = _second_phase(self.state, self.capture, partition, compiler)
         compiled = _disable(compiled, reason="a planned region is not traced again")
@@ -60,7 +59,9 @@ class AotTrace:
 
 
 def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrace:
-    """Trace a region's forward and backward. To be called in the tracing context of the region; `inputs` are fakes."""
+    """Traces a region's forward and backward on fake `inputs`. To be called in the region's tracing context."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
@@ -80,9 +81,12 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 
 def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Compile) -> Callable[[list[Any]], Any]:
+    """Compiles the region's halves, and returns the function that runs them on a list of inputs."""
+    from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
+
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(*args, **kwargs)
-        # AOTAutograd compiles a deep copy of the backward; compilation here changes nothing that it looks at later.
+        # AOTAutograd would compile a deep copy of the backward, which is not needed: our compilers leave it as it is.
         vars(backward)["__deepcopy__"] = lambda memo: backward
         return forward, backward
 
@@ -90,22 +94,30 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
         compiled = compiler(module, inputs)
         return _disable(compiled, reason="a planned backward is not traced again")
 
-    # The second phase writes into these, and what it returns reads them when it runs.
+    # The second phase writes to these objects, and the function that it returns reads them when it is called.
     state = copy.copy(state)
     state.fw_metadata = copy.copy(state.fw_metadata)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
-    how: dict[str, Any] = {"partition_fn": cut, "fw_compiler": compiler, "bw_compiler": compile_backward}
-    how["inference_compiler"] = compiler
-    if "partition_fn" not in inspect.signature(aot_stage2_compile).parameters:
-        state.aot_config, how = replace(state.aot_config, **how), {}
+    second_phase: Any = aot_stage2_compile
     with _fakes_active(state):
-        compiled, _ = aot_stage2_compile(state, capture, **how)
+        compiled, _ = second_phase(
+            state,
+            capture,
+            partition_fn=cut,
+            fw_compiler=compiler,
+            bw_compiler=compile_backward,
+            inference_compiler=compiler,
+        )
     return compiled
 
 
 @contextmanager
 def _fakes_active(state: Any) -> Iterator[None]:
-    """The modes in which AOTAutograd compiles: those in which the trace was made."""
+    """Context with the modes in which the region was traced, which AOTAutograd needs when it compiles."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import preserve_rng_state
+
     with ExitStack() as stack:
         stack.enter_context(compiled_autograd._disable())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -116,4 +128,4 @@ def _fakes_active(state: Any) -> Iterator[None]:
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    raise AssertionError("nothing is compiled where a region is only traced")
+    raise AssertionError("a region that is only traced is not compiled")
