@@ -48,13 +48,9 @@ class PrivateName:
 def private_names(path: Path, source: str | None = None) -> list[PrivateName]:
     """The forbidden private names in a file, in order of lines. `source` replaces the file's text."""
     tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source, filename=str(path))
-    modules, own, operators = _torch_modules(tree), _defined_names(tree), _operator_namespaces(tree)
-    found = [
-        PrivateName(path, node.lineno, name)
-        for node in ast.walk(tree)
-        for name in (*_imported(node), *_read(node, modules, own, operators), *_named_by_string(node, own))
-    ]
-    return sorted(set(found))
+    own = _defined_names(tree)
+    found = [*_imported(tree), *_read(tree, own), *_named_by_string(tree, own)]
+    return sorted({PrivateName(path, line, name) for line, name in found})
 
 
 def _is_private(name: str) -> bool:
@@ -105,26 +101,35 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def _imported(node: ast.AST) -> Iterator[str]:
-    """The private torch names that an import statement takes in, with their whole path."""
-    if isinstance(node, ast.Import):
-        paths = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.level == 0:
-        paths = [f"{node.module}.{alias.name}" for alias in node.names]
-    else:
-        return
-    yield from (path for path in paths if _is_torch(path) and any(map(_is_private, path.split("."))))
+def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The lines and whole names of the private parts of torch that the file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            prefix = ""
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            prefix = f"{node.module}."
+        else:
+            continue
+        for path in (prefix + alias.name for alias in node.names):
+            if _is_torch(path) and any(map(_is_private, path.split("."))):
+                yield node.lineno, path
 
 
-def _read(node: ast.AST, modules: frozenset[str], own: frozenset[str], operators: frozenset[str]) -> Iterator[str]:
-    """The private attribute that `node` reads or writes, as it is written, if it is a forbidden one."""
-    if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
-        return
-    path = _dotted(node)
-    if path is not None and (path[:2] == _OPERATORS or path[0] in operators):
-        return
-    if (path is not None and path[0] in modules) or (node.attr not in own and node.attr not in ALLOWED):
-        yield ast.unparse(node)
+def _read(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """The lines and names of the private attributes that the file reads, writes or deletes and may not."""
+    modules, operators = _torch_modules(tree), _operator_namespaces(tree)
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    inner = {id(node.value) for node in attributes}
+    for node in attributes:
+        path = _dotted(node) or [""]
+        if path[:2] == _OPERATORS or path[0] in operators:
+            continue
+        if path[0] in modules:
+            private = id(node) not in inner and any(map(_is_private, path))
+        else:
+            private = _is_private(node.attr) and node.attr not in own and node.attr not in ALLOWED
+        if private:
+            yield node.lineno, ast.unparse(node)
 
 
 def _dotted(node: ast.expr | None) -> list[str] | None:
@@ -137,15 +142,14 @@ def _dotted(node: ast.expr | None) -> list[str] | None:
     return None
 
 
-def _named_by_string(node: ast.AST, own: frozenset[str]) -> Iterator[str]:
-    """The private attribute that a call such as `getattr(tensor, "_name")` asks for."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ACCESSORS):
-        return
-    if len(node.args) < 2 or not isinstance(node.args[1], ast.Constant) or not isinstance(node.args[1].value, str):
-        return
-    name = node.args[1].value
-    if _is_private(name) and name not in ALLOWED and name not in own:
-        yield f"{node.func.id}({ast.unparse(node.args[0])}, {name!r})"
+def _named_by_string(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """The lines and names of private attributes in calls such as `getattr(tensor, "_name")`."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ACCESSORS):
+            continue
+        name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
+        if isinstance(name, str) and _is_private(name) and name not in ALLOWED and name not in own:
+            yield node.lineno, f"{node.func.id}({ast.unparse(node.args[0])}, {name!r})"
 
 
 def checked_files(folders: tuple[str, ...] = CHECKED) -> Iterator[Path]:

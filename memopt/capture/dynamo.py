@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
 from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations
+from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]
@@ -29,7 +30,7 @@ def training_call(
     It has a code object of its own, since Dynamo keeps and counts compilations by code object. `floats`: as for
     `loss_call`.
     """
-    run: Any = model._call_impl  # not the model itself, whose call is memopt's by now
+    run = plain_call(model)  # not the model itself, whose call is memopt's by now
     call = loss_call(run, loss_fn, floats)
     call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
     return call
