@@ -12,6 +12,7 @@ from torch import fx
 
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
+from memopt.compat.aot import mark_boxed
 from memopt.compat.dispatch import without_autocast
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.emit.casts import spell_casts
@@ -107,5 +108,4 @@ def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         with without_autocast():
             return compiled(arguments)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return mark_boxed(run)

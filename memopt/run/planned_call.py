@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memopt.capture.inputs import as_call, check_device
+from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
 from memopt.optimizers import Levers
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -57,15 +58,14 @@ class PlannedCall:
         for calls in (self.forward, self.with_loss):
             if calls is not None:
                 calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
-        module: Any = self.model
-        module._compiled_call_impl = self
+        set_compiled_call(self.model, self)
 
     def give_back(self) -> None:
         """Leave no trace in the model: what it was called through before, it is called through again."""
-        del self.model._compiled_call_impl
-        if self.own_call is not None:
-            module: Any = self.model
-            module._compiled_call_impl = self.own_call
+        if self.own_call is None:
+            reset_compiled_call(self.model)
+        else:
+            set_compiled_call(self.model, self.own_call)
 
     @property
     def low(self) -> torch.dtype | None:
@@ -85,14 +85,14 @@ class PlannedCall:
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
     """What an optimised model is called through; None for a plain model."""
-    call: Callable[..., Any] | None = getattr(model, "_compiled_call_impl", None)
+    call = compiled_call(model)
     return call if isinstance(call, PlannedCall) else None
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any] | None:
     """What the model is called through when it is plain: its `compile()`, if there was one."""
     planned = planned_call_of(model)
-    return planned.own_call if planned is not None else vars(model).get("_compiled_call_impl")
+    return planned.own_call if planned is not None else compiled_call(model)
 
 
 def check_model(model: nn.Module) -> None:

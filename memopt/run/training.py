@@ -17,6 +17,7 @@ from memopt.capture.dynamo import GraphBreak, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
+from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError, CaptureError
@@ -170,7 +171,7 @@ class TrainingCalls:
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the plain model."""
-        run: Any = self.own_call or self.model._call_impl
+        run: Any = self.own_call or plain_call(self.model)
         return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
     @property
