@@ -86,7 +86,8 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
 
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(*args, **kwargs)
-        # AOTAutograd would compile a deep copy of the backward, which is not needed: our compilers leave it as it is.
+        # AOTAutograd would compile a deep copy of the backward: not needed, as our compilers change nothing that it reads
+        # later.
         vars(backward)["__deepcopy__"] = lambda memo: backward
         return forward, backward
 

@@ -51,7 +51,7 @@ def test_private_names_are_found(source: str, name: str) -> None:
         "import torch\nfrom typing import Any\naten: Any = torch.ops.aten\ncopy = aten._to_copy",
         "from torch import ops\ncopy = ops.aten._to_copy.default",
         "import torch\ntorch.nn.Module.__call__",
-        "class Meter:\n    def __init__(self): self._peak = 0\n    def more(self, than): return self._peak > than._peak",
+        "class Meter:\n    def __init__(self): self._peak = 0\n    def f(self, other): return self._peak > other._peak",
         "class Plan:\n    def _rows(self): ...\ndef f(plan): return plan._rows()",
         "class Plan:\n    _rows: int = 0\ndef f(plan): return plan._rows",
         "from memopt.solver.replay import _kernel",
