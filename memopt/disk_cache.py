@@ -1,4 +1,4 @@
-"""Where memopt keeps what it need not find out again, and how files there are read and written."""
+"""The cache folder on disk, and JSON files in it that several processes may read and write at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """`MEMOPT_CACHE_DIR` where it is set, else `memopt` in `XDG_CACHE_HOME` or `~/.cache`; `write_json` makes it."""
+    """The folder `MEMOPT_CACHE_DIR` if that is set, else `memopt` in `XDG_CACHE_HOME` or in `~/.cache`.
+
+    It need not exist: `write_json` creates it.
+    """
     named = os.environ.get("MEMOPT_CACHE_DIR")
     if named:
         return Path(named).expanduser()
@@ -19,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def read_json(path: Path) -> Any | None:
-    """What `path` holds, or None where there is no such file, or none that can be read as JSON."""
+    """The JSON value in the file, or None if there is no such file or it cannot be read as JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -27,13 +30,14 @@ def read_json(path: Path) -> Any | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path`, at once: readers see the old file or the new one, never a part, whoever else writes.
+    """Writes `value` to `path` atomically: a reader sees the old file or the new one, never a part of it.
 
-    Raises OSError where the folder cannot be written, TypeError where `value` is no JSON; the old file then stays.
+    Raises `OSError` if the folder cannot be written to and `TypeError` if `value` is not JSON; the old file is then
+    unchanged.
     """
     text = json.dumps(value, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename is atomic within one file system only.
+    # The temporary file is in the same folder because a rename is atomic only within one file system.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What memopt refuses, and why: all of it `ValueError`, one sentence that names the value and the mend."""
+"""The errors that memopt raises for its users' input. Each is a `ValueError`; its message says what to change."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ GIB = 1024**3
 
 
 class BudgetError(ValueError):
-    """No plan keeps the step within the budget, so no step is taken.
+    """No plan keeps the training step within the budget, so no step is taken.
 
-    `budget_gb` is what was asked for, `smallest_gb` the smallest budget that works with the levers allowed (or, where
-    only that is known, one that certainly works), both in GB of 1024³ bytes; `dominated_by` says what holds it up,
-    `further`, in a sentence each, what would lower it, and `proposals` names for `allow` that would make this budget
-    work, the combination that adds the least time first. `smallest_with` holds the smallest budget in bytes for each
-    combination of proposals that was looked at: none, those that were allowed, and those that might have helped.
+    Attributes:
+        budget_gb: the budget that was asked for, in GB of 1024³ bytes.
+        smallest_gb: the smallest budget that works with the allowed levers, in GB of 1024³ bytes; if that is not known
+            (`least=False`), a budget that certainly works.
+        dominated_by: the largest part of the memory at that budget.
+        further: sentences, each about a change that would lower the smallest budget.
+        proposals: combinations of names for `allow` that would make this budget work, the fastest first.
+        smallest_with: the smallest budget in bytes by combination of proposals, for those combinations that were
+            looked at: none, the allowed ones, and ones that might have helped.
     """
 
     def __init__(
@@ -45,16 +49,16 @@ class CaptureError(ValueError):
 
 
 class UnplannedGradientError(ValueError):
-    """A gradient flows into an output that the plan left out."""
+    """A gradient flows into an output for which the plan has no backward."""
 
 
 def round_up(gb: float) -> str:
-    """Six digits, never below the value: the figure printed must work as a budget."""
+    """The value with six digits, rounded up, so that the text works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)
 
 
 def _rounded(gb: float, digits: int = 4, rounding: str = ROUND_HALF_UP) -> str:
-    """Without an exponent."""
+    """The value with `digits` significant digits, without an exponent."""
     value = Decimal(gb)
     text = f"{value.quantize(Decimal(1).scaleb(value.adjusted() + 1 - digits), rounding=rounding):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

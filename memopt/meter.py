@@ -18,9 +18,9 @@ GB = 1024**3
 
 
 class PeakMeter:
-    """What `measure_peak` yields; its figures can be read once the block has ended.
+    """The context manager that `measure_peak` returns. Its figures can be read after the block has ended.
 
-    Reading them earlier raises `RuntimeError`. After an exception in the block they hold what was seen up to it.
+    Reading them earlier raises `RuntimeError`. If the block raised an exception, they cover the time until then.
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
@@ -33,7 +33,7 @@ class PeakMeter:
 
     @property
     def bytes(self) -> int:
-        """Bytes held on the device at the worst moment of the block: `resident_bytes + allocated_bytes`."""
+        """The most bytes held on the device at any moment of the block: `resident_bytes + allocated_bytes`."""
         return self._resident + self.allocated_bytes
 
     @property
@@ -43,13 +43,13 @@ class PeakMeter:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes alive when the block was entered."""
+        """Bytes that were allocated when the block was entered."""
         self._check_ended()
         return self._resident
 
     @property
     def allocated_bytes(self) -> int:
-        """Highest sum of allocations less frees inside the block, at least 0."""
+        """The most bytes that were allocated inside the block and not freed yet, at least 0."""
         return self._check_ended()
 
     def __enter__(self) -> PeakMeter:
@@ -78,7 +78,7 @@ class PeakMeter:
             self._events = None
             if not (self._defaulted and _cuda_in_use()):
                 return
-            # CUDA came up inside the block: its peak since then is the block's, and nothing was there before.
+            # CUDA was initialized inside the block: nothing was allocated before, so CUDA's own peak is the block's.
             self.device = torch.device("cuda", torch.cuda.current_device())
             self._resident = 0
         else:
@@ -97,7 +97,7 @@ class PeakMeter:
 
 
 def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
-    """Measures all that a device holds at the worst moment of a block.
+    """Measures the peak memory that a device holds during a block.
 
     ::
 
@@ -106,10 +106,10 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
             loss.backward()
         print(peak.gb)
 
-    On CUDA the allocator's own statistics are read (its peak statistics are reset at entry). On the CPU torch's
-    profiler records each allocation and free of its allocator, in kernels and compiled code as well, and what is alive
-    at entry is found by scanning Python's objects, each storage once: memory that only C++ holds at entry (activations
-    saved by an autograd graph built before) is not seen, nor what Python threads other than this one allocate.
+    On CUDA, the figures are the allocator's own statistics; its peak is reset at entry. On the CPU, torch's profiler
+    records every allocation and free of torch's allocator, also in kernels and compiled code. The storages that are
+    allocated at entry are found among Python's objects. Not counted on the CPU are therefore memory that only C++ holds
+    at entry, such as activations saved by an earlier forward, and allocations by other Python threads.
 
     Args:
         device: a CPU or CUDA device. By default the current CUDA device if CUDA is in use in this process by the end
@@ -123,9 +123,9 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
 
 
 def resident_cpu_blocks() -> dict[int, int]:
-    """Memory that Python's tensors hold on the CPU now: address to bytes, each block once however many view it.
+    """The CPU memory blocks that Python's tensors now hold, as bytes by address, each once for all of its views.
 
-    Fake and meta tensors hold none; tensor subclasses count by the tensors inside them.
+    Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
     """
     blocks: dict[int, int] = {}
     with plain_tensors(), torch.no_grad():
@@ -138,13 +138,13 @@ def resident_cpu_blocks() -> dict[int, int]:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    for thing in gc.get_objects():
+    for candidate in gc.get_objects():
         # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
-        if issubclass(type(thing), torch.Tensor):
-            yield thing
-            # A gradient made by the backward pass may have no Python object until someone asks for it.
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+        if issubclass(type(candidate), torch.Tensor):
+            yield candidate
+            # A gradient from the backward pass has no Python object until its `.grad` is read.
+            if candidate.is_leaf and candidate.grad is not None:
+                yield candidate.grad
 
 
 def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
@@ -160,7 +160,7 @@ def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """Where the storage's memory is; 0 where it has none, as in wrappers that a tracer left behind."""
+    """The address of the storage's memory, or 0 if it has none, as in wrappers that a tracer left behind."""
     try:
         return storage.data_ptr()
     except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage"
@@ -168,7 +168,7 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 class _CudaMeters:
-    """The CUDA devices being metered: a second meter would reset the statistics that the first one reads."""
+    """The CUDA devices that are being metered. A second meter would reset the statistics that the first one reads."""
 
     def __init__(self) -> None:
         self._active: set[torch.device] = set()

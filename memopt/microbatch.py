@@ -1,4 +1,4 @@
-"""A batch as microbatches: those that the user gives, or equal pieces of one batch along the samples."""
+"""Microbatches: those that the user gives, or equal pieces of one batch along its first dimension."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
     """The microbatches of one call, at least one, each as the model takes it.
 
     Args:
-        batch: a list or an iterator of batches is taken as the microbatches that it holds. All else is one batch: a
-            tuple, a dict, a tensor, and a list with a tensor in it, which is how a `DataLoader` collates tuples.
-        microbatches: how many pieces to split one batch into.
+        batch: microbatches, given as a list or an iterator of batches; or one batch: a tuple, a dict, a tensor, or a
+            list that contains a tensor, which is how a `DataLoader` collates tuples.
+        microbatches: the number of pieces to split one batch into.
 
     Raises:
-        TypeError: this is no batch.
-        ValueError: nothing is in it, or it cannot be split so.
+        TypeError: `batch` is neither of these.
+        ValueError: the batch is empty, or cannot be split into that many equal pieces.
     """
     if not is_series(batch):
         return split(batch, microbatches)
@@ -30,16 +30,16 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
     series = list(batch)
     if not series:
         raise ValueError("the list of microbatches is empty; give at least one")
-    return [piece for each in series for piece in split(each, 1)]
+    return [piece for one_batch in series for piece in split(one_batch, 1)]
 
 
 def split(batch: Any, pieces: int) -> list[Any]:
-    """`pieces` batches with equal numbers of samples: every tensor is cut along its first dimension, however nested.
+    """The batch as a list of `pieces` batches with equal numbers of samples, which are views of it.
 
-    What is no tensor, or has no dimension, goes to every piece. The pieces are views.
+    Every tensor, however deeply nested, is split along its first dimension. Scalars and other values go to every piece.
 
-    Raises `ValueError` where the batch is empty, its tensors disagree in the first dimension or that is no multiple of
-    `pieces`.
+    Raises `ValueError` if the batch is empty, if its tensors have different first dimensions, or if these are not a
+    multiple of `pieces`; `TypeError` if it is not a batch.
     """
     if isinstance(batch, list):
         batch = tuple(batch)
@@ -64,7 +64,7 @@ def split(batch: Any, pieces: int) -> list[Any]:
 
 
 def samples_of(batch: Any) -> int:
-    """The first dimension that all tensors of the batch have in common. Raises `ValueError` where they disagree."""
+    """The size of the first dimension of the batch's tensors. Raises `ValueError` if there is none or they differ."""
     sizes = dict(_sizes(batch))
     if not sizes:
         raise ValueError("the batch holds no tensor with a first dimension, so its samples are not known")
@@ -77,36 +77,37 @@ def samples_of(batch: Any) -> int:
 
 
 def is_series(batch: Any) -> bool:
-    """Whether this is a list or an iterator of microbatches, rather than one batch."""
+    """Whether `batch` is a list or an iterator of microbatches, not one batch."""
     if isinstance(batch, list):
-        return not any(isinstance(each, torch.Tensor) for each in batch)
+        return not any(isinstance(element, torch.Tensor) for element in batch)
     return isinstance(batch, Iterator)
 
 
 def _sizes(batch: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
-    """The first dimension of every tensor that has one, by its place in the batch."""
+    """The path and the size of the first dimension of every tensor in the batch that is not a scalar."""
     if isinstance(batch, torch.Tensor):
         if batch.dim():
             yield path, batch.shape[0]
     elif isinstance(batch, Mapping):
-        for key, each in batch.items():
-            yield from _sizes(each, f"{path}[{key!r}]")
+        for key, value in batch.items():
+            yield from _sizes(value, f"{path}[{key!r}]")
     elif isinstance(batch, (tuple, list)):
-        for number, each in enumerate(batch):
-            yield from _sizes(each, f"{path}[{number}]")
+        for number, value in enumerate(batch):
+            yield from _sizes(value, f"{path}[{number}]")
 
 
 def _cut(batch: Any, samples: slice) -> Any:
-    """The batch with these samples of every tensor that has a dimension; mappings become dicts."""
+    """The batch with only these samples of every tensor that is not a scalar. Mappings become dicts."""
     if isinstance(batch, torch.Tensor):
         return batch[samples] if batch.dim() else batch
     if isinstance(batch, Mapping):
-        return {key: _cut(each, samples) for key, each in batch.items()}
+        return {key: _cut(value, samples) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        cut = [_cut(each, samples) for each in batch]
+        cut = [_cut(value, samples) for value in batch]
         return type(batch)(*cut) if hasattr(batch, "_fields") else type(batch)(cut)
     return batch
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
+    """Paths and sizes as one line of text."""
     return ", ".join(f"{path}: {size}" for path, size in sizes.items())

@@ -1,4 +1,4 @@
-"""Says what memopt is doing while it takes longer than a moment."""
+"""Progress messages on the terminal and in the log."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.status import Status
 _console = Console(stderr=True)
 _log = logging.getLogger("memopt")
 _shown: list[Status | None] = []
-"""The stages under way, the outermost with its spinner, if it has one."""
-# Between two lines in a log on how far a stage has come.
+"""The stages that are running, innermost last: the spinner of the outermost one, None for the others."""
 _LOG_SECONDS = 10.0
+"""The least time between two lines in the log about the progress of one stage."""
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Shows a spinner with `name` on a terminal, and the time it took once it took over a second.
+    """Context that shows a spinner with `name` on a terminal, and afterwards the time if it was over a second.
 
-    Elsewhere (a log file, a notebook server) the time goes to the logger "memopt" at level INFO. Gives a function that
-    shows how far the stage has come: beside the spinner at once, in the log every ten seconds.
+    The time is also logged, at level INFO of the logger "memopt". The context's value is a function that reports
+    progress: its text appears beside the spinner, and in the log at most every ten seconds.
     """
     started = logged = time.perf_counter()
     spinner = _console.status(f"memopt: {name} …") if not _shown and _console.is_terminal else None

@@ -1,4 +1,4 @@
-"""What a forward and backward change, kept so that another can start from the same state."""
+"""The state that a forward and backward change, saved so that a second one can start from the same state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Gradients, buffers and random states of a moment. Parameters are not kept: only an optimiser changes them."""
+    """The gradients, buffers and random states of a model at one moment, without its parameters.
+
+    Parameters are left out because a forward and backward do not change them.
+    """
 
     model: nn.Module
     device: torch.device
     gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
     buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], Tensors], ...]
-    """For each module its table of buffers, and copies of their values in the host's memory."""
+    """Each module with its table of buffers and with copies of their values in host memory."""
     generators: tuple[Any, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> TrainingState:
-        """The state of `model` now; its buffers are copied, its gradients only held."""
+        """The current state of `model`. Buffers are copied to host memory; gradients are referenced, not copied."""
         device = next(model.parameters()).device
         tables = ((module, dict(module._buffers)) for module in model.modules())
         return cls(
@@ -34,20 +37,20 @@ class TrainingState:
             device,
             tuple((parameter, parameter.grad) for parameter in model.parameters()),
             tuple(
-                (module, table, {name: on_host(each) for name, each in table.items() if each is not None})
+                (module, table, {name: on_host(buffer) for name, buffer in table.items() if buffer is not None})
                 for module, table in tables
             ),
             generator_states(device),
         )
 
     def restore(self) -> None:
-        """Set buffers and generators back to this state, and take all gradients away."""
+        """Sets buffers and generators back to this state, and all gradients to None."""
         for parameter, _ in self.gradients:
             parameter.grad = None
         self.undo_forward()
 
     def undo_forward(self) -> None:
-        """Set buffers and generators back to this state."""
+        """Sets buffers and generators back to this state."""
         for module, table, values in self.buffers:
             module._buffers.clear()
             module._buffers.update(table)
@@ -58,38 +61,38 @@ class TrainingState:
         set_generators(self.generators, self.device)
 
     def restore_gradients(self) -> None:
-        """Give the parameters the gradients of this state, the very tensors."""
+        """Sets the parameters' `.grad` to the gradient tensors of this state."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
     def kept(self) -> list[torch.Tensor]:
-        """The tensors that this keeps alive and a step from here does not."""
+        """The tensors that this state holds in memory: its gradients, and its copies of the buffers."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         return gradients + [value for *_, values in self.buffers for value in values.values()]
 
     def gradients_now(self) -> Tensors:
-        """The model's gradients as they are now, by the names of their parameters; not copied if on the CPU."""
+        """The model's current gradients by parameter name: moved to the CPU, or shared if they are there already."""
         named = self.model.named_parameters()
         return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
 
     def buffers_now(self) -> Tensors:
-        """Copies of the model's buffers as they are now, by name."""
+        """Copies of the model's current buffers in host memory, by name."""
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory."""
+    """A copy of the tensor in host memory."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of Python's, numpy's and torch's generators, for `set_generators`."""
+    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device)."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Set the generators back to what `generator_states` gave."""
+    """Sets the generators to states that `generator_states` returned for the same device."""
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)

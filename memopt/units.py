@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Text for numbers of bytes and of seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from memopt.errors import GIB
 
 
 def size(nbytes: int) -> str:
-    """Bytes in the unit that reads best, of 1024: "1.37 GB", "205 MB", "-12 kB"."""
+    """Bytes with three digits, in units of powers of 1024: "1.37 GB", "205 MB", "-12 kB"; "–" for 0."""
     if nbytes < 0:
         return f"-{size(-nbytes)}"
     for unit, scale in (("GB", GIB), ("MB", 1024**2), ("kB", 1024)):
@@ -16,12 +16,12 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: "1.05 s", "23.3 ms"."""
+    """Seconds with three digits: "1.05 s", "23.3 ms"; "–" for 0."""
     if seconds >= 1:
         return f"{_three_digits(seconds)} s"
     return f"{_three_digits(seconds * 1e3)} ms" if seconds else "–"
 
 
 def _three_digits(value: float) -> str:
-    """Three digits, or all before the point: never "1e+03"."""
+    """The value with three significant digits, and more before the point if it is larger: never "1e+03"."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"

@@ -86,8 +86,7 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
 
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(*args, **kwargs)
-        # AOTAutograd would compile a deep copy of the backward: not needed, as our compilers change nothing that it reads
-        # later.
+        # AOTAutograd would compile a deep copy of the backward. Our compilers change nothing that it reads later.
         vars(backward)["__deepcopy__"] = lambda memo: backward
         return forward, backward
 
