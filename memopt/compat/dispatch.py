@@ -27,7 +27,10 @@ __all__ = [
 
 
 def plain_tensors() -> ExitStack:
-    """Context without torch function and dispatch modes and without the overrides of tensor subclasses."""
+    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses.
+
+    Torch function modes still act, so that factories see the default device.
+    """
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())

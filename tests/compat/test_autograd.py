@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.compat.autograd import (
+    Fate,
+    backward_hooks,
+    current_backward,
+    current_leaf,
+    fate_of_gradient,
+    keeps_graph,
+    post_accumulate_hooks,
+)
+
+
+class Probe(torch.autograd.Function):
+    """The identity on its first input; its backward notes what the functions of memopt.compat.autograd say."""
+
+    seen: dict[str, Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        Probe.seen = {
+            "fate": fate_of_gradient(ctx.leaf),
+            "leaves": [current_leaf(0), current_leaf(1)],
+            "backward": current_backward(),
+            "keeps": keeps_graph(),
+        }
+        return gradient, gradient
+
+
+def probe() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, leaf = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    return x, leaf, Probe.apply(x * 2, leaf).sum()
+
+
+def test_backward_accumulates() -> None:
+    _, leaf, loss = probe()
+    loss.backward()
+    assert Probe.seen["fate"] is Fate.ACCUMULATED
+    assert Probe.seen["leaves"][0] is None
+    assert Probe.seen["leaves"][1] is leaf
+    assert not Probe.seen["keeps"]
+
+
+def test_backward_to_other_inputs_drops() -> None:
+    x, _, loss = probe()
+    loss.backward(inputs=[x])
+    assert Probe.seen["fate"] is Fate.DROPPED
+
+
+def test_autograd_grad_returns() -> None:
+    _, leaf, loss = probe()
+    torch.autograd.grad(loss, [leaf])
+    assert Probe.seen["fate"] is Fate.RETURNED
+
+
+def test_backward_passes_have_numbers() -> None:
+    *_, loss = probe()
+    loss.backward(retain_graph=True)
+    assert Probe.seen["keeps"]
+    first = Probe.seen["backward"]
+    loss.backward()
+    assert Probe.seen["backward"] not in (first, -1)
+    assert not Probe.seen["keeps"]
+    assert current_backward() == -1
+
+
+def test_hooks_of_a_leaf() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert backward_hooks(leaf) == []
+    assert post_accumulate_hooks(leaf) == []
+
+    def on_gradient(gradient: torch.Tensor) -> None: ...
+    def after(parameter: torch.Tensor) -> None: ...
+
+    first, second = leaf.register_hook(on_gradient), leaf.register_post_accumulate_grad_hook(after)
+    assert backward_hooks(leaf) == [on_gradient]
+    assert post_accumulate_hooks(leaf) == [after]
+    first.remove()
+    second.remove()
+    assert backward_hooks(leaf) == []
+    assert post_accumulate_hooks(leaf) == []

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.compat.fakes import FakeTensor, failing_on_fakes, new_fake_mode, to_fake
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("source", ["cpu", "meta"])
+def test_a_fake_has_all_but_memory(source: str) -> None:
+    tensor = torch.zeros(3, 2, device=source, dtype=torch.float64).t().requires_grad_()
+    fake = to_fake(new_fake_mode(), tensor, CUDA)
+    assert isinstance(fake, FakeTensor)
+    assert (fake.shape, fake.stride(), fake.dtype, fake.device) == ((2, 3), (1, 2), torch.float64, CUDA)
+    assert fake.requires_grad
+
+
+def test_the_fake_of_a_parameter_is_a_parameter() -> None:
+    fake = to_fake(new_fake_mode(), nn.Parameter(torch.zeros(2), requires_grad=False), CUDA, torch.bfloat16)
+    assert isinstance(fake, nn.Parameter)
+    assert fake.dtype == torch.bfloat16
+    assert not fake.requires_grad
+
+
+def test_each_mode_has_its_own_symbols() -> None:
+    assert new_fake_mode().shape_env is not new_fake_mode().shape_env
+
+
+def test_failures_on_fakes_are_not_logged() -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with failing_on_fakes():
+        assert log.disabled
+    assert not log.disabled
+    with pytest.raises(KeyError), failing_on_fakes():
+        raise KeyError
+    assert not log.disabled

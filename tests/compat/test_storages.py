@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memopt.compat.fakes import new_fake_mode
+from memopt.compat.storages import is_view, sparse_parts, storage_key
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
+def test_views_share_a_key_and_others_do_not(kind: str) -> None:
+    with new_fake_mode() if kind == "fake" else torch.device(kind):
+        one, other = torch.zeros(4), torch.zeros(4)
+    assert storage_key(one) == storage_key(one.view(2, 2)) == storage_key(one.detach()[1:])
+    assert storage_key(one) != storage_key(other)
+
+
+def test_is_view() -> None:
+    tensor = torch.zeros(4)
+    assert is_view(tensor[1:])
+    assert not is_view(tensor)
+    assert not is_view(tensor + 1)
+
+
+def test_parts_of_a_sparse_tensor_that_is_not_coalesced() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,))
+    indices, values = sparse_parts(tensor)
+    assert indices.tolist() == [[0, 0]]
+    assert values.tolist() == [1.0, 2.0]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import passes.compat
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.symbols import data_symbols_of, known_sizes, plain_symbol, rebind_data_sizes, upper_bound
+
+
+@pytest.fixture
+def mode() -> FakeTensorMode:
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def data_size(mode: FakeTensorMode, most: int | None = None) -> torch.SymInt:
+    size: Any = mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+    torch._check(size >= 0)
+    if most is not None:
+        torch._check(size <= most)
+    return size
+
+
+def test_an_upper_bound_follows_from_the_checks_in_the_model(mode: FakeTensorMode) -> None:
+    assert upper_bound(data_size(mode, 7)) == 7
+    assert upper_bound(2 * data_size(mode, 7) + 1) == 15
+
+
+def test_an_upper_bound_follows_from_known_sizes(mode: FakeTensorMode) -> None:
+    size = data_size(mode, 7)
+    name = plain_symbol(size)
+    assert name is not None
+    with known_sizes({name: 3}):
+        assert upper_bound(2 * size) == 6
+    assert upper_bound(2 * size) == 14
+
+
+def test_a_size_without_a_bound_is_refused(mode: FakeTensorMode) -> None:
+    with pytest.raises(ValueError, match=r"depends on data and has no bound; call torch\._check"):
+        upper_bound(data_size(mode))
+
+
+def test_the_symbols_of_values(mode: FakeTensorMode) -> None:
+    one, other = data_size(mode, 7), data_size(mode, 9)
+    with mode:
+        tensor = torch.empty(one, 2)
+    assert data_symbols_of((tensor, [other])) == {plain_symbol(one), plain_symbol(other)}
+    assert data_symbols_of((3, None, torch.ones(2))) == set()
+
+
+def test_plain_symbols(mode: FakeTensorMode) -> None:
+    size = data_size(mode, 7)
+    assert plain_symbol(size) is not None
+    assert plain_symbol(size + 1) is None
+    assert plain_symbol(4) is None
+
+
+def test_a_second_run_stands_for_the_first() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    graph = make_fx(torch.nonzero, tracing_mode="symbolic")(torch.ones(3)).graph
+    node = next(iter(graph.find_nodes(op="call_function", target=torch.ops.aten.nonzero.default)))
+    first = node.meta["val"]
+    env = first.fake_mode.shape_env
+    with first.fake_mode:
+        second = torch.nonzero(first.fake_mode.from_tensor(torch.ones(3)))
+    assert mode is not first.fake_mode
+    assert data_symbols_of(second) != data_symbols_of(first)
+    rebind_data_sizes(first.fake_mode, node, second)
+    assert env.simplify(second.shape[0].node.expr) == env.simplify(first.shape[0].node.expr)
+
+
+def test_statically_known_true(mode: FakeTensorMode) -> None:
+    size = data_size(mode, 7)
+    assert passes.compat.statically_known_true(size <= 7)
+    assert not passes.compat.statically_known_true(size == 3)
+    assert passes.compat.statically_known_true(True)
+    assert not passes.compat.statically_known_true(False)
+
+
+def test_free_unbacked_symbols(mode: FakeTensorMode) -> None:
+    size = data_size(mode, 7)
+    assert {symbol.name for symbol in passes.compat.free_unbacked_symbols((size, 3))} == {plain_symbol(size)}
+    assert passes.compat.free_unbacked_symbols(torch.ones(2)) == set()
