@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo import exc
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
+
+from memopt.compat import dynamo
+from memopt.compat.dynamo import capture_settings, compile_with, copy_source, drop_compilations, tracing_again
+
+
+def test_the_errors_are_those_of_dynamo() -> None:
+    assert dynamo.BackendCompilerFailed is exc.BackendCompilerFailed
+    assert dynamo.RecompileLimit is exc.FailOnRecompileLimitHit
+    assert dynamo.DynamoError is exc.TorchDynamoException
+    with pytest.raises(AttributeError, match="has no attribute 'AnotherError'"):
+        dynamo.AnotherError  # noqa: B018
+
+
+def test_settings_hold_in_the_context_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning, raising=False)
+    before = dynamo_config.get_config_copy(), functorch_config.get_config_copy()
+    with capture_settings():
+        assert dynamo_config.capture_scalar_outputs
+        assert dynamo_config.fail_on_recompile_limit_hit
+        assert dynamo_config.recompile_limit == dynamo.RECOMPILE_LIMIT
+        assert logging.Logger.warning_once in dynamo_config.ignore_logging_functions  # type: ignore[attr-defined]
+        assert not functorch_config.functionalize_rng_ops
+    assert (dynamo_config.get_config_copy(), functorch_config.get_config_copy()) == before
+
+
+def test_a_compiled_call_leaves_no_backend_behind() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    known = set(cached_backends)
+    compiled = compile_with(backend, call, whole=True)
+    assert torch.equal(compiled(torch.ones(3)), call(torch.ones(3)))
+    compiled(torch.ones(3))
+    compiled(torch.ones(4))
+    assert len(graphs) == 2
+    assert set(cached_backends) == known
+
+
+def test_compilations_of_dead_backends_are_dropped() -> None:
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return graph_module.forward
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x.cos() + 1
+
+    compile_with(backend, call, whole=True)(torch.ones(3))
+    assert _debug_get_cache_entry_list(call.__code__)
+    drop_compilations(lambda compiler: False)
+    assert _debug_get_cache_entry_list(call.__code__)
+    drop_compilations(lambda compiler: compiler is backend)
+    assert not _debug_get_cache_entry_list(call.__code__)
+    gc.collect()
+
+
+def test_a_region_can_be_lowered_again() -> None:
+    contexts: list[Any] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        contexts.extend([torch._guards.TracingContext.get(), tracing_again()])
+        return graph_module.forward
+
+    compile_with(backend, lambda x: x.tan() + 1, whole=True)(torch.ones(3))
+    context, again = contexts
+    assert torch._guards.TracingContext.try_get() is None
+    for _ in range(2):
+        with again():
+            assert torch._guards.TracingContext.get() is context
+
+
+def test_the_source_of_a_placeholder_is_copied() -> None:
+    graph = fx.Graph()
+    one, other, third = (graph.placeholder(name) for name in "abc")
+    one._dynamo_source = "L['x']"  # type: ignore[attr-defined]
+    copy_source(one, other)
+    assert other._dynamo_source == "L['x']"  # type: ignore[attr-defined]
+    copy_source(third, other)
+    assert other._dynamo_source is None  # type: ignore[attr-defined]

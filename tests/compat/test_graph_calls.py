@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from memopt.compat.dynamo import compile_with
+from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
+
+
+def targets(call: Any) -> list[Any]:
+    """The targets of the calls in the graph that Dynamo makes of a function."""
+    found: list[Any] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        found.extend(node.target for node in graph_module.graph.nodes if node.op == "call_function")
+        return graph_module.forward
+
+    compile_with(backend, call, whole=True)(torch.ones(2, 2, requires_grad=True))
+    return found
+
+
+def test_autocast() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    first, *_, last = targets(call)
+    assert enters_autocast(first)
+    assert leaves_autocast(last)
+    assert not enters_autocast(last)
+    assert not leaves_autocast(first)
+
+
+def test_grad_mode() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            fixed = x.sin()
+        return x * fixed
+
+    assert [sets_grad_mode(target) for target in targets(call)] == [True, True, False]  # x.sin() is a call_method
+
+
+def test_checkpoint() -> None:
+    def call(x: torch.Tensor) -> Any:
+        return checkpoint(torch.sin, x, use_reentrant=False)
+
+    assert any(map(is_checkpoint, targets(call)))
+    assert not is_checkpoint(torch.sin)
