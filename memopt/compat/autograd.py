@@ -29,7 +29,7 @@ class Fate(Enum):
 
     ACCUMULATED = "added to its .grad"
     RETURNED = "returned by torch.autograd.grad"
-    DROPPED = "wanted by nobody"
+    DROPPED = "discarded"
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
