@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]
 
 
 def _version() -> str:
@@ -118,7 +118,7 @@ def _check_passes() -> None:
     found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
     if found is None:
         raise ImportError(f"memopt needs its package 'passes', which is missing from {home}; install memopt again")
-    if Path(found).resolve() != home / "passes" / "__init__.py":
+    if Path(found).resolve().parent != home / "passes":
         raise ImportError(
             f"memopt needs its own package 'passes' in {home}, but {found} comes before it on sys.path; rename that "
             "one, or take its folder off sys.path"

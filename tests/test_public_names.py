@@ -70,7 +70,7 @@ def test_the_imports_for_type_checkers_are_those_at_run_time() -> None:
 
 def test_all_names_are_there() -> None:
     assert sorted(memopt.__all__) == sorted([*memopt._MODULES, "__version__"])
-    assert set(memopt.__all__) <= set(dir(memopt))
+    assert dir(memopt) == sorted(memopt.__all__)
     for name in memopt.__all__:
         assert getattr(memopt, name) is not None
     scope: dict[str, object] = {}

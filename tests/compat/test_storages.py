@@ -23,7 +23,7 @@ def test_is_view() -> None:
 
 
 def test_parts_of_a_sparse_tensor_that_is_not_coalesced() -> None:
-    tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,))
+    tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
     indices, values = sparse_parts(tensor)
     assert indices.tolist() == [[0, 0]]
     assert values.tolist() == [1.0, 2.0]
