@@ -55,7 +55,7 @@ def test_a_list_with_a_tensor_is_how_loaders_collate_a_tuple() -> None:
 @pytest.mark.parametrize("series", [list, iter])
 def test_a_series_is_taken_as_it_is(series: Any) -> None:
     given_ = [(X[:1], Y[:1]), (X[1:], Y[1:])]
-    assert [len(each[1]) for each in as_microbatches(series(given_))] == [1, 5]
+    assert [len(inputs[1]) for inputs in as_microbatches(series(given_))] == [1, 5]
 
 
 @settings(max_examples=50, deadline=None)
@@ -64,8 +64,8 @@ def test_pieces_joined_are_the_batch(pieces: int, size: int) -> None:
     x: Tensor = torch.arange(pieces * size * 2).reshape(-1, 2)
     cut = split({"x": x, "both": (x, x[:, 0])}, pieces)
     assert len(cut) == pieces
-    assert torch.equal(torch.cat([each["x"] for each in cut]), x)
-    assert torch.equal(torch.cat([each["both"][1] for each in cut]), x[:, 0])
+    assert torch.equal(torch.cat([piece["x"] for piece in cut]), x)
+    assert torch.equal(torch.cat([piece["both"][1] for piece in cut]), x[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memopt.training_state import TrainingState, generator_states, set_generators
+
+CPU = torch.device("cpu")
+
+
+class Drawing(nn.Module):
+    """A model whose forward changes buffers, replaces one, and draws from all three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("latest", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.latest = x.detach()
+        return self.norm(x).sum() + torch.rand(()) + random.random() + np.random.rand()
+
+
+@pytest.fixture
+def model() -> Drawing:
+    return Drawing().train()
+
+
+X = torch.arange(6.0).view(3, 2)
+
+
+def test_a_forward_is_undone(model: Drawing) -> None:
+    state = TrainingState.of(model)
+    mean = model.norm.running_mean
+    first = model(X)
+    assert mean is not None
+    assert mean.any()
+    state.undo_forward()
+    assert model.norm.running_mean is mean
+    assert not mean.any()
+    assert model.latest is None
+    assert torch.equal(model(X), first)
+
+
+def test_restoring_clears_gradients_and_they_can_be_given_back(model: Drawing) -> None:
+    model(X).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    state = TrainingState.of(model)
+    model(X).backward()
+    state.restore()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state.restore_gradients()
+    assert all(a.grad is b for a, b in zip(model.parameters(), gradients, strict=True))
+
+
+def test_what_a_state_holds(model: Drawing) -> None:
+    model(X).backward()
+    state = TrainingState.of(model)
+    held = state.kept()
+    assert len(held) == 2 + 4  # two gradients; three buffers of the norm, and the latest input
+    assert any(tensor is model.norm.weight.grad for tensor in held)
+    assert not any(tensor is model.latest for tensor in held)
+
+
+def test_the_model_as_it_is_now(model: Drawing) -> None:
+    state = TrainingState.of(model)
+    model(X).backward()
+    assert set(state.gradients_now()) == {"norm.weight", "norm.bias"}
+    now = state.buffers_now()
+    assert torch.equal(now["latest"], X)
+    model.norm.reset_running_stats()
+    assert now["norm.num_batches_tracked"] == 1
+
+
+def test_generators_are_set_back() -> None:
+    states = generator_states(CPU)
+    first = random.random(), np.random.rand(), torch.rand(()).item()
+    set_generators(states, CPU)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == first
