@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from memopt.account.breakdown import is_receipt, live_versions
 from memopt.planning.captured import Joined
+from memopt.show.rows import ModuleRow
 from memopt.solver import RematProblem, Schedule
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """One module's share of the plan: bytes saved on the device for the backward, bytes and ops evaluated again,
-    seconds of each, bytes that wait on the host."""
-
-    path: str
-    ops: int = 0
-    saved_bytes: int = 0
-    recomputed_bytes: int = 0
-    recomputed_ops: int = 0
-    seconds: float = 0.0
-    added_seconds: float = 0.0
-    offloaded_bytes: int = 0
 
 
 def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:

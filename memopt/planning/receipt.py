@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from rich.table import Table
+from dataclasses import replace
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.planning.captured import Captured
 from memopt.planning.on_card import on_card
+from memopt.planning.plan import Plan
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
+from memopt.show.rows import ReceiptRow
 from memopt.solver import Schedule
-from memopt.units import duration, size
-
-if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
-
-
-@dataclass(frozen=True)
-class ReceiptRow:
-    """The step with one more lever pulled."""
-
-    lever: str
-    """Its name; empty for the step as captured."""
-    peak_bytes: int
-    """Of the whole step."""
-    seconds: float
-    """Of forward and backward, by the time model."""
 
 
 def plain_step(captured: Captured, account: Account, *, reinplace: bool = False) -> Breakdown:
@@ -66,22 +48,3 @@ def writes_over(plan: Plan) -> bool:
     """Whether results are written over operands."""
     assert plan.captured is not None
     return any(region.reuses for region in plan.captured.regions)
-
-
-def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
-    """Each lever's line: the peak and the time with it, and what it changed."""
-    table = Table(title="Which levers are pulled", title_justify="left")
-    table.add_column("lever")
-    for title in ("peak", "less", "time", "added"):
-        table.add_column(title, justify="right")
-    before = rows[0]
-    for row in rows:
-        less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
-        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
-        table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
-        before = row
-    return table
-
-
-def _signed(nbytes: int) -> str:
-    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"

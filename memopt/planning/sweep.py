@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from memopt.account.account import Account
 from memopt.errors import GIB
 from memopt.planning.captured import Joined
 from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
+from memopt.planning.plan import Plan
 from memopt.planning.planner import Request, recipes, smallest, solve_settled, step_peak_bytes
 from memopt.progress import stage
 from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
-
-if TYPE_CHECKING:
-    from memopt.account.account import Account
-    from memopt.planning.plan import Plan
 
 # The budget nearest to the smallest lies this share of the way to the plain peak above it.
 _NEAREST = 1e-3
 
 
-def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
+def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[Plan]:
     """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
 
     The time of the best effort is shared evenly among them. On a card, all points count what its allocator must hold

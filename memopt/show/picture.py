@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.planning.planner import Recipe
+from memopt.show.figures import CurveFigures, RecipeFigures
 from memopt.show.labels import Label, place
 from memopt.show.table import sizes, unit_of
 from memopt.units import duration
@@ -17,8 +17,6 @@ from memopt.units import duration
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from memopt.planning.frontier import Frontier
 
 KINDS = (".svg", ".png", ".pdf")
 _CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
@@ -28,14 +26,14 @@ _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
 _TOUCH_PIXELS = 16.0
 
 
-def draw(frontier: Frontier, path: Path) -> None:
+def draw(frontier: CurveFigures, path: Path) -> None:
     """Write the picture. Raises `ValueError` for another kind of file, `ModuleNotFoundError` without matplotlib."""
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
     figure_of(frontier).savefig(path)
 
 
-def as_svg(frontier: Frontier) -> str | None:
+def as_svg(frontier: CurveFigures) -> str | None:
     """The picture as SVG; None where matplotlib is not there."""
     page = io.StringIO()
     try:
@@ -45,7 +43,7 @@ def as_svg(frontier: Frontier) -> str | None:
     return page.getvalue()
 
 
-def figure_of(frontier: Frontier) -> Figure:
+def figure_of(frontier: CurveFigures) -> Figure:
     """The picture as a matplotlib figure, outside of pyplot's global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -69,7 +67,7 @@ def figure_of(frontier: Frontier) -> Figure:
     return figure
 
 
-def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: float) -> None:
+def _frame(figure: Figure, axes: Axes, frontier: CurveFigures, unit: str, scale: float) -> None:
     """Titles, axes with units, and their ranges."""
     step = duration(frontier.step_seconds)
     figure.text(0.085, 0.945, f"{frontier.model} on {frontier.hardware}", fontsize=13, fontweight="bold")
@@ -91,7 +89,7 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
         axes.spines[side].set_color(_QUIET)
 
 
-def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
+def _ends(axes: Axes, frontier: CurveFigures, scale: float) -> None:
     """The smallest and the plain peak: a vertical line each, named above the frame."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
@@ -110,14 +108,14 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
         )
 
 
-def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
+def _curve(axes: Axes, frontier: CurveFigures, scale: float) -> list[tuple[float, float]]:
     points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4)
     return points
 
 
-def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
+def _bound(figure: Figure, axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
     """Shade where no schedule is, and say so inside where there is room; else that is left to a label."""
     x = [point.budget_gb * scale for point in frontier.points]
     y = [100 * point.bound for point in frontier.points]
@@ -135,9 +133,9 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
     return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], _QUIET)]
 
 
-def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
+def _recipes(axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
     """A dot for each recipe that recomputes anything; those whose dots touch share a label."""
-    together: list[list[Recipe]] = []
+    together: list[list[RecipeFigures]] = []
     for recipe in sorted(frontier.recipes, key=lambda each: each.peak_gb):
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
@@ -155,7 +153,7 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
     return labels
 
 
-def named(recipes: Iterable[Recipe]) -> str:
+def named(recipes: Iterable[RecipeFigures]) -> str:
     """Several recipes in few words, "per block" and "every k blocks" by their k alone: "1, 2, √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if _is_every(name) else name for name in names]
@@ -166,9 +164,9 @@ def _is_every(name: str) -> bool:
     return name.startswith("every ") and name.endswith(" blocks")
 
 
-def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
+def _spot(recipe: RecipeFigures, scale: float) -> tuple[float, float]:
     return recipe.peak_gb * scale, 100 * recipe.added_time
 
 
-def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
+def _touch(axes: Axes, a: RecipeFigures, b: RecipeFigures, scale: float) -> bool:
     return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.planning.module_rows import ModuleRow
-from memopt.planning.receipt import receipt_table
+from memopt.show.figures import PlanFigures
+from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
-
-if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
 
 MODULE_ROWS = 60
 
 
-def render(plan: Plan, width: int = 110) -> str:
+def render(plan: PlanFigures, width: int = 110) -> str:
     """The plan's tables as plain text, `width` columns wide."""
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
@@ -39,7 +35,7 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanFigures) -> str:
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
@@ -49,7 +45,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _host_line(plan: Plan) -> str:
+def _host_line(plan: PlanFigures) -> str:
     """What is asked of the host, which is no part of the budget."""
     waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for the"
     return (
@@ -58,7 +54,7 @@ def _host_line(plan: Plan) -> str:
     )
 
 
-def _bytes_table(plan: Plan) -> Table:
+def _bytes_table(plan: PlanFigures) -> Table:
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
     for title in ("as captured", "planned"):
@@ -75,7 +71,7 @@ def _bytes_table(plan: Plan) -> Table:
     return table
 
 
-def _module_table(plan: Plan) -> Table:
+def _module_table(plan: PlanFigures) -> Table:
     table = Table(title="What each module keeps for the backward, and evaluates again", title_justify="left")
     table.add_column("module", overflow="fold")
     offloads = bool(plan.moved_bytes)
@@ -94,6 +90,25 @@ def _module_table(plan: Plan) -> Table:
             duration(row.added_seconds),
         )
     return table
+
+
+def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
+    """Each lever's line: the peak and the time with it, and what it changed."""
+    table = Table(title="Which levers are pulled", title_justify="left")
+    table.add_column("lever")
+    for title in ("peak", "less", "time", "added"):
+        table.add_column(title, justify="right")
+    before = rows[0]
+    for row in rows:
+        less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
+        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
+        table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
+        before = row
+    return table
+
+
+def _signed(nbytes: int) -> str:
+    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import memopt
 from memopt.emit import partition
 from memopt.errors import GIB
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import DEFAULT_ALLOW
-from memopt.planning.plan import make_plan
 from memopt.planning.region_schedule import RegionSchedule
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory

@@ -9,8 +9,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import FORMAT, Plan, make_plan
+from memopt.planning.plan import FORMAT, Plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 
@@ -159,7 +160,7 @@ def test_diff(roomy: Plan, tight: Plan) -> None:
     assert diff == tight.diff("scheduled")
     assert all("_again" in name for name in diff.regions[0].added)
     assert not diff.regions[0].removed
-    assert diff.summary() == f"{diff.evaluated_again} evaluated again"
+    assert diff.summary() == f"{diff.recomputed} recomputed"
     assert roomy.diff().summary() == "no change"
     assert not roomy.diff()
     with pytest.raises(ValueError, match="no stage 'captured' to show; there is 'scheduled', against 'captured'"):

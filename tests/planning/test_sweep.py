@@ -13,8 +13,8 @@ from memopt.errors import GIB
 from memopt.planning import sweep as pareto_sweep
 from memopt.planning.captured import Captured
 from memopt.planning.frontier import Frontier
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import make_plan
 from memopt.planning.sweep import budgets_between
 from tests.planned import ACCOUNT, captured, region, two_regions
 from tests.planning.curves import roomy, solved

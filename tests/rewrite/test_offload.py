@@ -11,9 +11,10 @@ from memopt.capture.operators import NOTHING
 from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
+from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_ALLOW, DEFAULT_EFFORT
-from memopt.planning.plan import Plan, make_plan
+from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, Rung, offload_link

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from memopt.planning.frontier import Frontier
-from memopt.planning.planner import Recipe
+from memopt.planning.frontier import Frontier, Recipe
 from memopt.show.picture import as_svg, figure_of, named
 from tests.planning.curves import made_up, solved
 
