@@ -8,8 +8,10 @@ from typing import Any
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
+from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.levers import RECOMPUTE_LEFT_OUT
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
@@ -80,7 +82,14 @@ class CapturedStep:
         return self.capture()
 
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
-        return make_plan(self.captured, plan.account, budget_bytes, effort)
+        captured = self.captured
+        try:
+            return make_plan(captured, plan.account, budget_bytes, effort)
+        except BudgetError as error:
+            notes = [note for note in captured.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
+            if not notes:
+                raise
+            raise BudgetError(error.budget_bytes, error.smallest_bytes, error.dominated_by, further=notes) from None
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
         return sweep(plan, self._joined(plan), points, effort)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import networkx
 import torch
 from torch import fx
 
@@ -17,6 +18,7 @@ from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.planning.plan_file import LIVE, as_json, fields_from
 from memopt.planning.plan_graphs import PlanDiff, passes_diff, schedule_diff, stage_graphs
+from memopt.planning.plan_networkx import joint_digraph
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.show.report import render
 from memopt.show.rows import ModuleRow, ReceiptRow
@@ -161,6 +163,30 @@ class Plan:
         if stage in (None, "scheduled"):
             return schedule_diff(captured, self.regions)
         return passes_diff(captured.operators, str(stage))
+
+    def networkx(self) -> networkx.DiGraph:
+        """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each
+        node that reads it.
+
+        Nodes are named as in `graphs["captured"]`, in a plan of several regions with the region's number before
+        ("1.addmm"). Attributes of each node:
+
+        - "region", "kind" (of the fx node: "placeholder", "get_attr" or "call_function"; "account" for what takes
+          memory beside the graph's nodes, such as a generator's state), "operator", "half" ("input", "forward",
+          "backward"), "module" (path, "" if unknown) and "source" ("file:line" of the call, or None).
+        - "bytes": memory that the node makes; 0 for a view. "seconds": one run of it, by the time model.
+        - "recomputed": how often it runs beyond the first time. "held_bytes": the part of "bytes" that the forward
+          leaves for the backward and the caller. "offloaded_bytes": bytes copied to the host and back.
+        - "fate": "offloaded", "recomputed", "saved" for the backward, "output" of the forward, "gradient", "temporary"
+          (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
+
+        So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
+        "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
+        """
+        captured, joined = self._source().captured, self.joined
+        assert joined is not None
+        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        return joint_digraph(captured, joined, self.schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.

@@ -11,9 +11,10 @@ from memopt.capture.operators import NOTHING
 from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
+from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
-from memopt.planning.options import DEFAULT_ALLOW, DEFAULT_EFFORT
+from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
@@ -58,10 +59,10 @@ def tight() -> Plan:
 
 def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
     card = hardware("rtx-4090")
-    assert OFFLOAD_ACTIVATIONS in DEFAULT_ALLOW
-    assert offload_link(card, DEFAULT_ALLOW) == card.link
+    assert OFFLOAD_ACTIVATIONS in DEFAULT_LEVERS
+    assert offload_link(card, DEFAULT_LEVERS) == card.link
     assert offload_link(card, {"recompute"}) is None
-    assert offload_link(hardware("cpu"), DEFAULT_ALLOW) is None
+    assert offload_link(hardware("cpu"), DEFAULT_LEVERS) is None
 
 
 def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
