@@ -32,7 +32,8 @@ def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> net
         priced = joined.prices[owner]
         name = (f"{owner}." if several else "") + (priced.nodes[local] or priced.problem.ops[local].name)
         if name not in graph:  # an op of the account only, which no node of the captured graph stands for
-            graph.add_node(name, **{**_BLANK, "region": owner, "kind": "account"})
+            half = "forward" if local < priced.problem.forward_ops else "backward"
+            graph.add_node(name, **{**_BLANK, "region": owner, "kind": "account", "half": half})
         graph.nodes[name].update(attributes)
     return graph
 
