@@ -40,9 +40,9 @@ def fields_from(values: dict[str, Any]) -> dict[str, Any]:
         return Breakdown(row["peak_bytes"], row["at"], tuple((name, size) for name, size in row["rows"]))
 
     def region(row: dict[str, Any]) -> RegionSchedule:
-        stays = tuple(HostStay(**stay) for stay in row.get("stays", ()))
+        offloads = tuple(HostStay(**offload) for offload in row.get("offloads", row.get("stays", ())))
         steps = tuple(row.get("steps", ()))
-        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], stays, steps)
+        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], offloads, steps)
 
     return {
         **values,

@@ -60,7 +60,7 @@ def schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule]) -> Pl
     """What scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
     graphs = stage_graphs(captured, schedules)
     recomputed = sum(len(schedule.evaluations) - len(set(schedule.evaluations)) for schedule in schedules)
-    offloaded = sum(len(schedule.stays) for schedule in schedules)
+    offloaded = sum(len(schedule.offloads) for schedule in schedules)
     return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), recomputed, offloaded)
 
 

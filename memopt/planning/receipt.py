@@ -1,4 +1,4 @@
-"""What each lever did to a step, line by line, as on a receipt."""
+"""What each lever did to a step, one row per lever, as on a receipt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.planning.captured import Captured
+from memopt.planning.levers import RECOMPUTE
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
@@ -15,20 +16,23 @@ from memopt.solver import Schedule
 
 
 def plain_step(captured: Captured, account: Account, *, reinplace: bool = False) -> Breakdown:
-    """What fills the memory of a captured step with nothing recomputed; `reinplace`: with results over operands."""
+    """What fills the memory at the peak of a captured step with nothing recomputed.
+
+    `reinplace`: with results of the backward written over dead operands.
+    """
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace)
     save_all = Schedule.save_all(seen.problem)
     return breakdown(seen.problem, save_all, on_card(seen, save_all, account))
 
 
 def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
-    """`plain_step` as a row of a receipt."""
+    """The row of a lever that changed the captured step: its peak and its seconds with nothing recomputed."""
     seconds = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace).problem.seconds
     return ReceiptRow(lever, plain_step(captured, account, reinplace=reinplace).peak_bytes, seconds)
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """What writing over operands does to the plan's step, recomputing then, and waiting on the host, as rows."""
+    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations."""
     assert plan.captured is not None
     assert plan.schedule is not None
     rows = []
@@ -38,13 +42,13 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     if plan.added_seconds > plan.stall_seconds:
         seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
         recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
-        rows.append(ReceiptRow("recompute", recomputed.peak_bytes, seconds - plan.stall_seconds))
+        rows.append(ReceiptRow(RECOMPUTE, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:
         rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
 
 
 def writes_over(plan: Plan) -> bool:
-    """Whether results are written over operands."""
+    """Whether results of the plan's backward are written over dead operands."""
     assert plan.captured is not None
     return any(region.reuses for region in plan.captured.regions)

@@ -1,4 +1,4 @@
-"""A frontier as tables for people."""
+"""The tables of a frontier, as plain text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = 16
 
 
 def render(frontier: CurveFigures, width: int = 110) -> str:
-    """The frontier's tables as plain text, `width` columns wide."""
+    """A headline, the curve, and the recipes beside it, as text of `width` columns."""
     notes = (f"note: {note}" for note in frontier.notes)
     return as_text(_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes, width=width)
 
@@ -36,7 +36,7 @@ def _headline(frontier: CurveFigures) -> str:
 def _curve_table(frontier: CurveFigures) -> Table:
     table = Table(title="The least added time for each budget", title_justify="left")
     shown = sizes(frontier)
-    for title in ("budget", "peak", "added time", "at least", "evaluations"):
+    for title in ("budget", "peak", "added time", "at least", "runs of an op"):
         table.add_column(title, justify="right")
     table.add_column("method")
     for point in spread(frontier.points):
@@ -64,7 +64,7 @@ def _recipe_table(frontier: CurveFigures) -> Table:
 
 
 def spread(points: Sequence[PointFigures], most: int = ROWS) -> Sequence[PointFigures]:
-    """At most `most` of the points, both ends among them, at even distances along the curve as it is drawn."""
+    """At most `most` of the points, with both ends, at even distances along the curve as a picture shows it."""
     if len(points) <= most:
         return points
     width = points[-1].budget_gb - points[0].budget_gb
@@ -78,12 +78,12 @@ def spread(points: Sequence[PointFigures], most: int = ROWS) -> Sequence[PointFi
 
 
 def unit_of(frontier: CurveFigures) -> tuple[str, float]:
-    """The one unit for the whole curve, and how many of it a GB is."""
+    """The unit of all sizes of the curve, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
 def sizes(frontier: CurveFigures) -> Callable[[float], str]:
-    """GB as text in that unit, with the digits that tell the points of the curve apart."""
+    """What formats GB in the curve's unit, with as many digits as tell its points apart."""
     unit, scale = unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale
     digits = max(3 - math.floor(math.log10(width)), 0) if width else 3

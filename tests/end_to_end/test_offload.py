@@ -47,7 +47,7 @@ def recomputing(plan: memopt.Plan) -> memopt.Plan:
 
 
 def stays(plan: memopt.Plan) -> int:
-    return sum(len(region.stays) for region in plan.regions)
+    return sum(len(region.offloads) for region in plan.regions)
 
 
 @pytest.mark.parametrize(

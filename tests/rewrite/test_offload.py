@@ -133,7 +133,7 @@ def test_the_receipt_has_a_row(tight: Plan) -> None:
     assert last.seconds == tight.step_seconds + tight.added_seconds
     assert tight.receipt[-2].peak_bytes > last.peak_bytes, "what it saves"
     assert "offload_activations" in str(tight)
-    assert "host memory asked for" in tight.table()
+    assert "host memory for offloads" in tight.table()
 
 
 def test_what_is_on_the_host_is_on_no_row_of_the_device(tight: Plan) -> None:
@@ -155,7 +155,7 @@ def test_saved_plans_keep_it(tight: Plan, tmp_path) -> None:
     tight.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == tight
-    assert again.regions[0].stays == tight.regions[0].stays != ()
+    assert again.regions[0].offloads == tight.regions[0].offloads != ()
     assert str(again) == str(tight)
 
 

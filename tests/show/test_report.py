@@ -9,8 +9,7 @@ from memopt.planning.region_schedule import RegionSchedule
 from memopt.show.report import alike, folded, render
 from memopt.show.rows import ModuleRow
 from tests.planned import ACCOUNT
-
-MB = 1024**2
+from tests.show.small import IN_ASCII, MB
 
 ROWS = (
     ModuleRow("layers.0.attention", 12, 30 * MB, 0, 0, 0.004, 0.0),
@@ -20,7 +19,7 @@ ROWS = (
 
 
 def plan() -> Plan:
-    """A plan made up for its table."""
+    """A plan with figures that are easy to read."""
     return Plan(
         model="Llama[tiny]",
         hardware="h100",
@@ -40,10 +39,6 @@ def plan() -> Plan:
     )
 
 
-# expecttest accepts new goldens in ASCII only.
-IN_ASCII = str.maketrans("┃│–━─┏┡└├┓┩┘┤┳╇┴┼┬", "||-==" + 13 * "+")
-
-
 def test_golden() -> None:
     assert_expected_inline(
         render(plan()).translate(IN_ASCII),
@@ -61,14 +56,14 @@ Where every byte goes at the peak
 | peak                   |         3 GB | 1.68 GB |
 | at                     | layers.0.mlp |    mm_7 |
 +========================+==============+=========+
-What each module keeps for the backward, and evaluates again
-+====================+=====+=======+=======+============+======+=======+
-| module             | ops | saved | again | recomputed | time | added |
-+====================+=====+=======+=======+============+======+=======+
-| layers.0.attention |  12 | 30 MB |     - |          - | 4 ms |     - |
-| layers.0.mlp       |   5 |     - |    10 |     240 MB | 6 ms | 12 ms |
-| (model)            |   3 |   4 B |     - |          - | 1 ms |     - |
-+====================+=====+=======+=======+============+======+=======+
+What each module saves for the backward, and recomputes
++====================+=====+=======+================+============+======+=======+
+| module             | ops | saved | ops recomputed | recomputed | time | added |
++====================+=====+=======+================+============+======+=======+
+| layers.0.attention |  12 | 30 MB |              - |          - | 4 ms |     - |
+| layers.0.mlp       |   5 |     - |             10 |     240 MB | 6 ms | 12 ms |
+| (model)            |   3 |   4 B |              - |          - | 1 ms |     - |
++====================+=====+=======+================+============+======+=======+
 note: captured in 2 regions, since [the forward breaks]""",
     )
     assert str(plan()) == plan().table() == render(plan())
