@@ -177,9 +177,8 @@ def max_length(
     with the square of the length: the search then takes a few more plans than `max_batch`.
 
     Args:
-        make_inputs: `make_inputs(length)` gives example inputs of one batch, always of the same number of sequences,
-            each `length` tokens long, as `plan` takes them; lengths beyond the model's positions are not to be asked
-            for: give `at_most`.
+        make_inputs: `make_inputs(length)` gives the example inputs of one batch as `plan` takes them: always the same
+            number of sequences, all of `length` tokens. Give `at_most` where the model limits the length.
         multiple_of: only multiples of this are tried (64, say, for kernels that need it).
         at_most: the longest length to try; None for no limit.
         max_added_time: as in `max_batch`.

@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from memopt.errors import BudgetError
-from memopt.planning.plan import Plan
 from memopt.progress import stage
 
 # Where this many steps fit, memory is taken not to depend on the size.
 _ENDLESS = 2**24
 # A size is at most this many times the largest size known to fit.
 _GROWTH = 8
+
+
+class PlannedSize(Protocol):
+    """What the search asks of the plan for a size; `memopt.Plan` has it."""
+
+    @property
+    def added_time(self) -> float:
+        """Added time as a fraction of the plain step's."""
+
+    def smallest_bytes(self) -> int:
+        """The smallest budget in bytes that works for the size."""
 
 
 @dataclass
@@ -25,7 +36,7 @@ class LargestSize:
     to the budget, meets it.
     """
 
-    plan: Callable[[int], Plan]
+    plan: Callable[[int], PlannedSize]
     budget_bytes: int
     step: int = 1
     at_most: int | None = None

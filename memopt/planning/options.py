@@ -54,7 +54,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class PlanOptions(StepOptions, total=False):
-    """The options of what only plans: those of a step, and the card to plan for."""
+    """The options of `plan`, `frontier`, `max_batch` and `max_length`: those of a step, and the card to plan for."""
 
     device: str | None
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import networkx
 import torch
 from torch import fx
 
@@ -26,6 +25,8 @@ from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 
 if TYPE_CHECKING:
+    from networkx import DiGraph
+
     from memopt.planning.captured import Captured, Joined
 
 FORMAT = 1
@@ -164,7 +165,7 @@ class Plan:
             return schedule_diff(captured, self.regions)
         return passes_diff(captured.operators, str(stage))
 
-    def networkx(self) -> networkx.DiGraph:
+    def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each
         node that reads it.
 

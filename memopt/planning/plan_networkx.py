@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import networkx
 from torch import Tensor, fx
 
 from memopt.account.breakdown import is_receipt
@@ -19,12 +18,16 @@ from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import backward_nodes, is_tangent
 
 if TYPE_CHECKING:
+    from networkx import DiGraph
+
     from memopt.planning.captured import Captured, Joined
 
 
-def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> networkx.DiGraph:
+def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> DiGraph:
     """The joint graphs of all regions as one directed graph: see `Plan.networkx`."""
-    graph = networkx.DiGraph()
+    from networkx import DiGraph  # slow to import, and seldom asked for
+
+    graph = DiGraph()
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
         _add_region(graph, number, region, prefix=f"{number}." if several else "")
@@ -54,7 +57,7 @@ _BLANK: dict[str, Any] = {
 }
 
 
-def _add_region(graph: networkx.DiGraph, number: int, region: JointGraph, prefix: str) -> None:
+def _add_region(graph: DiGraph, number: int, region: JointGraph, prefix: str) -> None:
     """Add the nodes of one captured joint graph, unpriced, and an edge from each node to those that read it."""
     late = backward_nodes(region.module.graph)
     for node in region.module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Curves for the tests: one that is solved, and one made up for what is written about it."""
+"""Curves for the tests: one that is solved, and one with figures that are easy to read in tables."""
 
 from __future__ import annotations
 

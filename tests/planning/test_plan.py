@@ -162,7 +162,7 @@ def test_at_another_budget(roomy: Plan, tight: Plan) -> None:
         roomy.at("12")  # type: ignore[arg-type]
 
 
-def test_the_effort_stays_until_another_is_named(roomy: Plan, tmp_path: Path) -> None:
+def test_the_effort_is_that_of_the_plan_unless_another_is_named(roomy: Plan, tmp_path: Path) -> None:
     assert roomy.effort == Effort("default")
     smallest = roomy.smallest_gb()
     fast = roomy.at(smallest, effort="fast")

@@ -1,4 +1,4 @@
-"""Tables and pictures are made of small values that have the figures, whatever else they are."""
+"""Tables and pictures need only values with the figures that they show."""
 
 from __future__ import annotations
 

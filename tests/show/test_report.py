@@ -80,7 +80,7 @@ def deep(blocks: int) -> list[ModuleRow]:
     return [ModuleRow(path, 1, 10, 100, 1, 0.5, 0.25) for path in paths]
 
 
-def test_few_rows_stay_as_they_are() -> None:
+def test_few_rows_are_not_summed() -> None:
     assert folded(deep(3), most=9) == deep(3)
 
 
