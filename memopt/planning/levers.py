@@ -179,6 +179,10 @@ def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
     """A sentence for plans and refusals where `allow` leaves recomputation out; else nothing."""
     if RECOMPUTE in allow:
         return ()
-    added = ", ".join(map(repr, sorted(set(allow) - DEFAULT_LEVERS)))
-    mend = f"memopt.DEFAULT_LEVERS | {{{added}}}" if added else "memopt.DEFAULT_LEVERS"
-    return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give allow={mend}",)
+    return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)
+
+
+def allow_with(names: Collection[str]) -> str:
+    """The argument that adds levers to the default ones, as users write it."""
+    added = ", ".join(map(repr, sorted(set(names) - DEFAULT_LEVERS)))
+    return f"allow=memopt.DEFAULT_LEVERS | {{{added}}}" if added else "allow=memopt.DEFAULT_LEVERS"

@@ -134,10 +134,7 @@ def check_options(
 
     Raises `TypeError` or `ValueError` that names the value and what is expected.
     """
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for what is not an optimizer
+    _check_training(loss_fn, optimizer)
     check_policy(precision)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)
@@ -210,6 +207,13 @@ def positive_int(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
     return value
+
+
+def _check_training(loss_fn: Any, optimizer: Any) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for other values
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -73,6 +73,13 @@ def test_every_option_is_checked() -> None:
         memopt.optimize(None, 1, device="h100")  # type: ignore[type-var, call-arg]
 
 
+def test_max_length_is_a_function_of_its_own() -> None:
+    assert memopt.max_length is not memopt.max_batch
+    assert memopt.max_length.__name__ == "max_length"
+    assert "longest sequence" in str(memopt.max_length.__doc__)
+    assert inspect.signature(memopt.max_length) == inspect.signature(memopt.max_batch)
+
+
 def test_the_docstring_names_all() -> None:
     text = inspect.getdoc(memopt.optimize)
     assert text is not None
