@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from memopt.device import hardware
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
+from memopt.solver import Link
 from tests.planned import ACCOUNT, captured, region, two_regions
+
+CARD = replace(hardware("h100"), least_moved_bytes=0)
 
 
 @cache
@@ -44,6 +49,9 @@ PLANS = {
     "gpt2": gpt2,
     "one region": lambda: tightest(captured(region(4))),
     "two regions": lambda: tightest(two_regions()),
+    "offloaded": lambda: tightest(
+        replace(captured(region(6, width=64, batch=256)), hardware=CARD, link=Link(1e12, 1e-6))
+    ),
     "nothing recomputed": lambda: make_plan(captured(region(4)), ACCOUNT, 10**6),
 }
 
@@ -56,10 +64,13 @@ def test_the_totals_are_the_plan_s(name: str) -> None:
     assert total(graph, "seconds") == pytest.approx(plan.step_seconds, rel=1e-12)
     assert total(graph, "held_bytes") == plan.held_bytes
     assert total(graph, "recomputed") == plan.diff().recomputed
-    assert (total(graph, "recomputed") > 0) == (name != "nothing recomputed")
+    assert (total(graph, "recomputed") > 0) == (name not in ("nothing recomputed", "offloaded"))
     again = sum(values["seconds"] * values["recomputed"] for _, values in graph.nodes(data=True))
-    assert again == pytest.approx(plan.added_seconds, rel=1e-12)
-    assert total(graph, "offloaded_bytes") == plan.moved_bytes == 0
+    assert again + plan.stall_seconds == pytest.approx(plan.added_seconds, rel=1e-12)
+    assert total(graph, "offloaded_bytes") == plan.moved_bytes
+    assert (plan.moved_bytes > 0) == (name == "offloaded")
+    moved = [node for node, fate in graph.nodes(data="fate") if fate == "offloaded"]
+    assert len(moved) == plan.diff().offloaded
 
 
 @pytest.mark.parametrize("name", ["gpt2", "one region"])
