@@ -87,7 +87,7 @@ def needs(name: str, *, lora: bool) -> Needs:
     """The smallest budget of a step, with the levers on by default, and with proposals."""
     allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
-    options = check_options(0.6, None, torch.optim.AdamW, "bf16", allow, "auto", "loss_only", CARD)
+    options = check_options(0.6, precision="bf16", allow=allow, outputs="loss_only", device=CARD)
     try:
         PlannedCall(made(name, lora=lora), options).plan(batch, advise=False)
     except BudgetError as error:

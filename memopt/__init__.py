@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from memopt.errors import BudgetError, CaptureError, UnplannedGradientError
     from memopt.meter import measure_peak
     from memopt.planning.frontier import Frontier
+    from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
     from memopt.planning.plan import Plan
     from memopt.train import StepResult, TrainStep
 
     __version__: str
 
 __all__ = [
+    "DEFAULT_LEVERS",
+    "LEVERS",
     "AccountCheck",
     "AccountRow",
     "BudgetError",
@@ -60,6 +63,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DEFAULT_LEVERS": "memopt.planning.levers",
+    "LEVERS": "memopt.planning.levers",
     "AccountCheck": "memopt.checks.account_check",
     "AccountRow": "memopt.checks.account_check",
     "BudgetError": "memopt.errors",

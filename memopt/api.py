@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.planning.frontier import Frontier
+from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
-from memopt.planning.options import DEFAULT_ALLOW, check_effort, check_options, check_points, check_share, positive_int
+from memopt.planning.options import (
+    DEFAULT_EFFORT,
+    PlanOptions,
+    StepOptions,
+    check_options,
+    check_points,
+    check_share,
+    positive_int,
+)
 from memopt.planning.plan import Plan
-from memopt.rewrite.precision import Policy
 from memopt.run.planned_call import PlannedCall, planned_call_of
-from memopt.solver import Effort as EffortName
 
 Model = TypeVar("Model", bound=nn.Module)
 # Nothing needs to be recomputed within it.
 _ROOMY_GB = 2.0**40
 
 
-def optimize(
-    model: Model,
-    budget_gb: float,
-    *,
-    example_inputs: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_ALLOW,
-    backend: str = "auto",
-    outputs: str = "loss",
-    calibrate: bool = False,
-    effort: EffortName = "default",
-    limit_seconds: float | None = None,
-) -> Model:
+@takes_options(StepOptions, check_options)
+def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **options: Unpack[StepOptions]) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
@@ -50,43 +45,49 @@ def optimize(
             `loss_fn`, a pair `(inputs, targets)`.
         loss_fn: trains `loss_fn(model(inputs), targets)` as one region, which `training_loss` calls; without it the
             model returns the loss, or an object that holds it.
-        optimizer: what will step: a class, an instance, a name, or None to leave it out of the account.
-        precision: "fp32" (bitwise the plain model's numbers); "bf16" or "fp16", where each operator gets the dtype that
-            suits it and parameters stay in fp32; "auto": bf16 where the device computes in it, fp16 where it has only
-            that (train with a loss scale: `TrainStep` has one), else fp32; "search": a minimum cut over time, saved
-            bytes, casts and rounding sets out from the choices of bf16 (fp16 where the device has only that); or rules,
-            a dtype by operator, module or node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`.
-            Within the caller's own `torch.autocast`, "auto" and "fp32" leave types to it; all others take its place.
-        allow: the levers that may be pulled, the cheapest first, and only where recomputation alone would cost time:
-            "recompute", "reinplace" (bitwise exact), "fused_ops", "fused_attention", "chunked_loss" (exact but for
-            rounding), and "offload_activations" (bitwise exact: the host's memory, where the card has a link to it).
-            With `allow={"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the plain
-            model's. Off by default are "plain", which runs a model unplanned that cannot be captured, and the proposals
-            "bf16_parameters" (for steps in bf16), "low_bit_optimizer", "offload_optimizer" and "optimizer_in_backward"
-            (each parameter is stepped as soon as the backward is through with it: no clipping by the norm of all
-            gradients, no GradScaler, no accumulation, no `TrainStep`; for backend "aten"), pulled where nothing else
-            makes the step fit; they need `example_inputs`, and the optimiser to go through `wrap_optimizer`.
+        optimizer: the optimiser that will step (default AdamW): a class, an instance, a name, or None to leave it out
+            of the account.
+        precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
+            loss scale: `TrainStep` has one), else fp32; "fp32": bitwise the plain model's numbers; "bf16" or "fp16":
+            each operator gets the dtype that suits it, and parameters stay in fp32; "search": starts from the choices
+            of bf16 (fp16 where the device has only that) and improves them by a minimum cut over time, saved bytes,
+            casts and rounding; or rules, a dtype by operator, module or node name: `{"default": "bf16", "lm_head":
+            "fp32", "softmax": "fp32"}`. Within the caller's own `torch.autocast`, "auto" and "fp32" leave dtypes to it;
+            all others replace it.
+        allow: names of the levers that a plan may use, `memopt.DEFAULT_LEVERS` unless told otherwise; to add to them,
+            give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what it does, how exact it is and
+            what it costs. With `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the
+            plain model's. The default levers, tried in the order of their price where recomputation alone would cost
+            time, are "recompute", "reinplace", "offload_activations" (bitwise exact), "fused_ops", "fused_attention",
+            "chunked_loss" and "microbatch" (exact but for rounding). Off by default are the 8-bit levers, which need a
+            step in 16 bits: "fp8", "fp8_delayed", "fp8_block" or "mxfp8" for linear layers, and "fp8_activations";
+            the levers on the optimiser, used where nothing else makes the step fit: "bf16_parameters",
+            "low_bit_optimizer", "offload_optimizer" and "optimizer_in_backward", which need `example_inputs` and an
+            optimiser from `wrap_optimizer`; and "plain", which runs a model unplanned that cannot be captured.
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
-            compiled by torch.compile's own backend, exact but for rounding, and what is then held is checked against
-            the budget before anything runs; "auto": inductor on CUDA, plain operators elsewhere.
-        outputs: "loss": only scalars are differentiated, and a gradient into another output raises an error; "all";
-            "loss_only": as "loss", and logits that only the loss needs come back empty where it is computed in chunks.
-        calibrate: time the device, and the ops that make up most of the step, rather than go by its data sheet, for a
-            few seconds; what was found is kept on disk for the card, its driver and this version of torch, in
+            compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
+            the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
+        outputs: "loss" (default): only scalars are differentiated, and a gradient into another output raises an error;
+            "all": all outputs are; "loss_only": as "loss", and logits that only the loss needs come back empty where
+            the loss is computed in chunks.
+        passes: your own passes (`passes.Pass`), run on the graphs that they ask for, checked and priced.
+        solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; the simulator judges their
+            schedules beside those of memopt's own.
+        calibrate: time the device, and the operators that make up most of the step, for a few seconds, instead of
+            trusting its data sheet. The times are kept on disk for the card, its driver and this version of torch, in
             `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.
-        effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": what
-            "default" finds, bettered until it meets the bound or the time is over; the first two are deterministic.
-        limit_seconds: of wall time for each search of `effort="best"`, 60 if not given; the other efforts take none.
+        effort: how hard to look for a plan: "fast" (a fraction of a second), "default" (seconds), or "best": improves
+            the plan of "default" until it meets the lower bound or the time is over; the first two are deterministic.
+        limit_seconds: wall time of each search with `effort="best"`, 60 if not given; not for the other efforts.
 
     Raises:
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
-        CaptureError, ValueError, TypeError: what was given cannot be used. The model is then as it was before.
+        CaptureError, ValueError, TypeError: an argument cannot be used. The model is then as it was before.
     """
-    hard = check_effort(effort, limit_seconds)
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, backend, outputs, None, calibrate, hard)
-    call = PlannedCall(model, replace(options, kept=True))
-    if example_inputs is None and (named := sorted(options.allow & set(OPTIMIZER_PROPOSALS))):
-        raise ValueError(f"whether {named[0]!r} is pulled is decided before the optimizer is made: give example_inputs")
+    checked = check_options(budget_gb, **options)
+    call = PlannedCall(model, replace(checked, kept=True))
+    if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
+        raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
     if example_inputs is not None:
         call.plan(example_inputs)
     remove(model)
@@ -94,60 +95,40 @@ def optimize(
     return model
 
 
-def plan(
-    model: nn.Module,
-    budget_gb: float,
-    example_inputs: Any,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_ALLOW,
-    outputs: str = "loss",
-    device: str | None = None,
-    calibrate: bool = False,
-    effort: EffortName = "default",
-    limit_seconds: float | None = None,
-) -> Plan:
+@takes_options(PlanOptions, check_options)
+def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a training step without running anything or changing the model, which may live on the "meta" device.
 
-    `device` names the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of
-    this machine or else its CPU). Other arguments and errors as in `optimize`.
+    Args:
+        device: the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of this
+            machine or else its CPU). `backend="auto"` then means the backend of that card, and the plan says which.
+        options: as in `optimize`, which also lists the errors.
     """
-    hard = check_effort(effort, limit_seconds)
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate, hard)
-    return PlannedCall(model, options).plan(example_inputs)
+    return PlannedCall(model, check_options(budget_gb, **options)).plan(example_inputs)
 
 
+@takes_options(PlanOptions, check_options)
 def frontier(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_ALLOW,
-    outputs: str = "loss",
-    device: str | None = None,
-    calibrate: bool = False,
-    points: int = 40,
-    effort: EffortName = "default",
-    limit_seconds: float | None = None,
-) -> Frontier:
+    model: nn.Module, example_inputs: Any, *, points: int = 40, **options: Unpack[PlanOptions]
+) -> Frontier[Plan]:
     """The least added time for every budget, from the smallest that works to the peak with nothing recomputed.
 
     Like `plan`, it runs nothing and changes nothing, and the model may live on the "meta" device. The step is captured
-    once and solved for `points` budgets, half of them evenly apart, half near the smallest, and for the peaks of the
-    recipes by hand. `limit_seconds` is shared among all of them. Other arguments and errors as in `plan`;
-    `Plan.frontier` needs no second capture.
+    once. `Plan.frontier` gives the same curve without a second capture.
+
+    Args:
+        points: how many budgets to solve for, half of them evenly spaced and half near the smallest; the peaks of the
+            recipes by hand come on top.
+        options: as in `plan`. `limit_seconds` is shared among all budgets.
     """
-    hard = check_effort(effort, limit_seconds)
     check_points(points)
-    options = check_options(_ROOMY_GB, loss_fn, optimizer, precision, allow, "auto", outputs, device, calibrate)
-    roomy = PlannedCall(model, options).plan(example_inputs)
-    return roomy.frontier(points, effort=hard.name, limit_seconds=limit_seconds)
+    checked = check_options(_ROOMY_GB, **options)
+    roomy = PlannedCall(model, replace(checked, effort=DEFAULT_EFFORT)).plan(example_inputs)
+    limit_seconds = checked.effort.limit_seconds if checked.effort.name == "best" else None
+    return roomy.frontier(points, effort=checked.effort.name, limit_seconds=limit_seconds)
 
 
+@takes_options(PlanOptions, check_options)
 def max_batch(
     model: nn.Module,
     budget_gb: float,
@@ -156,40 +137,81 @@ def max_batch(
     multiple_of: int = 1,
     at_most: int | None = None,
     max_added_time: float | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_ALLOW,
-    outputs: str = "loss",
-    device: str | None = None,
+    **options: Unpack[PlanOptions],
 ) -> int:
     """The largest batch whose training step fits, found by planning: nothing is run, `model` may be on "meta".
 
-    `make_inputs(size)` gives the example inputs of a batch of that size as `plan` takes them, "meta" tensors too; sizes
-    are multiples of `multiple_of`, up to `at_most`. What a size is the size of is its affair: `max_length` is the same.
-    The batch that is named has a plan within the budget, and the next size has none. The very largest may have to
-    recompute several times over: `max_added_time` is what a plan may add, as a fraction of the plain step's time (0.3:
-    30%), by the time model; None for any amount.
+    The batch size returned has a plan within the budget, and the next size has none. The very largest may have to
+    recompute several times over, which `max_added_time` limits.
 
-    Raises `BudgetError` where not even `multiple_of` fits; `ValueError` where that adds too much time, or memory does
-    not grow with the size. Other arguments and errors as in `plan`.
+    Args:
+        make_inputs: `make_inputs(size)` gives the example inputs of a batch of that size as `plan` takes them, "meta"
+            tensors too.
+        multiple_of: only multiples of this are tried.
+        at_most: the largest size to try; None for no limit.
+        max_added_time: the most that a plan may add, as a fraction of the plain step's time (0.3: 30%), by the time
+            model; None for no limit.
+        options: as in `plan`.
+
+    Raises:
+        BudgetError: not even `multiple_of` fits.
+        ValueError: that size adds too much time, or memory does not grow with the size. Others as in `plan`.
     """
+    return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
+
+
+@takes_options(PlanOptions, check_options)
+def max_length(
+    model: nn.Module,
+    budget_gb: float,
+    make_inputs: Callable[[int], Any],
+    *,
+    multiple_of: int = 1,
+    at_most: int | None = None,
+    max_added_time: float | None = None,
+    **options: Unpack[PlanOptions],
+) -> int:
+    """The longest sequence whose training step fits, found by planning: nothing is run, `model` may be on "meta".
+
+    The length returned has a plan within the budget, and the next one has none. Attention that is written out grows
+    with the square of the length: the search then takes a few more plans than `max_batch`.
+
+    Args:
+        make_inputs: `make_inputs(length)` gives the example inputs of one batch as `plan` takes them: always the same
+            number of sequences, all of `length` tokens. Give `at_most` where the model limits the length.
+        multiple_of: only multiples of this are tried (64, say, for kernels that need it).
+        at_most: the longest length to try; None for no limit.
+        max_added_time: as in `max_batch`.
+        options: as in `plan`.
+
+    Raises:
+        BudgetError, ValueError: as in `max_batch`.
+    """
+    return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
+
+
+def _largest(
+    model: nn.Module,
+    budget_gb: float,
+    make_inputs: Callable[[int], Any],
+    multiple_of: int,
+    at_most: int | None,
+    max_added_time: float | None,
+    options: PlanOptions,
+) -> int:
+    """The largest size of `make_inputs` that fits: see `max_batch`."""
     step = positive_int("multiple_of", multiple_of)
     most = None if at_most is None else positive_int("at_most", at_most)
-    options = check_options(budget_gb, loss_fn, optimizer, precision, allow, "auto", outputs, device)
+    checked = check_options(budget_gb, **options)
     if not callable(make_inputs):
         raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
-    call = PlannedCall(model, options)
+    call = PlannedCall(model, checked)
     added = math.inf if max_added_time is None else check_share("max_added_time", max_added_time)
 
     def plan(size: int) -> Plan:
         return call.plan(make_inputs(size), advise=False)
 
-    return LargestSize(plan, options.budget_bytes, step, most, added).find()
-
-
-max_length = max_batch
-"""The longest sequence that fits: `make_inputs` makes one batch of sequences of the length given."""
+    return LargestSize(plan, checked.budget_bytes, step, most, added).find()
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -206,11 +228,11 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimiser as the plan of an optimised model counts on it: with the proposals that were pulled around it.
+    """The optimiser with the levers around it that the plan of an optimised model uses.
 
-    Where none was, it is the optimiser itself; where "bf16_parameters" was, the model's parameters become bfloat16.
-    Train with what is returned, and give that to schedulers and `TrainStep`. Raises `ValueError` for a plain model, and
-    for an optimiser that the proposals do not fit.
+    Where the plan uses none on the optimiser, it is returned as it is; with "bf16_parameters", the model's parameters
+    become bfloat16. Train with the returned optimiser, and give it to schedulers and `TrainStep`. Raises `ValueError`
+    for a plain model, and for an optimiser that the levers do not fit.
     """
     call = planned_call_of(model)
     if call is None:
@@ -219,7 +241,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
 
 def remove(model: Model) -> Model:
-    """Give the plain model back, in place; a plain model stays as it is."""
+    """Turn an optimised model back into the plain one, in place, and return it; a plain model is left as it is."""
     call = planned_call_of(model)
     if call is not None:
         call.give_back()

@@ -16,8 +16,8 @@ from memopt.errors import GIB, BudgetError, round_up
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.levers import MICROBATCH
 from memopt.planning.on_card import expandable_segments
-from memopt.planning.options import MICROBATCH
 from memopt.planning.plan_search import Candidate
 from memopt.planning.planner import smallest
 from memopt.planning.situation import Situation

@@ -28,7 +28,7 @@ from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
-from memopt.planning.options import Options
+from memopt.planning.options import Options, backend_for
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.proposing import Proposing
@@ -128,6 +128,7 @@ class CallPlanner:
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
         if self.fuses and not all(joint.fused for joint in joints):
             notes += (NOT_FUSED,)
+        notes += self.options.notes(self.card.name)
         return Captured(
             type(self.model).__name__,
             joints,
@@ -160,9 +161,8 @@ class CallPlanner:
         proposing = self.proposing
         offers = proposing.offers if advise else proposing.offers_allowed
         offered = partial(offers, gradients_held=situation.gradients_held)
-        return PlanSearch(
-            self.options.budget_bytes, self.options.effort, proposing.allowed, offered, notes=proposing.notes
-        )
+        notes = (*self.options.notes(self.card.name), *proposing.notes)
+        return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, offered, notes=notes)
 
     def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rung], Candidate | None]:
         """What gives the call with some levers as it will be once the parameters are in bf16; None where its code
@@ -230,7 +230,7 @@ class CallPlanner:
     @cached_property
     def backend(self) -> str:
         """What compiles planned graphs: "aten" or "inductor"."""
-        return backend_for(self.options.backend, self.device())
+        return backend_for(self.options.backend, self.card.name)
 
     @property
     def fuses(self) -> bool:
@@ -272,10 +272,3 @@ class CallPlanner:
     def differentiate_all(self) -> bool:
         """Whether gradients may come to all outputs of the model, not to the loss alone."""
         return self.options.outputs == "all"
-
-
-def backend_for(backend: str, device: torch.device) -> str:
-    """What the user's `backend` means on a device: "auto" is inductor on CUDA, plain operators elsewhere."""
-    if backend == "auto":
-        return "inductor" if device.type == "cuda" else "aten"
-    return backend

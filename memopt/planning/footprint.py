@@ -1,4 +1,4 @@
-"""What a lowered region holds."""
+"""How much memory a compiled region takes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that a region's halves hold beside its inputs."""
+    """Bytes that a compiled forward and backward hold beside the region's inputs."""
 
     forward_bytes: int
-    """The most at any moment of the forward."""
+    """Peak of the forward."""
     held_bytes: int
-    """What the forward leaves: outputs, and what the backward reads."""
+    """Bytes that the forward leaves: its outputs, and what the backward reads."""
     backward_bytes: int
-    """The most at any moment of the backward; what the forward left is in it, until its last use."""
+    """Peak of the backward, including what the forward left, until its last use."""
     left_bytes: int
-    """What the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
+    """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""

@@ -1,24 +1,33 @@
-"""The whole curve of a step, peak against added time: frozen, readable, serialisable."""
+"""The whole curve of a step, peak against added time: frozen, readable, serialisable. `sweep` makes it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol
 
 import torch
+from typing_extensions import TypeVar
 
 from memopt.errors import GIB, BudgetError
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes
-from memopt.planning.planner import Recipe
+from memopt.planning.plan_file import LIVE, as_json
 from memopt.show.picture import as_svg, draw
 from memopt.show.table import render
-
-if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
+from memopt.solver import Effort as EffortName
 
 FORMAT = 1
+
+PlanT = TypeVar("PlanT", default=Any)
+MadeT = TypeVar("MadeT", covariant=True)
+
+
+class FrontierSource(Protocol[MadeT]):
+    """What makes plans of the frontier's step: a plan of it, with its graphs."""
+
+    def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
+        """The plan for a budget. Raises `BudgetError`."""
 
 
 @dataclass(frozen=True)
@@ -27,32 +36,43 @@ class FrontierPoint:
 
     budget_gb: float
     peak_gb: float
-    """Never above the budget; the least at which this added time was found."""
+    """The smallest peak at which this added time was found; never above the budget."""
     added_time: float
     bound: float
-    """No schedule within the budget adds less than this."""
+    """Lower bound on the added time of any schedule within the budget."""
     method: str
+    """The solver that found the schedule."""
     evaluations: int
-    """How many times the op is evaluated that is evaluated most."""
+    """How often the most recomputed operator runs."""
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Recipe:
+    """A way to choose by hand what to recompute: its name, the step's peak, and its added time as a fraction."""
+
+    name: str
+    peak_gb: float
+    added_time: float
+
+
+@dataclass(frozen=True)
+class Frontier(Generic[PlanT]):
     """Peak against added time, from the smallest budget that works to the peak with nothing recomputed.
 
-    A peak is of everything that the step holds, as in a plan. With more budget no point adds more time, and none has a
-    smaller peak. Sizes that depend on data count at the largest that plans allow for.
+    A peak counts everything that the step holds, as in a plan. A point with a larger budget never adds more time, and
+    never has a smaller peak. Data-dependent sizes count at the largest that plans allow for.
     """
 
     model: str
     hardware: str
     step_seconds: float
-    """Of the plain step, by the time model."""
+    """Time of the plain step, by the time model."""
     plain_gb: float
     """The peak with nothing recomputed."""
     smallest_gb: float
+    """The smallest budget that works."""
     floor_gb: float
-    """No schedule with the backward in this order holds less."""
+    """Lower bound on the peak of any schedule with the backward in this order."""
     dominated_by: str
     """What fills the smallest peak."""
     points: tuple[FrontierPoint, ...]
@@ -60,25 +80,26 @@ class Frontier:
     recipes: tuple[Recipe, ...]
     """What checkpointing by hand would do on the same step."""
     notes: tuple[str, ...] = ()
-    """What a plan of this step would say of its capture."""
+    """The notes of a plan of this step."""
     effort: Effort = DEFAULT_EFFORT
     torch_version: str = torch.__version__
-    source: Plan | None = field(default=None, compare=False, repr=False)
+    source: FrontierSource[PlanT] | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """A plan of the step, with its graphs; None if loaded."""
 
     def at(self, budget_gb: float) -> FrontierPoint:
-        """The point of the least added time within a budget. Raises `BudgetError` below the smallest."""
+        """The point with the least added time within a budget. Raises `BudgetError` below the smallest."""
         budget = budget_bytes(budget_gb)
         fitting = [point for point in self.points if round(point.peak_gb * GIB) <= budget]
         if not fitting:
             raise BudgetError(budget, round(self.smallest_gb * GIB), self.dominated_by)
-        return min(fitting, key=lambda point: point.added_time)  # of equals the first
+        return min(fitting, key=lambda point: point.added_time)  # the first of equals
 
-    def plan(self, budget_gb: float) -> Plan:
-        """The plan for a budget; no slower than the point that serves it. Raises `BudgetError`, `ValueError`."""
+    def plan(self, budget_gb: float) -> PlanT:
+        """The plan for a budget; never slower than the frontier's point for it. Raises `BudgetError`, `ValueError`."""
         if self.source is None:
             raise ValueError("this frontier was loaded from a file and has no graphs; make a plan with memopt.plan")
-        return self.source.at(budget_gb, **_told(self.effort))
+        limit_seconds = self.effort.limit_seconds if self.effort.name == "best" else None
+        return self.source.at(budget_gb, effort=self.effort.name, limit_seconds=limit_seconds)
 
     def table(self) -> str:
         """The curve at up to sixteen budgets, and the recipes beside it, as text."""
@@ -96,38 +117,24 @@ class Frontier:
         draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:
-        """What notebooks show."""
+        """The picture for notebooks; None without matplotlib."""
         return as_svg(self)
 
     def save(self, path: str | Path) -> None:
         """Write the curve as JSON."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "source"}
-        values["effort"] = asdict(self.effort)
-        for name in ("points", "recipes"):
-            values[name] = [asdict(each) for each in values[name]]
-        Path(path).write_text(json.dumps({"format": FORMAT, **values}, indent=1))
+        Path(path).write_text(json.dumps({"format": FORMAT, **as_json(self)}, indent=1))
 
     @classmethod
-    def load(cls, path: str | Path) -> Frontier:
+    def load(cls, path: str | Path) -> Frontier[PlanT]:
         """Read a curve that `save` wrote. Raises `ValueError` for another format."""
         try:
             values = json.loads(Path(path).read_text())
             if values.pop("format") != FORMAT:
                 raise ValueError(f"another format than {FORMAT}")
             return cls(**_fields_from(values))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:  # no JSON, no curve, another's fields
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no curve, or other fields
             mend = "make it again with this version of memopt"
             raise ValueError(f"{path} is not a memopt frontier of format {FORMAT}; {mend}") from error
-
-
-def _told(effort: Effort) -> dict[str, Any]:
-    best = effort.name == "best"
-    return {"effort": effort.name, "limit_seconds": effort.limit_seconds if best else None}
 
 
 def _fields_from(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,41 +1,54 @@
-"""The largest batch, or the longest sequence, that fits a budget, found by planning alone."""
+"""Searches for the largest batch, or the longest sequence, that fits a budget, by planning only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from memopt.errors import BudgetError
-from memopt.planning.plan import Plan
 from memopt.progress import stage
 
-# Beyond so many steps, memory is taken not to depend on the size.
+# Where this many steps fit, memory is taken not to depend on the size.
 _ENDLESS = 2**24
+# A size is at most this many times the largest size known to fit.
 _GROWTH = 8
+
+
+class PlannedSize(Protocol):
+    """What the search asks of the plan for a size; `memopt.Plan` has it."""
+
+    @property
+    def added_time(self) -> float:
+        """Added time as a fraction of the plain step's."""
+
+    def smallest_bytes(self) -> int:
+        """The smallest budget in bytes that works for the size."""
 
 
 @dataclass
 class LargestSize:
-    """Looks for the largest multiple of `step` whose plan fits, up to `at_most`, and adds no more than `added_time`.
+    """Searches for the largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`.
 
-    `plan(size)` raises `BudgetError` where it does not fit. What fits is taken to fit in smaller sizes too. Few sizes
-    are planned: the next one tried is where a straight line through the two nearest smallest budgets meets the budget.
+    `plan(size)` raises `BudgetError` for a size that does not fit. All sizes below one that fits are taken to fit too.
+    To plan few sizes, the next one tried is where a straight line through two known smallest budgets, the two nearest
+    to the budget, meets it.
     """
 
-    plan: Callable[[int], Plan]
+    plan: Callable[[int], PlannedSize]
     budget_bytes: int
     step: int = 1
     at_most: int | None = None
     added_time: float = math.inf
-    """As a fraction of the plain step's."""
+    """The limit, as a fraction of the plain step's time."""
     smallest_bytes: dict[int, int] = field(default_factory=dict)
-    """The smallest budget of each number of steps that was planned."""
+    """Number of steps → the smallest budget that works for it, of each size that was planned."""
     _too_slow: bool = False
-    """Whether some size was refused for its time, of which the smallest budgets say nothing."""
+    """Whether a size was refused for its added time, which the smallest budgets cannot predict."""
 
     def find(self) -> int:
-        """The size. Raises `BudgetError` where not even the smallest fits, `ValueError` where none is too large."""
+        """The largest size. Raises `BudgetError` if the smallest does not fit, `ValueError` if no size is too large."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")
@@ -50,7 +63,8 @@ class LargestSize:
                     refused = number
         if fits == _ENDLESS:
             raise ValueError(
-                "every size fits, so what make_inputs gives does not depend on it, or give at_most= for the largest one"
+                "every size fits: either the inputs from make_inputs do not grow with the size, or the search needs a "
+                "limit; give at_most="
             )
         return fits * self.step
 
@@ -67,27 +81,27 @@ class LargestSize:
             return True
         if number == 1:
             raise ValueError(
-                f"a size of {self.step} fits with {plan.added_time:.0%} of added time only, more than "
-                f"max_added_time={self.added_time:g}; give more of it, or a larger budget"
+                f"a size of {self.step} fits only with {plan.added_time:.0%} of added time, more than "
+                f"max_added_time={self.added_time:g}; raise max_added_time, or the budget"
             )
         self._too_slow = True
         return False
 
     def _next(self, fits: int, refused: int) -> int:
-        """A number of steps between the two, both left out: 1, 2, then by the line, and its neighbours."""
+        """The number of steps to plan next, above `fits` and below `refused`: first 1 and 2, then by the line."""
         known = sorted(self.smallest_bytes)
-        # No further than this: make_inputs may make real tensors, and a line through small sizes may be too flat.
+        # Limited growth: make_inputs may allocate real tensors, and a line through small sizes may be too flat.
         most = min(refused - 1, _GROWTH * max(fits, 1))
         if len(known) < 2:
             return min(1 + len(known), most)
         if refused in self.smallest_bytes and (self._too_slow or len(known) % 3 == 0):
-            return (fits + refused) // 2  # where lines do not help, this does
+            return (fits + refused) // 2  # bisection, where lines predict badly
         low, high = self._nearest(known)
         slope = (self.smallest_bytes[high] - self.smallest_bytes[low]) / (high - low)
         guess = low + int((self.budget_bytes - self.smallest_bytes[low]) / slope) if slope > 0 else most
         return min(max(guess, fits + 1), most)
 
     def _nearest(self, known: list[int]) -> tuple[int, int]:
-        """The two whose smallest budgets lie nearest to the budget."""
+        """The two known numbers of steps whose smallest budgets lie nearest to the budget, the smaller one first."""
         one, other = sorted(known, key=lambda number: abs(self.smallest_bytes[number] - self.budget_bytes))[:2]
         return min(one, other), max(one, other)

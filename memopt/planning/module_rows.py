@@ -3,76 +3,64 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from memopt.account.breakdown import is_receipt, live_versions
 from memopt.planning.captured import Joined
+from memopt.show.rows import ModuleRow
 from memopt.solver import RematProblem, Schedule
 
 
-@dataclass(frozen=True)
-class ModuleRow:
-    """One module's share of the plan: bytes saved on the device for the backward, bytes and ops evaluated again,
-    seconds of each, bytes that wait on the host."""
-
-    path: str
-    ops: int = 0
-    saved_bytes: int = 0
-    recomputed_bytes: int = 0
-    recomputed_ops: int = 0
-    seconds: float = 0.0
-    added_seconds: float = 0.0
-    offloaded_bytes: int = 0
-
-
 def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
-    """What each module keeps for the backward and evaluates again, in the order of the forward."""
-    return tuple(_rows(joined, schedule).values())
-
-
-def _rows(joined: Joined, schedule: Schedule) -> dict[str, ModuleRow]:
+    """For each module, in the order of the forward: what it saves for the backward, recomputes and offloads."""
     problem = joined.problem
-    boundary = forward_evaluations(problem, schedule)
-    again = schedule.recomputed()
-    read_later = {s for index in schedule.evaluations[boundary:] for s in problem.ops[index].reads}
-    made_again = {s for index in again for s in problem.ops[index].makes}
-    moved = Counter(stay.storage for stay in schedule.offloads)
-    read_later -= {stay.storage for stay in schedule.offloads if stay.freed_before <= boundary <= stay.fetch_from}
+    saved = _saved_storages(problem, schedule)
+    recomputed = schedule.recomputed()
+    moved = Counter(offload.storage for offload in schedule.offloads)
     rows: dict[str, ModuleRow] = {}
     for index, (region, local) in enumerate(joined.owner[: problem.forward_ops]):
-        if is_receipt(problem.ops[index]):
+        op, times = problem.ops[index], recomputed.get(index, 0)
+        if is_receipt(op):
             continue
         path = joined.prices[region].modules[local]
         row = rows.get(path, ModuleRow(path))
-        op, times = problem.ops[index], again.get(index, 0)
-        made = sum(problem.storages[s].bytes for s in op.makes)
-        saved = sum(problem.storages[s].bytes for s in op.makes if s in read_later and s not in made_again)
+        nbytes = {storage: problem.storages[storage].bytes for storage in op.makes}
         rows[path] = ModuleRow(
             path,
             row.ops + 1,
-            row.saved_bytes + saved,
-            row.recomputed_bytes + made * times,
+            row.saved_bytes + sum(nbytes[storage] for storage in op.makes if storage in saved),
+            row.recomputed_bytes + sum(nbytes.values()) * times,
             row.recomputed_ops + times,
             row.seconds + op.seconds,
             row.added_seconds + op.seconds * times,
-            row.offloaded_bytes + sum(problem.storages[s].bytes * moved[s] for s in op.makes),
+            row.offloaded_bytes + sum(nbytes[storage] * moved[storage] for storage in op.makes),
         )
-    return rows
+    return tuple(rows.values())
+
+
+def _saved_storages(problem: RematProblem, schedule: Schedule) -> set[int]:
+    """Storages that the backward reads as the forward made them, and that are on the device between the two."""
+    boundary = forward_evaluations(problem, schedule)
+    read = {storage for index in schedule.evaluations[boundary:] for storage in problem.ops[index].reads}
+    remade = {storage for index in schedule.recomputed() for storage in problem.ops[index].makes}
+    away = {offload.storage for offload in schedule.offloads if offload.freed_before <= boundary <= offload.fetch_from}
+    return read - remade - away
 
 
 def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
     """Bytes that the forward leaves for the backward and the caller."""
+    return sum(problem.storages[storage].bytes for storage in held_storages(problem, schedule))
+
+
+def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
+    """The storages that the forward leaves for the backward and the caller, without the gradients of its outputs."""
     boundary = forward_evaluations(problem, schedule)
-    live = live_versions(problem, schedule, boundary)
-    made_inside = (
-        storage
-        for storage, made in live
-        if made < boundary
-        and not (problem.storages[storage].kept and is_receipt(problem.ops[problem.producer[storage]]))
-    )
-    return sum(problem.storages[storage].bytes for storage in made_inside)
+    for storage, made in live_versions(problem, schedule, boundary):
+        given = problem.storages[storage].kept and is_receipt(problem.ops[problem.producer[storage]])
+        if made < boundary and not given:
+            yield storage
 
 
 def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the backward: up to the last forward op's first."""
+    """How many evaluations come before the backward: up to the first of the last forward op."""
     return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0

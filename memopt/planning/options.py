@@ -4,34 +4,59 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, get_args
 
 import torch
 
 from memopt.account.optimizer_account import optimizer_account
 from memopt.errors import GIB
-from memopt.optimizers import OPTIMIZER_PROPOSALS
-from memopt.rewrite import FP8_LEVERS, OFFLOAD_ACTIVATIONS, OPERATOR_LEVERS, REINPLACE
+from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
 from memopt.rewrite.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
+from memopt.solver import RematProblem, Schedule
+from passes import Pass
 
-MICROBATCH = "microbatch"
-LEVERS = {
-    "recompute": "evaluates activations again in the backward instead of keeping them; bitwise exact",
-    REINPLACE: "writes results of the backward over operands that die there, and frees before it makes; bitwise exact",
-    **OPERATOR_LEVERS,
-    MICROBATCH: "has TrainStep split a batch that fits in no other way; exact but for rounding and for which samples "
-    "dropout draws what for",
-    OFFLOAD_ACTIVATIONS: "has activations wait in the host's memory, copied there and back beside compute, where the "
-    "card has a link to it; bitwise exact",
-    **FP8_LEVERS,
-    **OPTIMIZER_PROPOSALS,
-    "plain": "runs the model as it is, unplanned, where its forward cannot be captured",
-}
-DEFAULT_ALLOW = frozenset({"recompute", REINPLACE, *OPERATOR_LEVERS, MICROBATCH, OFFLOAD_ACTIVATIONS})
-OUTPUTS = ("loss", "all", "loss_only")
+Backend: TypeAlias = Literal["auto", "aten", "inductor"]
+Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
+DEFAULT_ALLOW = DEFAULT_LEVERS
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
+
+
+class Solver(Protocol):
+    """Proposes schedules for a problem and a budget; the simulator judges them."""
+
+    @property
+    def name(self) -> str:
+        """What a plan calls its method."""
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> Iterable[Schedule]:
+        """Schedules that may fit, the best or not."""
+
+
+class StepOptions(TypedDict, total=False):
+    """The options that `optimize`, `plan`, `frontier`, `max_batch` and `max_length` share: see `memopt.optimize`."""
+
+    loss_fn: Callable[..., Any] | None
+    optimizer: Any
+    precision: Policy
+    allow: Collection[str]
+    backend: Backend
+    outputs: Outputs
+    passes: Sequence[Pass]
+    solvers: Sequence[Solver]
+    calibrate: bool
+    effort: EffortName
+    limit_seconds: float | None
+
+
+class PlanOptions(StepOptions, total=False):
+    """The options of `plan`, `frontier`, `max_batch` and `max_length`: those of a step, and the card to plan for."""
+
+    device: str | None
 
 
 BACKENDS = ("auto", "aten", "inductor")
@@ -44,7 +69,7 @@ class Effort:
 
     name: EffortName = "default"
     limit_seconds: float = 60.0
-    """Of wall time that "best" may take beyond what "default" takes; the others have no use for it."""
+    """Wall time that "best" may take beyond what "default" takes; the others ignore it."""
 
 
 DEFAULT_EFFORT = Effort()
@@ -58,46 +83,76 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = None
     precision: Policy = "auto"
-    allow: frozenset[str] = DEFAULT_ALLOW
-    backend: str = "auto"
-    outputs: str = "loss"
+    allow: frozenset[str] = DEFAULT_LEVERS
+    backend: Backend = "auto"
+    outputs: Outputs = "loss"
+    passes: tuple[Pass, ...] = ()
+    """The user's own passes, in the order in which they run."""
+    solvers: tuple[Solver, ...] = ()
+    """The user's own solvers, which are asked beside memopt's."""
     hardware: str | None = None
+    """The card that was named; None: the device at hand."""
     calibrate: bool = False
     effort: Effort = DEFAULT_EFFORT
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
 
+    def notes(self, card_name: str) -> tuple[str, ...]:
+        """What every plan and refusal under these options says, for a card of that name in the hardware table."""
+        notes = recompute_note(self.allow)
+        if self.hardware is not None and self.backend == "auto":
+            where = "a CPU" if card_name == "cpu" else "a CUDA card"
+            backend = backend_for(self.backend, card_name)
+            notes += (f"planned for backend {backend!r}, which backend='auto' means on {where}",)
+        return notes
+
+
+def backend_for(backend: Backend, card_name: str) -> Literal["aten", "inductor"]:
+    """The backend that runs a step on a card of that name: "auto" means "aten" on "cpu", "inductor" on all others."""
+    if backend == "auto":
+        return "aten" if card_name == "cpu" else "inductor"
+    return backend
+
 
 def check_options(
     budget_gb: float,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: Any,
-    precision: Policy,
-    allow: Collection[str],
-    backend: str,
-    outputs: str,
-    hardware: str | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    precision: Policy = "auto",
+    allow: Collection[str] = DEFAULT_LEVERS,
+    backend: Backend = "auto",
+    outputs: Outputs = "loss",
+    passes: Sequence[Pass] = (),
+    solvers: Sequence[Solver] = (),
+    device: str | None = None,
     calibrate: bool = False,
-    effort: Effort = DEFAULT_EFFORT,
+    effort: EffortName = "default",
+    limit_seconds: float | None = None,
 ) -> Options:
-    """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
-    if isinstance(allow, str) or not isinstance(allow, Collection):
-        raise TypeError(f"allow must be a set of lever names, such as {{'recompute'}}, not {allow!r}")
-    for name in allow:
-        if name not in LEVERS:
-            raise ValueError(f"allow names an unknown lever {name!r}; known are {', '.join(sorted(LEVERS))}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for what is none
+    """The arguments as `Options`; the defaults here are those of all functions that take `StepOptions`.
+
+    Raises `TypeError` or `ValueError` that names the value and what is expected.
+    """
+    _check_training(loss_fn, optimizer)
     check_policy(precision)
     _check_choice("backend", backend, BACKENDS)
     _check_choice("outputs", outputs, OUTPUTS)
-    if calibrate and hardware is not None:
-        raise ValueError(f"calibrate measures the device at hand, not {hardware!r}; give one of device and calibrate")
-    levers = frozenset(allow)
+    if calibrate and device is not None:
+        raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
     return Options(
-        budget_bytes(budget_gb), loss_fn, optimizer, precision, levers, backend, outputs, hardware, calibrate, effort
+        budget_bytes(budget_gb),
+        loss_fn,
+        optimizer,
+        precision,
+        check_allow(allow),
+        backend,
+        outputs,
+        _check_passes(passes),
+        _check_solvers(solvers),
+        device,
+        calibrate,
+        check_effort(effort, limit_seconds),
     )
 
 
@@ -114,7 +169,7 @@ def budget_bytes(budget_gb: float) -> int:
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
-    """`limit_seconds` is for "best" only, 60 where it is not given. Raises `TypeError`, `ValueError`."""
+    """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `TypeError`, `ValueError`."""
     _check_choice("effort", effort, get_args(EffortName))
     if limit_seconds is None:
         return Effort(effort)
@@ -128,7 +183,7 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """Raise `TypeError` or `ValueError` for what is no number of points of a curve."""
+    """The number of points of a curve, checked. Raises `TypeError`, `ValueError`."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -137,7 +192,7 @@ def check_points(points: int) -> int:
 
 
 def check_share(name: str, value: Any) -> float:
-    """`value` as a fraction, 0 or more. Raises `TypeError`, `ValueError`."""
+    """`value` as a fraction of 0 or more. Raises `TypeError`, `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a fraction, such as 0.3 for 30%, not {value!r}")
     if not 0 <= float(value) < math.inf:
@@ -146,7 +201,7 @@ def check_share(name: str, value: Any) -> float:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """`value`, checked. Raises `TypeError`, `ValueError`."""
+    """`value`, a whole number of 1 or more. Raises `TypeError`, `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:
@@ -154,6 +209,52 @@ def positive_int(name: str, value: Any) -> int:
     return value
 
 
+def _check_training(loss_fn: Any, optimizer: Any) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for other values
+
+
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _check_passes(given: Sequence[Pass]) -> tuple[Pass, ...]:
+    found = _as_tuple("passes", given, "passes.Pass values, such as [MyPass()]")
+    for number, one in enumerate(found):
+        if not isinstance(one, Pass):
+            called = f"; give {one.__name__}(), an instance" if isinstance(one, type) else ""
+            raise TypeError(f"passes[{number}] must be a passes.Pass, a frozen dataclass, not {one!r}{called}")
+        _check_repr(f"passes[{number}]", one)
+    return found
+
+
+def _check_solvers(given: Sequence[Solver]) -> tuple[Solver, ...]:
+    found = _as_tuple("solvers", given, "solvers, such as [MySolver()]")
+    for number, one in enumerate(found):
+        if isinstance(one, type) or not callable(getattr(one, "candidates", None)):
+            raise TypeError(
+                f"solvers[{number}] must have a method candidates(problem, budget_bytes) that gives schedules, "
+                f"which {one!r} has not"
+            )
+        if not isinstance(getattr(one, "name", None), str):
+            raise TypeError(f"solvers[{number}] must have a name, a string that the plan shows, which {one!r} has not")
+        _check_repr(f"solvers[{number}]", one)
+    return found
+
+
+def _as_tuple(name: str, given: Any, kind: str) -> tuple[Any, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be a list of {kind}, not {given!r}")
+    return tuple(given)
+
+
+def _check_repr(name: str, value: object) -> None:
+    """Plans are kept under the `repr` of what made them, which must therefore give all options and no address."""
+    if re.search(r" at 0x[0-9a-f]+", repr(value)):
+        raise ValueError(
+            f"{name} must have a repr that shows its options, as a frozen dataclass has, not {value!r}: plans are "
+            "kept under it"
+        )

@@ -1,67 +1,63 @@
-"""The plan of a training step: frozen, readable, serialisable."""
+"""The plan of a training step: frozen, readable, serialisable. `make_plan` makes it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import fx
 
 from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown
+from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
-from memopt.planning.captured import Captured, Joined
-from memopt.planning.frontier import Frontier
-from memopt.planning.module_rows import ModuleRow, held_after_forward, module_rows
+from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_file import as_json, fields_from
-from memopt.planning.planner import Recipe, Request, recipes, smallest, solve_on_card, split
-from memopt.planning.receipt import ReceiptRow, plain_step
-from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
-from memopt.planning.sweep import sweep
-from memopt.progress import stage
+from memopt.planning.plan_file import LIVE, as_json, fields_from
+from memopt.planning.plan_graphs import PlanDiff, passes_diff, schedule_diff, stage_graphs
+from memopt.planning.plan_networkx import joint_digraph
+from memopt.planning.region_schedule import RegionSchedule
 from memopt.show.report import render
+from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.solver import Effort as EffortName
-from memopt.solver import OffloadSolution, Schedule, Solution, warm_up
-from passes import GraphDiff, diff_graphs
+from memopt.solver import Schedule
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+    from memopt.planning.captured import Captured, Joined
 
 FORMAT = 1
-STAGES = ("operators", "rewritten", "captured", "scheduled")
 
 
-@dataclass(frozen=True)
-class PlanDiff:
-    """What a plan changes in the captured graphs, a `GraphDiff` a region; `str` is the text of all."""
+class PlanSource(Protocol):
+    """What a plan that was made in this process can be asked about its step, beyond its own figures."""
 
-    regions: tuple[GraphDiff, ...]
-    evaluated_again: int
-    on_host: int = 0
-    """How many values wait on the host."""
+    @property
+    def captured(self) -> Captured:
+        """The graphs that the plan is for."""
 
-    def __bool__(self) -> bool:
-        return any(self.regions)
+    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
+        """The plan of the same step for another budget. Raises `BudgetError`."""
 
-    def summary(self) -> str:
-        """What passes did, or how many ops are evaluated again and values offloaded; the views that lead to and from
-        them move with them."""
-        counts = {"evaluated again": self.evaluated_again, "offloaded": self.on_host}
-        if any(counts.values()):
-            return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        return "; ".join(dict.fromkeys(region.summary() for region in self.regions if region)) or "no change"
+    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
+        """The whole curve of the step."""
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.regions))
+    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
+        """What checkpointing by hand would reach."""
+
+    def smallest_bytes(self, plan: Plan) -> int:
+        """The smallest budget that works."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept, what is evaluated again, what the step will hold and take. Sizes in bytes, times in seconds.
+    """What a step saves, recomputes and offloads, what it will hold, and how long it will take.
 
-    A plan made in this process also carries the captured graphs (`graphs`, `diff`); one that was loaded does not.
+    Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
+    `diff`, `at`, `frontier`); one that was loaded from a file does not.
     """
 
     model: str
@@ -71,144 +67,160 @@ class Plan:
     plain: Breakdown
     """The peak of the same captured step with nothing recomputed."""
     planned: Breakdown
+    """The peak of the planned step."""
     ceiling_bytes: int
-    """The peak at the largest data-dependent sizes that the plan allows for; where there are none, the predicted."""
+    """The peak at the largest data-dependent sizes that the plan allows for; that of `planned` where there are none."""
     step_seconds: float
+    """Forward and backward with nothing recomputed, by the time model."""
     added_seconds: float
+    """Recomputation, and waiting for copies from the host."""
     held_bytes: int
-    """What the forward keeps until its backward, outputs included."""
+    """What the forward holds until its backward, outputs included."""
     bound_seconds: float
-    """No schedule within the budget adds less than this: a lower bound."""
+    """Lower bound on `added_seconds` of any schedule within the budget."""
     method: str
+    """The solver that found the schedule."""
     regions: tuple[RegionSchedule, ...]
+    """The schedule of each captured region, in the order of their forwards."""
     modules: tuple[ModuleRow, ...]
     notes: tuple[str, ...] = ()
+    """What a reader should know, in sentences."""
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
-    """Those that were pulled beside recomputation: they change the captured step itself, but for offload."""
+    """Levers in use beside recomputation, in the order in which they were tried."""
     proposals: tuple[str, ...] = ()
-    """Those about the optimiser that were pulled: `memopt.wrap_optimizer` puts them around it."""
+    """Levers in use that change the optimiser: `memopt.wrap_optimizer` applies them."""
     receipt: tuple[ReceiptRow, ...] = ()
-    """The step as captured, and with one lever more a row, recomputation and offload last."""
+    """The step as captured, then with one more lever per row; recomputation and offload come last."""
     host_bytes: int = 0
-    """The most that waits on the host at a time: host memory that the step asks for, no part of the budget."""
+    """The most host memory that offloaded activations take at a time; not part of the budget."""
     moved_bytes: int = 0
-    """What a step copies to the host, and back."""
+    """Bytes that one step copies to the host, and back."""
     stall_seconds: float = 0.0
-    """Part of `added_seconds`: compute waits for those copies."""
+    """Part of `added_seconds`: compute waits for copies."""
     torch_version: str = torch.__version__
-    origin: Callable[[], Captured] | None = field(default=None, compare=False, repr=False)
-    """Gives the graphs that the plan is for."""
-    schedule: Schedule | None = field(default=None, compare=False, repr=False)
+    source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
+    """The captured step; None if loaded."""
+    schedule: Schedule | None = field(default=None, compare=False, repr=False, metadata=LIVE)
+    """The schedule of all regions together; None if loaded."""
 
     @property
     def captured(self) -> Captured | None:
         """The graphs that the plan is for; None if loaded."""
-        return None if self.origin is None else self.origin()
+        return None if self.source is None else self.source.captured
 
     @property
     def joined(self) -> Joined | None:
-        """They as one problem."""
+        """All regions as one priced problem; None if loaded."""
         captured = self.captured
         return None if captured is None else captured.joined(accumulating=self.account.gradients_held)
 
     @property
     def predicted_peak_bytes(self) -> int:
+        """The most that the step holds at once, in bytes."""
         return self.planned.peak_bytes
 
     @property
     def predicted_peak_gb(self) -> float:
-        """The most that the step holds at once, in GB of 1024³ bytes: everything, from the parameters to the last
-        temporary of the optimiser."""
+        """The most that the step holds at once, in GB of 1024³ bytes: everything, from the parameters to the
+        optimiser's temporaries."""
         return self.planned.peak_bytes / GIB
 
     @property
     def plain_peak_gb(self) -> float:
-        """The same for the captured step with nothing recomputed."""
+        """The most that the captured step holds with nothing recomputed, in GB of 1024³ bytes."""
         return self.plain.peak_bytes / GIB
 
     @property
     def added_time(self) -> float:
-        """Recomputation, and waiting for the host, as a fraction of the plain step's time, by the time model."""
+        """Time of recomputation and of waiting for the host, as a fraction of the plain step's, by the time model."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def bound(self) -> float:
-        """The least `added_time` that any schedule within the budget could have."""
+        """Lower bound on `added_time` of any schedule within the budget."""
         return self.bound_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def graphs(self) -> dict[str, tuple[fx.GraphModule, ...]]:
-        """The graphs of each stage, a module a region; `print_readable` shows code.
+        """The graphs of each stage, one module per region; their `print_readable` shows code.
 
-        "captured" and "scheduled" are joint graphs. Where passes were asked for, "operators" and "rewritten" are the
-        operator graphs before and after them, of those regions that have one.
+        "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
+        graphs before and after them, of the regions that have one. Raises `ValueError` if loaded.
         """
-        captured = self._live()
-        joint = {
-            "captured": tuple(region.module for region in captured.regions),
-            "scheduled": tuple(
-                scheduled_graph(region, schedule)
-                for region, schedule in zip(captured.regions, self.regions, strict=True)
-            ),
-        }
-        if not captured.operators:
-            return joint
-        before, after = (tuple(each.stages[end] for each in captured.operators) for end in (0, -1))
-        return {"operators": before, "rewritten": after, **joint}
+        return stage_graphs(self._source().captured, self.regions)
 
     def diff(self, stage: str | None = None) -> PlanDiff:
-        """What a stage changed in the graphs: "scheduled" (the default) adds the nodes that are evaluated again,
-        "operators" is what all passes on the operator graphs did, "precision" what gives each operator its dtype, with
-        the reasons; or the name of one pass, or of a labelled pipeline.
+        """What a stage changed in the graphs.
 
-        Raises `ValueError` for another name.
+        Args:
+            stage: "scheduled" (the default): recomputed nodes and offloads; "operators": all passes on the operator
+                graphs; "precision": the dtype of each operator, with the reasons; or the name of one pass, or of one
+                labelled pipeline.
+
+        Raises `ValueError` for another name, or if loaded.
         """
+        captured = self._source().captured
         if stage in (None, "scheduled"):
-            graphs = self.graphs
-            again = sum(len(each.evaluations) - len(set(each.evaluations)) for each in self.regions)
-            stays = sum(len(each.stays) for each in self.regions)
-            return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), again, stays)
-        operators = self._live().operators
-        if stage == "operators" and operators:
-            return PlanDiff(tuple(diff_graphs(each.stages[0], each.stages[-1]) for each in operators), 0)
-        spans = [(*span, each.reasons(str(stage))) for each in operators if (span := each.span(str(stage)))]
-        if not spans:
-            names = (
-                ["operators", *dict.fromkeys(name for each in operators for name in each.names)] if operators else []
-            )
-            there = "".join(f", {name!r}" for name in names)
-            raise ValueError(f"no stage {stage!r} to show; there is 'scheduled', against 'captured'{there}")
-        return PlanDiff(tuple(diff_graphs(before, after, notes=reasons) for before, after, reasons in spans), 0)
+            return schedule_diff(captured, self.regions)
+        return passes_diff(captured.operators, str(stage))
+
+    def networkx(self) -> DiGraph:
+        """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each
+        node that reads it.
+
+        Nodes are named as in `graphs["captured"]`, in a plan of several regions with the region's number before
+        ("1.addmm"). Attributes of each node:
+
+        - "region", "kind" (of the fx node: "placeholder", "get_attr" or "call_function"; "account" for what takes
+          memory beside the graph's nodes, such as a generator's state), "operator", "half" ("input", "forward",
+          "backward"), "module" (path, "" if unknown) and "source" ("file:line" of the call, or None).
+        - "bytes": memory that the node makes; 0 for a view. "seconds": one run of it, by the time model.
+        - "recomputed": how often it runs beyond the first time. "held_bytes": the part of "bytes" that the forward
+          leaves for the backward and the caller. "offloaded_bytes": bytes copied to the host and back.
+        - "fate": "offloaded", "recomputed", "saved" for the backward, "output" of the forward, "gradient", "temporary"
+          (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
+
+        So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
+        "recomputed" to `diff().recomputed`. Raises `ValueError` if loaded.
+        """
+        captured, joined = self._source().captured, self.joined
+        assert joined is not None
+        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        return joint_digraph(captured, joined, self.schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
-        """The plan of the same captured step for another budget, looked for as hard as this one if not told otherwise.
+        """The plan of the same captured step for another budget, with the effort of this one unless told otherwise.
 
         Raises `BudgetError`, and `ValueError` if loaded.
         """
-        hard = self._effort(effort, limit_seconds)
-        return make_plan(self._live(), self.account, budget_bytes(budget_gb), hard)
+        chosen = self._effort(effort, limit_seconds)
+        return self._source().at(self, budget_bytes(budget_gb), chosen)
 
     def frontier(
         self, points: int = 40, *, effort: EffortName | None = None, limit_seconds: float | None = None
-    ) -> Frontier:
+    ) -> Frontier[Plan]:
         """The whole curve of the same captured step: see `memopt.frontier`. Raises `ValueError` if loaded."""
-        return sweep(self, self._live_joined(), check_points(points), self._effort(effort, limit_seconds))
+        return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """What the recipes of hand-written checkpointing would do on the same captured step, as simulated."""
-        return recipes(self._live_joined(), self.account)
+        """What the recipes of checkpointing by hand would do on the same captured step, by simulation.
+
+        Raises `ValueError` if loaded.
+        """
+        return self._source().recipes(self)
 
     def smallest_gb(self) -> float:
-        """The smallest budget that works for this step, in GB, with the levers that this plan has pulled."""
+        """The smallest budget in GB that works for this step with the levers of this plan. Raises `ValueError` if
+        loaded."""
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:
-        """The same in bytes."""
-        return smallest(self._live_joined(), self.account)[0]
+        """The smallest budget in bytes that works for this step. Raises `ValueError` if loaded."""
+        return self._source().smallest_bytes(self)
 
     def table(self) -> str:
-        """Where every byte goes before and after, and what each module keeps and recomputes, as text."""
+        """Tables as text: where every byte goes before and after, and what each module saves and recomputes."""
         return render(self)
 
     def __str__(self) -> str:
@@ -226,75 +238,16 @@ class Plan:
             if values.pop("format") != FORMAT:
                 raise ValueError(f"another format than {FORMAT}")
             return cls(**fields_from(values))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no plan, or fields of another one
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no plan, or other fields
             mend = "plan again with this version of memopt"
             raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; {mend}") from error
 
-    def _live(self) -> Captured:
-        if (captured := self.captured) is None:
+    def _source(self) -> PlanSource:
+        if self.source is None:
             raise ValueError("this plan was loaded from a file and has no graphs; make it with memopt.plan to see them")
-        return captured
-
-    def _live_joined(self) -> Joined:
-        return self._live().joined(accumulating=self.account.gradients_held)
+        return self.source
 
     def _effort(self, effort: EffortName | None, limit_seconds: float | None) -> Effort:
         if effort is None and limit_seconds is None:
             return self.effort
         return check_effort(effort or self.effort.name, limit_seconds)
-
-
-def make_plan(
-    captured: Captured,
-    account: Account,
-    budget_bytes: int,
-    effort: Effort = DEFAULT_EFFORT,
-    *,
-    offload: bool = True,
-) -> Plan:
-    """The plan with the least added time whose peak, as simulated, is within the budget. Raises `BudgetError`.
-
-    With `offload`, values may wait on the host where there is a link to it and that is faster than recomputation.
-    """
-    joined = captured.joined(accumulating=account.gradients_held)
-    with stage("loading the solver"):
-        warm_up()
-    with stage("solving") as tell:
-        request = Request(account, budget_bytes, effort, tell, offload)
-        joined, solution, account = solve_on_card(joined, request)
-    regions = split(joined, captured, solution.schedule)
-    captured = captured.stepping_as([region.steps for region in regions])
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
-    return Plan(
-        model=captured.model_name,
-        hardware=captured.hardware.name,
-        budget_bytes=budget_bytes,
-        account=account,
-        plain=plain_step(captured, account),
-        planned=breakdown(seen.problem, solution.schedule, account),
-        ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
-        step_seconds=joined.problem.seconds,
-        added_seconds=solution.added_seconds,
-        held_bytes=held_after_forward(joined.problem, solution.schedule),
-        bound_seconds=solution.lower_bound_seconds,
-        method=solution.method,
-        regions=regions,
-        modules=module_rows(joined, solution.schedule),
-        notes=captured.all_notes,
-        effort=effort,
-        **_offloading(joined, solution),
-        origin=lambda: captured,
-        schedule=solution.schedule,
-    )
-
-
-def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:
-    """The plan's fields that are about the host."""
-    if not isinstance(solution, OffloadSolution):
-        return {}
-    storages = joined.problem.storages
-    return {
-        "host_bytes": solution.host_bytes,
-        "moved_bytes": sum(storages[each.storage].bytes for each in solution.schedule.offloads),
-        "stall_seconds": solution.stall_seconds,
-    }

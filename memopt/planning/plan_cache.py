@@ -12,6 +12,7 @@ from typing import Any
 from memopt.disk_cache import cache_folder, read_json, write_json
 from memopt.planning.captured import Captured
 from memopt.planning.footprint import Footprint
+from memopt.planning.make_plan import with_graphs
 from memopt.planning.plan import Plan
 from memopt.planning.plan_file import as_json, fields_from
 from memopt.solver import Offload, Schedule
@@ -33,7 +34,7 @@ class Kept:
 
     def live(self, captured: Callable[[], Captured]) -> Plan:
         """The plan with the graphs that it is for, which are captured when somebody looks at them."""
-        return replace(self.plan, origin=captured)
+        return with_graphs(self.plan, captured)
 
 
 def is_on() -> bool:

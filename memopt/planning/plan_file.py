@@ -1,44 +1,48 @@
-"""A plan as JSON values and back."""
+"""Plans and frontiers as JSON values and back."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
-from memopt.planning.module_rows import ModuleRow
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.planning.receipt import ReceiptRow
 from memopt.planning.region_schedule import RegionSchedule
+from memopt.show.rows import ModuleRow, ReceiptRow
 from passes import HostStay
 
 if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
+    from _typeshed import DataclassInstance
 
-_LIVE = ("origin", "schedule")
+LIVE: Mapping[str, bool] = MappingProxyType({"live": True})
+"""Metadata of a field that is only there in the process that made the value, and is not saved."""
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """All fields but the live ones, as JSON has them."""
-    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name not in _LIVE}
-    for name in ("account", "plain", "planned", "effort"):
-        values[name] = asdict(values[name])
-    for name in ("regions", "modules", "receipt"):
-        values[name] = [asdict(value) for value in values[name]]
-    return values
+def as_json(value: DataclassInstance) -> dict[str, Any]:
+    """The fields of a frozen value that are not `LIVE`, as JSON has them."""
+    saved = (field.name for field in fields(value) if not field.metadata.get("live"))
+    return {name: _plain(getattr(value, name)) for name in saved}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def fields_from(values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `Plan` out of what `as_json` gave. Raises `KeyError`, `TypeError` for other values."""
+    """The arguments of `Plan` from what `as_json` gave. Raises `KeyError`, `TypeError` for other values."""
 
     def breakdown(row: dict[str, Any]) -> Breakdown:
         return Breakdown(row["peak_bytes"], row["at"], tuple((name, size) for name, size in row["rows"]))
 
     def region(row: dict[str, Any]) -> RegionSchedule:
-        stays = tuple(HostStay(**stay) for stay in row.get("stays", ()))
+        offloads = tuple(HostStay(**offload) for offload in row.get("offloads", row.get("stays", ())))
         steps = tuple(row.get("steps", ()))
-        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], stays, steps)
+        return RegionSchedule(row["fingerprint"], tuple(row["evaluations"]), row["boundary"], offloads, steps)
 
     return {
         **values,

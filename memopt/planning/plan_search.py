@@ -11,11 +11,13 @@ from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.optimizers import Offer
 from memopt.planning.captured import Captured
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import Plan, make_plan
+from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE, smallest
-from memopt.planning.receipt import ReceiptRow, plain_row, schedule_rows, writes_over
+from memopt.planning.receipt import plain_row, schedule_rows, writes_over
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
+from memopt.show.rows import ReceiptRow
 
 Candidate = tuple[Rung, Captured, Account]
 """Some levers, the call as they make it, and what the step holds beside its graph."""

@@ -9,6 +9,7 @@ from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.frontier import Recipe
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.region_schedule import RegionSchedule
@@ -21,15 +22,6 @@ from passes import HostStay
 LITTLE = 5e-3
 # How often a step is planned anew at most, where torch's allocator holds too much.
 _ROUNDS = 4
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A way to choose by hand what to recompute: its name, the step's peak, its added time as a fraction."""
-
-    name: str
-    peak_gb: float
-    added_time: float
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,38 @@
-"""What each lever did to a step, line by line, as on a receipt."""
+"""What each lever did to a step, one row per lever, as on a receipt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from rich.table import Table
+from dataclasses import replace
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.planning.captured import Captured
+from memopt.planning.levers import RECOMPUTE
 from memopt.planning.on_card import on_card
+from memopt.planning.plan import Plan
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
+from memopt.show.rows import ReceiptRow
 from memopt.solver import Schedule
-from memopt.units import duration, size
-
-if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
-
-
-@dataclass(frozen=True)
-class ReceiptRow:
-    """The step with one more lever pulled."""
-
-    lever: str
-    """Its name; empty for the step as captured."""
-    peak_bytes: int
-    """Of the whole step."""
-    seconds: float
-    """Of forward and backward, by the time model."""
 
 
 def plain_step(captured: Captured, account: Account, *, reinplace: bool = False) -> Breakdown:
-    """What fills the memory of a captured step with nothing recomputed; `reinplace`: with results over operands."""
+    """What fills the memory at the peak of a captured step with nothing recomputed.
+
+    `reinplace`: with results of the backward written over dead operands.
+    """
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace)
     save_all = Schedule.save_all(seen.problem)
     return breakdown(seen.problem, save_all, on_card(seen, save_all, account))
 
 
 def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
-    """`plain_step` as a row of a receipt."""
+    """The row of a lever that changed the captured step: its peak and its seconds with nothing recomputed."""
     seconds = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace).problem.seconds
     return ReceiptRow(lever, plain_step(captured, account, reinplace=reinplace).peak_bytes, seconds)
 
 
 def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """What writing over operands does to the plan's step, recomputing then, and waiting on the host, as rows."""
+    """The rows of the levers that a plan's schedule uses, in this order: reinplace, recompute, offload_activations."""
     assert plan.captured is not None
     assert plan.schedule is not None
     rows = []
@@ -56,32 +42,13 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     if plan.added_seconds > plan.stall_seconds:
         seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
         recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
-        rows.append(ReceiptRow("recompute", recomputed.peak_bytes, seconds - plan.stall_seconds))
+        rows.append(ReceiptRow(RECOMPUTE, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:
         rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
 
 
 def writes_over(plan: Plan) -> bool:
-    """Whether results are written over operands."""
+    """Whether results of the plan's backward are written over dead operands."""
     assert plan.captured is not None
     return any(region.reuses for region in plan.captured.regions)
-
-
-def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
-    """Each lever's line: the peak and the time with it, and what it changed."""
-    table = Table(title="Which levers are pulled", title_justify="left")
-    table.add_column("lever")
-    for title in ("peak", "less", "time", "added"):
-        table.add_column(title, justify="right")
-    before = rows[0]
-    for row in rows:
-        less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
-        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
-        table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
-        before = row
-    return table
-
-
-def _signed(nbytes: int) -> str:
-    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"

@@ -1,4 +1,4 @@
-"""The schedule of one region, and the joint graph with every evaluation of it as a node."""
+"""The schedule of one region, and its joint graph with every recomputation and every copy as a node."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from passes import ApplyOffloads, ApplySchedule, HostStay
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """The schedule of one region: node names in the order of their evaluation, the first `boundary` in the forward, and
-    what waits on the host in the meantime."""
+    """In which order a region's nodes run, which run several times, and which values are offloaded meanwhile."""
 
     fingerprint: str
+    """Hash of the joint graph that the schedule is for."""
     evaluations: tuple[str, ...]
+    """Node names in the order in which they run; a recomputed node is named once for each time."""
     boundary: int
-    stays: tuple[HostStay, ...] = ()
+    """How many of `evaluations` belong to the forward."""
+    offloads: tuple[HostStay, ...] = ()
+    """Values that are copied to the host and back."""
     steps: tuple[int, ...] = ()
-    """Numbers of the inputs that are parameters which the optimiser steps within the backward, before its end."""
+    """Numbers of the inputs that are parameters which the optimiser steps before the end of the backward."""
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
-    """The joint graph with every evaluation of the schedule as a node of its own, and every copy to the host."""
-    how = schedule.evaluations, schedule.boundary, joint.forward_outputs
-    return (ApplyOffloads(*how, schedule.stays) if schedule.stays else ApplySchedule(*how))(joint.module)
+    """The joint graph with a node for each recomputation of the schedule, and for each copy to and from the host."""
+    order = schedule.evaluations, schedule.boundary, joint.forward_outputs
+    return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)

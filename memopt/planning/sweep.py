@@ -1,34 +1,31 @@
-"""Solves one step for many budgets, the smallest first, and keeps the best for each."""
+"""Solves one step for many budgets, the smallest first, and takes the fastest schedule that fits each."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from memopt.account.account import Account
 from memopt.errors import GIB
 from memopt.planning.captured import Joined
 from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
+from memopt.planning.plan import Plan
 from memopt.planning.planner import Request, recipes, smallest, solve_settled, step_peak_bytes
 from memopt.progress import stage
 from memopt.solver import Schedule, Solution, floor_bytes, simulate, warm_up
 
-if TYPE_CHECKING:
-    from memopt.account.account import Account
-    from memopt.planning.plan import Plan
-
-# The budget nearest to the smallest lies this share of the way to the plain peak above it.
+# The second budget lies this fraction of the way from the smallest budget to the plain peak.
 _NEAREST = 1e-3
 
 
-def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
-    """The curve of the step that `plan` is of, through `points` budgets and the peaks of the recipes.
+def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[Plan]:
+    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes.
 
-    The time of the best effort is shared evenly among them. On a card, all points count what its allocator must hold
-    beyond what it hands out as it is for the smallest budget.
+    The seconds of effort "best" are shared evenly among all budgets. On a card, every point counts the allocator's
+    rounding and fragmentation as they are at the smallest budget.
     """
     problem = joined.problem
     with stage("loading the solver"):
@@ -56,8 +53,8 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier:
 
 
 def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
-    """`points` budgets from the smallest to the plain peak: half of them evenly, half ever denser to the smallest,
-    where the curve bends. Fewer where two would be the same."""
+    """`points` budgets in bytes from the smallest to the plain peak, ascending: half of them evenly spaced, half in a
+    geometric series towards the smallest, where the curve bends. Equal budgets are listed once."""
     dense = (points - 1) // 2
     even = points - dense
     shares = [number / (even - 1) for number in range(even)]
@@ -66,16 +63,16 @@ def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[
 
 
 def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> tuple[FrontierPoint, ...]:
-    """For each budget the fastest schedule that was found for any and fits, and the tightest bound that holds."""
+    """For each budget the fastest schedule found for any budget that fits this one, and the tightest lower bound."""
     solutions = _solutions(joined, account, budgets, effort)
     peaks = [step_peak_bytes(joined, account, solution.peak_bytes) for solution in solutions]
-    # What no schedule within a larger budget undercuts, none within this does.
+    # A bound for a larger budget holds for a smaller one too.
     bounds = list(accumulate((solution.lower_bound_seconds for solution in reversed(solutions)), max))[::-1]
     seconds = joined.problem.seconds or 1.0
     points = []
     for budget, bound in zip(budgets, bounds, strict=True):
-        fitting = [each for each in zip(peaks, solutions, strict=True) if each[0] <= budget]
-        peak, solution = min(fitting, key=lambda each: (each[1].added_seconds, each[0]))
+        fitting = [(found, peak) for found, peak in zip(solutions, peaks, strict=True) if peak <= budget]
+        solution, peak = min(fitting, key=lambda pair: (pair[0].added_seconds, pair[1]))
         most = max(Counter(solution.schedule.evaluations).values())
         added = solution.added_seconds / seconds
         points.append(FrontierPoint(budget / GIB, peak / GIB, added, bound / seconds, solution.method, most))
@@ -83,15 +80,15 @@ def _curve(joined: Joined, account: Account, budgets: list[int], effort: Effort)
 
 
 def _solutions(joined: Joined, account: Account, budgets: list[int], effort: Effort) -> list[Solution]:
-    """Solve in ascending order: no solution is slower than one already found for a smaller budget."""
+    """A solution for each budget, solved in ascending order: none is slower than that for a smaller budget."""
     solutions: list[Solution] = []
-    each = replace(effort, limit_seconds=effort.limit_seconds / len(budgets))
+    share = replace(effort, limit_seconds=effort.limit_seconds / len(budgets))
     with stage(f"solving for {len(budgets)} budgets") as tell:
 
-        def further(line: str = "") -> None:
+        def progress(line: str = "") -> None:
             tell(f"{len(solutions)} done" + (f"; {line}" if line else ""))
 
         for budget in budgets:
-            further()
-            solutions.append(solve_settled(joined, Request(account, budget, each, further))[1])
+            progress()
+            solutions.append(solve_settled(joined, Request(account, budget, share, progress))[1])
     return solutions

@@ -1,4 +1,4 @@
-"""Places labels beside the points they name: clear of each other, of the points and of the curve."""
+"""Places labels beside the points that they name, clear of each other, of the points and of the curve."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Box = tuple[float, float, float, float]
 
 # Distances from a point at which its label is tried, in multiples of the label's height.
 _DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
-# Directions, in degrees, the best first.
+# Directions from the point, in degrees, the preferred first.
 _DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
-# From this distance on, in multiples of the height, a line leads from the label to its point.
+# Labels further away than this, in multiples of their height, get a line to their point.
 _LEADS = 1.5
-# Half the width of a dot, in pixels.
+# Radius of a dot, in pixels.
 _DOT = 8.0
-# Between labels.
+# Space around a label, in multiples of its height.
 _PADDING = 0.4
-# How much nearer, as a factor, a label without a line is to its own point than to any other.
+# A label without a line is nearer to its own point than to any other, by this factor.
 _NEARER = 1.4
 
 
@@ -44,9 +44,9 @@ class Label:
 def place(
     figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[Point], dots: Sequence[Point], font_size: float
 ) -> None:
-    """Write each label at the nearest place that is free; where none is, at the one that covers least.
+    """Draw each label at the nearest free place, or at the one that covers least if none is free.
 
-    `line` and `dots` are what must stay visible, in the units of the axes.
+    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which stay visible.
     """
     from matplotlib.patheffects import withStroke
 
@@ -76,39 +76,40 @@ def place(
 
 @dataclass
 class Room:
-    """Where labels may go, in pixels."""
+    """What is drawn in the frame of a picture so far, in pixels."""
 
     inside: Box
     points: Sequence[Point]
-    """All that are named."""
+    """All points that get a label."""
     drawn: list[Box] = field(default_factory=list)
-    """What is there before any label."""
+    """Boxes of the curve and of the dots."""
     written: list[Box] = field(default_factory=list)
-    """The labels."""
+    """Boxes of the labels that are placed."""
 
     def best(self, point: Point, width: float, height: float) -> tuple[Box, float]:
-        """The box for a label of that size, and its distance from the point in multiples of its height."""
+        """The box for a label of the given size, and its distance from the point in multiples of its height."""
         places = list(_places(point, width, height))
-        least = min(places, key=lambda each: self._covers(each[0]) - _common(each[0], self.inside))
-        return next((each for each in places if self._is_free(each[0], point, each[1])), least)
+        least = min(places, key=lambda place: self._covers(place[0]) - _common(place[0], self.inside))
+        return next((place for place in places if self._is_free(place[0], point, place[1])), least)
 
     def _covers(self, box: Box) -> float:
-        return sum(_common(box, each) for each in (*self.drawn, *self.written))
+        """The area of what is drawn that a label in the box would cover."""
+        return sum(_common(box, other) for other in (*self.drawn, *self.written))
 
     def _is_free(self, box: Box, point: Point, distance: float) -> bool:
-        """Nothing is covered, and nobody takes the label for another point's."""
+        """Whether a label in the box covers nothing, and is not taken for another point's."""
         if not _contains(self.inside, box) or self._covers(box):
             return False
         if distance > _LEADS:
             lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
             others = [_around(x, y, _DOT) for x, y in self.points if (x, y) != point]
-            return not any(_common(step, each) for step in lead for each in (*self.written, *others))
+            return not any(_common(step, other) for step in lead for other in (*self.written, *others))
         own = math.dist(point, _nearest(box, point))
-        return all(_NEARER * own < math.dist(each, _nearest(box, each)) for each in self.points if each != point)
+        return all(_NEARER * own < math.dist(other, _nearest(box, other)) for other in self.points if other != point)
 
 
 def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
-    """Boxes whose nearest side or corner lies in each direction at each distance."""
+    """Boxes to try, with their distances: the nearest first, and at each distance in all directions."""
     for distance in _DISTANCES:
         for degrees in _DIRECTIONS:
             across, up = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -118,7 +119,7 @@ def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, fl
 
 
 def _nearest(box: Box, point: Point) -> Point:
-    """The point of a box that is nearest to a point."""
+    """The point of a box that is nearest to the given point."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
 
 
@@ -131,14 +132,14 @@ def _around(x: float, y: float, radius: float) -> Box:
 
 
 def _along(a: Point, b: Point) -> Iterator[tuple[float, float]]:
-    """Points between two, a few pixels apart."""
+    """Points on the line from `a` to `b`, both included, at most 8 pixels apart."""
     steps = max(1, math.ceil(math.dist(a, b) / 8.0))
     for step in range(steps + 1):
         yield a[0] + (b[0] - a[0]) * step / steps, a[1] + (b[1] - a[1]) * step / steps
 
 
 def _common(a: Box, b: Box) -> float:
-    """The area, in pixels, of what two boxes share."""
+    """The area, in pixels, that two boxes have in common."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     return width * height if width > 0 and height > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""A frontier as a picture: peak against added time, the bound below the curve, the recipes beside it."""
+"""The picture of a frontier: peak against added time, the lower bound below the curve, the recipes beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.planning.planner import Recipe
+from memopt.show.figures import CurveFigures, RecipeFigures
 from memopt.show.labels import Label, place
 from memopt.show.table import sizes, unit_of
 from memopt.units import duration
@@ -18,25 +18,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from memopt.planning.frontier import Frontier
-
 KINDS = (".svg", ".png", ".pdf")
 _CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
 _FONT = 9.0
 _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
-# Between the centres of two dots.
+# Distance between the centres of two dots below which they share a label.
 _TOUCH_PIXELS = 16.0
 
 
-def draw(frontier: Frontier, path: Path) -> None:
-    """Write the picture. Raises `ValueError` for another kind of file, `ModuleNotFoundError` without matplotlib."""
+def draw(frontier: CurveFigures, path: Path) -> None:
+    """Write the picture to a file. Raises `ValueError` for other `KINDS`, `ModuleNotFoundError` without matplotlib."""
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
     figure_of(frontier).savefig(path)
 
 
-def as_svg(frontier: Frontier) -> str | None:
-    """The picture as SVG; None where matplotlib is not there."""
+def as_svg(frontier: CurveFigures) -> str | None:
+    """The picture as SVG; None without matplotlib."""
     page = io.StringIO()
     try:
         figure_of(frontier).savefig(page, format="svg")
@@ -45,8 +43,8 @@ def as_svg(frontier: Frontier) -> str | None:
     return page.getvalue()
 
 
-def figure_of(frontier: Frontier) -> Figure:
-    """The picture as a matplotlib figure, outside of pyplot's global state."""
+def figure_of(frontier: CurveFigures) -> Figure:
+    """The picture as a matplotlib figure that pyplot knows nothing of. Raises `ModuleNotFoundError`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -56,7 +54,7 @@ def figure_of(frontier: Frontier) -> Figure:
         ) from error
 
     figure = Figure(figsize=(8.0, 5.0), dpi=160)
-    FigureCanvasAgg(figure)  # what measures the labels
+    FigureCanvasAgg(figure)  # needed to measure labels
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
     unit, scale = unit_of(frontier)
@@ -69,8 +67,8 @@ def figure_of(frontier: Frontier) -> Figure:
     return figure
 
 
-def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: float) -> None:
-    """Titles, axes with units, and their ranges."""
+def _frame(figure: Figure, axes: Axes, frontier: CurveFigures, unit: str, scale: float) -> None:
+    """Draw titles and axes, with units and ranges."""
     step = duration(frontier.step_seconds)
     figure.text(0.085, 0.945, f"{frontier.model} on {frontier.hardware}", fontsize=13, fontweight="bold")
     figure.text(0.085, 0.9, f"what less memory costs a training step of {step}", fontsize=10, color=_QUIET)
@@ -91,8 +89,8 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
         axes.spines[side].set_color(_QUIET)
 
 
-def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
-    """The smallest and the plain peak: a vertical line each, named above the frame."""
+def _ends(axes: Axes, frontier: CurveFigures, scale: float) -> None:
+    """Draw a vertical line at the smallest and at the plain peak, named above the frame."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
@@ -110,15 +108,16 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
         )
 
 
-def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
+def _curve(axes: Axes, frontier: CurveFigures, scale: float) -> list[tuple[float, float]]:
+    """Draw the curve; returns its points in the units of the axes."""
     points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4)
     return points
 
 
-def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
-    """Shade where no schedule is, and say so inside where there is room; else that is left to a label."""
+def _bound(figure: Figure, axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
+    """Shade the area below the bound, and name it inside if there is room; else return a label for it."""
     x = [point.budget_gb * scale for point in frontier.points]
     y = [100 * point.bound for point in frontier.points]
     axes.fill_between(x, y, color=_SHADE, linewidth=0, zorder=1)
@@ -135,13 +134,13 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
     return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], _QUIET)]
 
 
-def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
-    """A dot for each recipe that recomputes anything; those whose dots touch share a label."""
-    together: list[list[Recipe]] = []
-    for recipe in sorted(frontier.recipes, key=lambda each: each.peak_gb):
+def _recipes(axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
+    """Draw a dot for each recipe that recomputes anything; returns their labels, one for dots that touch."""
+    together: list[list[RecipeFigures]] = []
+    for recipe in sorted(frontier.recipes, key=lambda recipe: recipe.peak_gb):
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
-            touched = (group for group in together if any(_touch(axes, recipe, each, scale) for each in group))
+            touched = (group for group in together if any(_touch(axes, recipe, other, scale) for other in group))
             group = next(touched, None)
             if group is None:
                 together.append([recipe])
@@ -155,8 +154,8 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
     return labels
 
 
-def named(recipes: Iterable[Recipe]) -> str:
-    """Several recipes in few words, "per block" and "every k blocks" by their k alone: "1, 2, √L"."""
+def named(recipes: Iterable[RecipeFigures]) -> str:
+    """The names of several recipes as one short label; "per block" and "every k blocks" by k only: "1, 2, √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if _is_every(name) else name for name in names]
     return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))
@@ -166,9 +165,9 @@ def _is_every(name: str) -> bool:
     return name.startswith("every ") and name.endswith(" blocks")
 
 
-def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
+def _spot(recipe: RecipeFigures, scale: float) -> tuple[float, float]:
     return recipe.peak_gb * scale, 100 * recipe.added_time
 
 
-def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
+def _touch(axes: Axes, a: RecipeFigures, b: RecipeFigures, scale: float) -> bool:
     return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

@@ -1,37 +1,33 @@
-"""A plan as tables for people."""
+"""The tables of a plan, as plain text."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.planning.module_rows import ModuleRow
-from memopt.planning.receipt import receipt_table
+from memopt.show.figures import PlanFigures
+from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
-
-if TYPE_CHECKING:
-    from memopt.planning.plan import Plan
 
 MODULE_ROWS = 60
 
 
-def render(plan: Plan, width: int = 110) -> str:
-    """The plan's tables as plain text, `width` columns wide."""
+def render(plan: PlanFigures, width: int = 110) -> str:
+    """A headline, the bytes at the peak, the levers, and a row per module, as text of `width` columns."""
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
-    host = [_host_line(plan)] if plan.moved_bytes else []
-    return as_text(_headline(plan), *host, _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
+    offloads = [_offload_line(plan)] if plan.moved_bytes else []
+    return as_text(_headline(plan), *offloads, _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
-    """What rich would print, as plain text, `width` columns wide."""
+    """Text and rich tables as plain text of `width` columns, without colours."""
     page = io.StringIO()
     console = Console(file=page, width=width, color_system=None, highlight=False, markup=False)
     for part in parts:
@@ -39,7 +35,7 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanFigures) -> str:
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
@@ -49,16 +45,16 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _host_line(plan: Plan) -> str:
-    """What is asked of the host, which is no part of the budget."""
-    waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for the"
+def _offload_line(plan: PlanFigures) -> str:
+    """The host memory that offloading takes, which is not part of the budget, and the time that compute waits."""
+    waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for"
     return (
-        f"offloaded: {size(plan.moved_bytes)} a step go to the host and come back, at most {size(plan.host_bytes)} at "
-        f"a time; compute {waits} copies"
+        f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
+        f"{size(plan.host_bytes)} at a time; compute {waits} the copies"
     )
 
 
-def _bytes_table(plan: Plan) -> Table:
+def _bytes_table(plan: PlanFigures) -> Table:
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
     for title in ("as captured", "planned"):
@@ -71,20 +67,20 @@ def _bytes_table(plan: Plan) -> Table:
     table.add_row("at", plan.plain.at, plan.planned.at)
     if plan.moved_bytes:
         table.add_section()
-        table.add_row("host memory asked for", size(0), size(plan.host_bytes))
+        table.add_row("host memory for offloads", size(0), size(plan.host_bytes))
     return table
 
 
-def _module_table(plan: Plan) -> Table:
-    table = Table(title="What each module keeps for the backward, and evaluates again", title_justify="left")
+def _module_table(plan: PlanFigures) -> Table:
+    table = Table(title="What each module saves for the backward, and recomputes", title_justify="left")
     table.add_column("module", overflow="fold")
     offloads = bool(plan.moved_bytes)
-    for title in ("ops", "saved", *["offloaded"] * offloads, "again", "recomputed", "time", "added"):
+    for title in ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
     for row, last, times in alike(folded(plan.modules)):
-        each = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
+        others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
-            (row.path or "(model)") + each,
+            (row.path or "(model)") + others,
             str(row.ops),
             size(row.saved_bytes),
             *[size(row.offloaded_bytes)] * offloads,
@@ -96,8 +92,27 @@ def _module_table(plan: Plan) -> Table:
     return table
 
 
+def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
+    """A row per lever: the step's peak and time with it and all before it, and what it changed."""
+    table = Table(title="Levers in use", title_justify="left")
+    table.add_column("lever")
+    for title in ("peak", "less", "time", "added"):
+        table.add_column(title, justify="right")
+    before = rows[0]
+    for row in rows:
+        less, added = before.peak_bytes - row.peak_bytes, (row.seconds - before.seconds) / (rows[0].seconds or 1.0)
+        cells = ("", "") if row is before else (_signed(less), f"{added:+.1%}")
+        table.add_row(row.lever or "as captured", size(row.peak_bytes), cells[0], duration(row.seconds), cells[1])
+        before = row
+    return table
+
+
+def _signed(nbytes: int) -> str:
+    return size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}"
+
+
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow]:
-    """The rows summed to the deepest level of modules at which there are at most `most`."""
+    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:
@@ -111,7 +126,10 @@ def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS) -> list[ModuleRow
 
 
 def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
-    """Runs of neighbours in a list of modules that differ in their number alone: the first, the last, how many."""
+    """The rows with runs of equal neighbours in a list of modules ("layers.0", "layers.1", …) put together.
+
+    Returns the first row, the last row and the length of each run; a row by itself is a run of 1.
+    """
     runs: list[tuple[ModuleRow, ModuleRow, int]] = []
     for row in rows:
         if runs and row.path[-1:].isdigit() and _siblings(runs[-1][1], row):
@@ -123,7 +141,7 @@ def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
 
 
 def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
-    """Whether two rows are numbered elements of one list, and alike up to rounding of their times."""
+    """Whether two rows are numbered elements of one list of modules, with equal figures but for rounding of times."""
     same_list = a.path.rpartition(".")[0] == b.path.rpartition(".")[0] and a.path[-1:].isdigit()
     seconds = zip((a.seconds, a.added_seconds), (b.seconds, b.added_seconds), strict=True)
     close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in seconds)

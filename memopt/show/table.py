@@ -1,31 +1,28 @@
-"""A frontier as tables for people."""
+"""The tables of a frontier, as plain text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from memopt.errors import GIB
+from memopt.show.figures import CurveFigures, PointFigures
 from memopt.show.report import as_text
 from memopt.units import duration, size
-
-if TYPE_CHECKING:
-    from memopt.planning.frontier import Frontier, FrontierPoint
 
 ROWS = 16
 
 
-def render(frontier: Frontier, width: int = 110) -> str:
-    """The frontier's tables as plain text, `width` columns wide."""
+def render(frontier: CurveFigures, width: int = 110) -> str:
+    """A headline, the curve, and the recipes beside it, as text of `width` columns."""
     notes = (f"note: {note}" for note in frontier.notes)
     return as_text(_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes, width=width)
 
 
-def _headline(frontier: Frontier) -> str:
+def _headline(frontier: CurveFigures) -> str:
     plain, smallest, floor = (
         size(round(gb * GIB)) for gb in (frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb)
     )
@@ -36,10 +33,10 @@ def _headline(frontier: Frontier) -> str:
     )
 
 
-def _curve_table(frontier: Frontier) -> Table:
+def _curve_table(frontier: CurveFigures) -> Table:
     table = Table(title="The least added time for each budget", title_justify="left")
     shown = sizes(frontier)
-    for title in ("budget", "peak", "added time", "at least", "evaluations"):
+    for title in ("budget", "peak", "added time", "at least", "runs of an op"):
         table.add_column(title, justify="right")
     table.add_column("method")
     for point in spread(frontier.points):
@@ -54,7 +51,7 @@ def _curve_table(frontier: Frontier) -> Table:
     return table
 
 
-def _recipe_table(frontier: Frontier) -> Table:
+def _recipe_table(frontier: CurveFigures) -> Table:
     table = Table(title="Recipes, and memopt within the same peak", title_justify="left")
     table.add_column("recipe")
     for title in ("peak", "added time", "memopt"):
@@ -66,8 +63,8 @@ def _recipe_table(frontier: Frontier) -> Table:
     return table
 
 
-def spread(points: tuple[FrontierPoint, ...], most: int = ROWS) -> tuple[FrontierPoint, ...]:
-    """At most `most` of the points, both ends among them, at even distances along the curve as it is drawn."""
+def spread(points: Sequence[PointFigures], most: int = ROWS) -> Sequence[PointFigures]:
+    """At most `most` of the points, with both ends, at even distances along the curve as a picture shows it."""
     if len(points) <= most:
         return points
     width = points[-1].budget_gb - points[0].budget_gb
@@ -80,13 +77,13 @@ def spread(points: tuple[FrontierPoint, ...], most: int = ROWS) -> tuple[Frontie
     return tuple(points[index] for index in sorted(chosen))
 
 
-def unit_of(frontier: Frontier) -> tuple[str, float]:
-    """The one unit for the whole curve, and how many of it a GB is."""
+def unit_of(frontier: CurveFigures) -> tuple[str, float]:
+    """The unit of all sizes of the curve, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
-def sizes(frontier: Frontier) -> Callable[[float], str]:
-    """GB as text in that unit, with the digits that tell the points of the curve apart."""
+def sizes(frontier: CurveFigures) -> Callable[[float], str]:
+    """What formats GB in the curve's unit, with as many digits as tell its points apart."""
     unit, scale = unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale
     digits = max(3 - math.floor(math.log10(width)), 0) if width else 3

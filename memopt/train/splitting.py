@@ -11,7 +11,7 @@ from torch import nn
 from memopt.capture.inputs import call_signature
 from memopt.errors import BudgetError, CaptureError
 from memopt.microbatch import is_series, samples_of, split
-from memopt.planning.options import MICROBATCH
+from memopt.planning.levers import MICROBATCH
 from memopt.planning.plan import Plan
 from memopt.run.planned_call import planned_call_of
 from memopt.train.ranks import unwrapped

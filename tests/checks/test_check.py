@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 import memopt
 from memopt.checks.check import check, predicted_rows
-from memopt.planning.plan import make_plan
+from memopt.planning.make_plan import make_plan
 from tests.planned import ACCOUNT, two_regions
 
 

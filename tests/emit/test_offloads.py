@@ -147,8 +147,8 @@ def test_while_another_region_runs_nothing_can_be_copied() -> None:
     for freed, fetch in ((forward + 1, forward + 2), (forward + 2, read - 1), (2, 3)):
         schedule = Schedule(plain.evaluations, (Offload(storage, 1, freed, fetch, read),))
         first, second = regions(joints, problem, schedule)
-        assert second.stays == ()
-        (stay,) = first.stays
+        assert second.offloads == ()
+        (stay,) = first.offloads
         assert stay.value == "gelu"
         assert (stay.out_after, stay.freed_before) == (1, min(freed, first.boundary))
         assert stay.fetch_from >= min(fetch, first.boundary)

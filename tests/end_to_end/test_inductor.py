@@ -120,7 +120,7 @@ def test_refusals_leave_the_model_plain() -> None:
         memopt.optimize(model, 0.9 * ahead().smallest_gb(), example_inputs=batch(), backend="inductor", **MODE)
     assert model._compiled_call_impl is None
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'aten', 'inductor', not 'triton'"):
-        check_options(1, None, None, "fp32", {"recompute"}, "triton", "loss")
+        check_options(1, backend="triton")
 
 
 def test_other_calls_run_the_plain_model() -> None:

@@ -18,7 +18,7 @@ from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
 from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
-from memopt.planning.options import DEFAULT_ALLOW, MICROBATCH
+from memopt.planning.levers import DEFAULT_LEVERS, MICROBATCH
 from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS
 from tests.end_to_end.steps import own_bytes
 from tests.end_to_end.test_levers import MODELS, batch, make
@@ -26,7 +26,7 @@ from tests.smallest import smallest_gb
 
 EIGHT_BITS = {"fp8", "mxfp8", FP8_ACTIVATIONS}
 # On a CPU there is no host to move anything to.
-LEVERS = sorted((DEFAULT_ALLOW | set(OPTIMIZER_PROPOSALS) | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
+LEVERS = sorted((DEFAULT_LEVERS | set(OPTIMIZER_PROPOSALS) | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
 WITH_DROPOUT = ("gpt2", "opt")
 # TrainStep has microbatches, and no optimiser in the backward; and a layer has one kind of scale.
 APART = ({OPTIMIZER_IN_BACKWARD, MICROBATCH}, {"fp8", "mxfp8"})

@@ -103,7 +103,7 @@ def test_without_proposals_the_optimizer_stays() -> None:
 
 
 def test_proposals_are_decided_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"'low_bit_optimizer' is pulled is decided .*: give example_inputs"):
+    with pytest.raises(ValueError, match=r"'low_bit_optimizer' is used is decided .*: give example_inputs"):
         memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
 
 

@@ -1,12 +1,12 @@
-"""Curves for the tests: one that is solved, and one made up for what is written about it."""
+"""Curves for the tests: one that is solved, and one with figures that are easy to read in tables."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from memopt.planning.frontier import Frontier, FrontierPoint
-from memopt.planning.plan import Plan, make_plan
-from memopt.planning.planner import Recipe
+from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
+from memopt.planning.make_plan import make_plan
+from memopt.planning.plan import Plan
 from tests.planned import ACCOUNT, captured, region
 
 

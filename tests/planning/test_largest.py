@@ -1,10 +1,10 @@
-"""The largest size that fits, on plans that are made up."""
+"""The largest size that fits, searched for among plans of given figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from memopt.errors import BudgetError
 from memopt.planning.largest import LargestSize
-from memopt.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class Planned:
-    """As much of a plan as the search looks at."""
+    """A plan with the figures that the search asks for."""
 
     least: int
     added_time: float = 0.0
@@ -26,12 +25,12 @@ class Planned:
         return self.least
 
 
-def planner(needs: Callable[[int], int], budget_bytes: int, tried: list[int]) -> Callable[[int], Plan]:
-    def plan(size: int) -> Plan:
+def planner(needs: Callable[[int], int], budget_bytes: int, tried: list[int]) -> Callable[[int], Planned]:
+    def plan(size: int) -> Planned:
         tried.append(size)
         if needs(size) > budget_bytes:
             raise BudgetError(budget_bytes, needs(size), "activations")
-        return cast(Plan, Planned(needs(size)))
+        return Planned(needs(size))
 
     return plan
 
@@ -51,7 +50,7 @@ def test_a_line_takes_few_plans() -> None:
 @given(
     st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 3), st.integers(1, 500), st.integers(1, 16),
 )  # fmt: skip
-def test_exact_for_whatever_grows(fixed: int, slope: int, power: float, size: int, step: int) -> None:
+def test_exact_for_any_growth(fixed: int, slope: int, power: float, size: int, step: int) -> None:
     def needs(size: int) -> int:
         return fixed + int(slope * size ** (0.5 + power)) + (size % 3) * (slope // 8 if size > 5 else 0)
 
@@ -86,7 +85,7 @@ def test_not_even_one() -> None:
 
 
 def test_a_size_that_nothing_depends_on() -> None:
-    with pytest.raises(ValueError, match="does not depend on it, or give at_most="):
+    with pytest.raises(ValueError, match=r"every size fits: .* give at_most="):
         search(lambda size: 100, 150)
 
 
@@ -96,13 +95,13 @@ def test_at_most_below_the_step() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 1000))
-def test_what_would_add_too_much_time_does_not_fit(quick: int, step: int, budget: int) -> None:
+def test_sizes_that_add_too_much_time_do_not_fit(quick: int, step: int, budget: int) -> None:
     """Sizes up to `quick` add nothing, larger ones half of the step."""
 
-    def plan(size: int) -> Plan:
+    def plan(size: int) -> Planned:
         if size > budget:
             raise BudgetError(budget, size, "activations")
-        return cast(Plan, Planned(size, 0.0 if size <= quick else 0.5))
+        return Planned(size, 0.0 if size <= quick else 0.5)
 
     def find(added_time: float) -> int:
         return LargestSize(plan, budget, step, added_time=added_time).find()
@@ -111,7 +110,7 @@ def test_what_would_add_too_much_time_does_not_fit(quick: int, step: int, budget
         return
     assert find(0.5) == budget // step * step
     if quick < step:
-        with pytest.raises(ValueError, match=r"50% of added time only, more than max_added_time=0.3"):
+        with pytest.raises(ValueError, match=r"only with 50% of added time, more than max_added_time=0.3"):
             find(0.3)
     else:
         assert find(0.3) == min(budget, quick) // step * step

@@ -12,8 +12,8 @@ from memopt.account.breakdown import breakdown
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import expandable_segments, on_card, within
-from memopt.planning.plan import make_plan
 from memopt.planning.planner import smallest
 from memopt.solver import Schedule
 from tests.planned import captured, region

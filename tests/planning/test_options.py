@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import memopt
-from memopt.planning.options import Effort, check_effort, check_points
+from memopt.planning.options import BACKENDS, Effort, backend_for, check_effort, check_options, check_points
+from memopt.solver import RematProblem, Schedule
+from passes import EliminateDeadCode, MergeCasts
 
 
 def test_efforts() -> None:
@@ -57,3 +60,89 @@ def test_points() -> None:
     for wrong, kind in ((1, ValueError), (-3, ValueError), (40.0, TypeError), (True, TypeError), ("40", TypeError)):
         with pytest.raises(kind, match=f"points must be .* not {wrong!r}"):
             check_points(wrong)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class SaveAll:
+    """A solver that saves everything."""
+
+    name: str = "save all"
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return [Schedule.save_all(problem)]
+
+
+def test_passes_and_solvers_become_tuples() -> None:
+    options = check_options(1, passes=[EliminateDeadCode(), MergeCasts()], solvers=[SaveAll("mine")])
+    assert options.passes == (EliminateDeadCode(), MergeCasts())
+    assert options.solvers == (SaveAll("mine"),)
+    assert check_options(1).passes == check_options(1).solvers == ()
+    assert hash(options.passes) == hash((EliminateDeadCode(), MergeCasts()))
+
+
+@dataclass(frozen=True)
+class Opaque(SaveAll):
+    """A solver with an option that has no text of its own."""
+
+    option: object = field(default_factory=object)
+
+
+class Nameless:
+    """A solver without a name."""
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [
+        ({"passes": EliminateDeadCode()}, TypeError, r"passes must be a list of .* not EliminateDeadCode\(\)"),
+        ({"passes": "dead"}, TypeError, "passes must be a list of .* not 'dead'"),
+        ({"passes": [MergeCasts(), EliminateDeadCode]}, TypeError, r"passes\[1\] .*; give EliminateDeadCode\(\)"),
+        ({"passes": [lambda graph: graph]}, TypeError, r"passes\[0\] must be a passes\.Pass, a frozen dataclass, not"),
+        ({"solvers": SaveAll()}, TypeError, r"solvers must be a list of solvers, such as \[MySolver\(\)\], not"),
+        ({"solvers": [SaveAll]}, TypeError, r"solvers\[0\] must have a method candidates\(problem, budget_bytes\)"),
+        ({"solvers": [object()]}, TypeError, r"solvers\[0\] must have a method candidates"),
+        (
+            {"solvers": [SaveAll(), Nameless()]},
+            TypeError,
+            r"solvers\[1\] must have a name, a string that",
+        ),
+        ({"solvers": [Opaque()]}, ValueError, r"solvers\[0\] must have a repr that shows its options"),
+        ({"backend": "triton"}, ValueError, "backend must be one of 'auto', 'aten', 'inductor', not 'triton'"),
+        ({"outputs": "none"}, ValueError, "outputs must be one of 'loss', 'all', 'loss_only', not 'none'"),
+        ({"loss_fn": 3}, TypeError, r"loss_fn must be a function of \(output, target\), not 3"),
+        ({"allow": {"fp4"}}, ValueError, "allow names an unknown lever 'fp4'"),
+        ({"calibrate": True, "device": "h100"}, ValueError, "give one of device and calibrate"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        check_options(1, **wrong)
+
+
+def test_the_backend_is_chosen_by_the_card() -> None:
+    assert backend_for("auto", "cpu") == "aten"
+    assert backend_for("auto", "h100") == backend_for("auto", "rtx-4090") == "inductor"
+    for card in ("cpu", "h100"):
+        assert [backend_for(backend, card) for backend in BACKENDS[1:]] == list(BACKENDS[1:])
+
+
+def test_a_plan_for_another_card_says_its_backend() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
+    batch = torch.zeros(2, 4), torch.zeros(2, 4)
+    note = "planned for backend '{}', which backend='auto' means on {}"
+
+    def plan(**options: Any) -> memopt.Plan:
+        return memopt.plan(model, 1, batch, loss_fn=mse_loss, precision="fp32", effort="fast", **options)
+
+    on_h100 = plan(device="h100")
+    assert note.format("inductor", "a CUDA card") in on_h100.notes
+    assert on_h100.captured is not None
+    assert on_h100.captured.regions[0].fused
+    assert note.format("aten", "a CPU") in plan(device="cpu").notes
+    for named in (plan(device="h100", backend="aten"), plan()):
+        assert not [text for text in named.notes if "backend" in text]
+        assert named.captured is not None
+        assert not named.captured.regions[0].fused

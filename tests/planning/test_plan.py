@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError
+from memopt.planning.captured import Captured
+from memopt.planning.make_plan import make_plan, with_graphs
 from memopt.planning.options import Effort
-from memopt.planning.plan import FORMAT, Plan, make_plan
+from memopt.planning.plan import FORMAT, Plan
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 
@@ -85,8 +87,11 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda plan: plan.graphs, Plan.diff, Plan.recipes, Plan.smallest_gb, lambda plan: plan.at(1.0), Plan.frontier],
-    ids=["graphs", "diff", "recipes", "smallest_gb", "at", "frontier"],
+    [
+        pytest.param(lambda plan: plan.graphs, id="graphs"),
+        pytest.param(lambda plan: plan.at(1.0), id="at"),
+        *(getattr(Plan, name) for name in ("diff", "recipes", "smallest_gb", "frontier", "networkx")),
+    ],
 )
 def test_a_loaded_plan_has_no_graphs(tight: Plan, tmp_path: Path, use: Callable[[Plan], object]) -> None:
     with pytest.raises(ValueError, match=r"loaded from a file and has no graphs; make it with memopt\.plan"):
@@ -97,6 +102,41 @@ def test_frozen(tight: Plan) -> None:
     for name in ("budget_bytes", "regions", "schedule"):
         with pytest.raises(FrozenInstanceError):
             setattr(tight, name, 0)
+
+
+def mutable_in(value: object) -> list[object]:
+    """The dicts, lists and sets that a value holds, however deep."""
+    if isinstance(value, (dict, list, set)):
+        return [value]
+    if isinstance(value, (tuple, frozenset)):
+        return [found for item in value for found in mutable_in(item)]
+    if is_dataclass(value):
+        names = {field.name for field in fields(value)} | set(getattr(value, "__dict__", {}))
+        return [found for name in names - {"source"} for found in mutable_in(getattr(value, name))]
+    assert isinstance(value, (str, int, float, type(None))), f"a plan holds {value!r}"
+    return []
+
+
+def test_nothing_in_a_plan_can_be_changed(roomy: Plan, tight: Plan, tmp_path: Path) -> None:
+    for plan in (roomy, tight, loaded(tight, tmp_path)):
+        plan.table(), plan.added_time, plan.joined
+        assert not mutable_in(plan)
+
+
+def test_graphs_are_given_back_to_a_loaded_plan(tight: Plan, tmp_path: Path) -> None:
+    asked = []
+
+    def capture() -> Captured:
+        asked.append(1)
+        assert tight.captured is not None
+        return tight.captured
+
+    again = with_graphs(loaded(tight, tmp_path), capture)
+    assert again == tight
+    assert not asked
+    assert again.diff() == tight.diff()
+    assert again.at(1) == tight.at(1)
+    assert asked
 
 
 def test_figures(roomy: Plan, tight: Plan) -> None:
@@ -122,7 +162,7 @@ def test_at_another_budget(roomy: Plan, tight: Plan) -> None:
         roomy.at("12")  # type: ignore[arg-type]
 
 
-def test_the_effort_stays_until_another_is_named(roomy: Plan, tmp_path: Path) -> None:
+def test_the_effort_is_that_of_the_plan_unless_another_is_named(roomy: Plan, tmp_path: Path) -> None:
     assert roomy.effort == Effort("default")
     smallest = roomy.smallest_gb()
     fast = roomy.at(smallest, effort="fast")
@@ -159,7 +199,7 @@ def test_diff(roomy: Plan, tight: Plan) -> None:
     assert diff == tight.diff("scheduled")
     assert all("_again" in name for name in diff.regions[0].added)
     assert not diff.regions[0].removed
-    assert diff.summary() == f"{diff.evaluated_again} evaluated again"
+    assert diff.summary() == f"{diff.recomputed} recomputed"
     assert roomy.diff().summary() == "no change"
     assert not roomy.diff()
     with pytest.raises(ValueError, match="no stage 'captured' to show; there is 'scheduled', against 'captured'"):

@@ -10,8 +10,9 @@ from memopt.account.account import Account
 from memopt.capture.operators import NOTHING
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import DEFAULT_EFFORT
-from memopt.planning.plan import Plan, make_plan
+from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.receipt import plain_row
 from memopt.rewrite import Rung

@@ -13,9 +13,9 @@ from expecttest import assert_expected_inline
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import Effort
-from memopt.planning.plan import make_plan
 from memopt.planning.planner import Request, progress_line, recipes, smallest, solve, split
 from memopt.price.price import split_halves
 from memopt.solver import Progress, Schedule, simulate

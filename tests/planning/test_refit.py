@@ -9,7 +9,7 @@ import pytest
 
 import memopt
 from memopt.planning.footprint import Footprint
-from memopt.planning.plan import make_plan
+from memopt.planning.make_plan import make_plan
 from memopt.planning.refit import Refit, as_lowered
 from tests.planned import ACCOUNT, captured
 

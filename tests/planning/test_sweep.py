@@ -13,8 +13,8 @@ from memopt.errors import GIB
 from memopt.planning import sweep as pareto_sweep
 from memopt.planning.captured import Captured
 from memopt.planning.frontier import Frontier
+from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import make_plan
 from memopt.planning.sweep import budgets_between
 from tests.planned import ACCOUNT, captured, region, two_regions
 from tests.planning.curves import roomy, solved
@@ -68,7 +68,7 @@ def test_no_recipe_is_better(curve: Frontier) -> None:
         assert curve.at(recipe.peak_gb).added_time <= recipe.added_time
 
 
-def test_plans_keep_what_the_curve_says() -> None:
+def test_plans_are_as_good_as_the_points_of_the_curve() -> None:
     for point in solved().points:
         plan = roomy().at(point.budget_gb)
         assert plan.added_time <= point.added_time
@@ -113,7 +113,7 @@ def test_every_effort() -> None:
         assert better.added_time <= worse.added_time
 
 
-def test_the_notes_of_the_plan_stay() -> None:
+def test_the_curve_has_the_notes_of_the_plan() -> None:
     noted = replace(roomy(), notes=("the loss is computed outside of the model",))
     assert noted.frontier(2).notes == noted.notes
 

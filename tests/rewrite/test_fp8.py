@@ -7,7 +7,7 @@ import torch
 
 from memopt.capture.operators import Rewriting
 from memopt.device import hardware
-from memopt.planning.options import DEFAULT_ALLOW, LEVERS
+from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
 from memopt.rewrite import OPERATOR_LEVERS, ladder
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.precision.fp8 import DecideFp8, quantizing
@@ -19,7 +19,7 @@ NAMES = {"fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations"}
 
 def test_none_is_pulled_unless_named() -> None:
     assert LEVERS.keys() >= NAMES
-    assert not DEFAULT_ALLOW & NAMES
+    assert not DEFAULT_LEVERS & NAMES
 
 
 def test_first_of_all_where_it_is_faster_and_last_where_it_is_not() -> None:

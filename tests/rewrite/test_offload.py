@@ -11,9 +11,11 @@ from memopt.capture.operators import NOTHING
 from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
+from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
-from memopt.planning.options import DEFAULT_ALLOW, DEFAULT_EFFORT
-from memopt.planning.plan import Plan, make_plan
+from memopt.planning.options import DEFAULT_EFFORT
+from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, Rung, offload_link
@@ -57,10 +59,10 @@ def tight() -> Plan:
 
 def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
     card = hardware("rtx-4090")
-    assert OFFLOAD_ACTIVATIONS in DEFAULT_ALLOW
-    assert offload_link(card, DEFAULT_ALLOW) == card.link
+    assert OFFLOAD_ACTIVATIONS in DEFAULT_LEVERS
+    assert offload_link(card, DEFAULT_LEVERS) == card.link
     assert offload_link(card, {"recompute"}) is None
-    assert offload_link(hardware("cpu"), DEFAULT_ALLOW) is None
+    assert offload_link(hardware("cpu"), DEFAULT_LEVERS) is None
 
 
 def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
@@ -131,7 +133,7 @@ def test_the_receipt_has_a_row(tight: Plan) -> None:
     assert last.seconds == tight.step_seconds + tight.added_seconds
     assert tight.receipt[-2].peak_bytes > last.peak_bytes, "what it saves"
     assert "offload_activations" in str(tight)
-    assert "host memory asked for" in tight.table()
+    assert "host memory for offloads" in tight.table()
 
 
 def test_what_is_on_the_host_is_on_no_row_of_the_device(tight: Plan) -> None:
@@ -153,7 +155,7 @@ def test_saved_plans_keep_it(tight: Plan, tmp_path) -> None:
     tight.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == tight
-    assert again.regions[0].stays == tight.regions[0].stays != ()
+    assert again.regions[0].offloads == tight.regions[0].offloads != ()
     assert str(again) == str(tight)
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from memopt.planning.make_plan import make_plan
 
+from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.run.under_way import UnderWay

@@ -24,7 +24,7 @@ def test_labels_stay_inside(corner: tuple[float, float]) -> None:
     assert box[3] <= 300
 
 
-def test_what_is_drawn_stays_clear() -> None:
+def test_labels_avoid_what_is_drawn() -> None:
     wall = (0.0, 90.0, 400.0, 300.0)
     box, _ = Room(INSIDE, [(100.0, 85.0)], drawn=[wall]).best((100.0, 85.0), *SIZE)
     assert box[3] <= 90

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from memopt.planning.frontier import Frontier
-from memopt.planning.planner import Recipe
+from memopt.planning.frontier import Frontier, Recipe
 from memopt.show.picture import as_svg, figure_of, named
 from tests.planning.curves import made_up, solved
 
@@ -50,7 +49,7 @@ def texts(curve: Frontier) -> dict[str, Any]:
     return {text.get_text(): text.get_window_extent(renderer) for text in written if text.get_text()}
 
 
-def test_what_is_written() -> None:
+def test_texts() -> None:
     figure: Any = figure_of(made_up())
     assert set(texts(made_up())) == {
         "Llama[tiny] on h100",

@@ -4,13 +4,12 @@ from expecttest import assert_expected_inline
 
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
-from memopt.planning.module_rows import ModuleRow
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.show.report import alike, folded, render
+from memopt.show.rows import ModuleRow
 from tests.planned import ACCOUNT
-
-MB = 1024**2
+from tests.show.small import IN_ASCII, MB
 
 ROWS = (
     ModuleRow("layers.0.attention", 12, 30 * MB, 0, 0, 0.004, 0.0),
@@ -20,7 +19,7 @@ ROWS = (
 
 
 def plan() -> Plan:
-    """A plan made up for its table."""
+    """A plan with figures that are easy to read."""
     return Plan(
         model="Llama[tiny]",
         hardware="h100",
@@ -40,10 +39,6 @@ def plan() -> Plan:
     )
 
 
-# expecttest accepts new goldens in ASCII only.
-IN_ASCII = str.maketrans("┃│–━─┏┡└├┓┩┘┤┳╇┴┼┬", "||-==" + 13 * "+")
-
-
 def test_golden() -> None:
     assert_expected_inline(
         render(plan()).translate(IN_ASCII),
@@ -61,14 +56,14 @@ Where every byte goes at the peak
 | peak                   |         3 GB | 1.68 GB |
 | at                     | layers.0.mlp |    mm_7 |
 +========================+==============+=========+
-What each module keeps for the backward, and evaluates again
-+====================+=====+=======+=======+============+======+=======+
-| module             | ops | saved | again | recomputed | time | added |
-+====================+=====+=======+=======+============+======+=======+
-| layers.0.attention |  12 | 30 MB |     - |          - | 4 ms |     - |
-| layers.0.mlp       |   5 |     - |    10 |     240 MB | 6 ms | 12 ms |
-| (model)            |   3 |   4 B |     - |          - | 1 ms |     - |
-+====================+=====+=======+=======+============+======+=======+
+What each module saves for the backward, and recomputes
++====================+=====+=======+================+============+======+=======+
+| module             | ops | saved | ops recomputed | recomputed | time | added |
++====================+=====+=======+================+============+======+=======+
+| layers.0.attention |  12 | 30 MB |              - |          - | 4 ms |     - |
+| layers.0.mlp       |   5 |     - |             10 |     240 MB | 6 ms | 12 ms |
+| (model)            |   3 |   4 B |              - |          - | 1 ms |     - |
++====================+=====+=======+================+============+======+=======+
 note: captured in 2 regions, since [the forward breaks]""",
     )
     assert str(plan()) == plan().table() == render(plan())
@@ -85,7 +80,7 @@ def deep(blocks: int) -> list[ModuleRow]:
     return [ModuleRow(path, 1, 10, 100, 1, 0.5, 0.25) for path in paths]
 
 
-def test_few_rows_stay_as_they_are() -> None:
+def test_few_rows_are_not_summed() -> None:
     assert folded(deep(3), most=9) == deep(3)
 
 

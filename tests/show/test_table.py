@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from memopt.planning.frontier import FrontierPoint
 from memopt.show.table import render, spread
 from tests.planning.curves import made_up, solved
-from tests.show.test_report import IN_ASCII
+from tests.show.small import IN_ASCII
 
 
 def test_golden() -> None:
@@ -17,14 +17,14 @@ def test_golden() -> None:
 Llama[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule in this order holds
 less than 1.5 GB), added time as a share of 250 ms
 The least added time for each budget
-+==========+==========+============+==========+=============+=======================+
-|   budget |     peak | added time | at least | evaluations | method                |
-+==========+==========+============+==========+=============+=======================+
-| 2.000 GB | 2.000 GB |      50.0% |    30.0% |     up to 3 | nested chain          |
-| 2.500 GB | 2.250 GB |      25.0% |    20.0% |     up to 2 | minimum cut, polished |
-| 3.000 GB | 3.000 GB |      10.0% |    10.0% |     up to 2 | minimum cut           |
-| 4.000 GB | 4.000 GB |       0.0% |     0.0% |           1 | save all              |
-+==========+==========+============+==========+=============+=======================+
++==========+==========+============+==========+===============+=======================+
+|   budget |     peak | added time | at least | runs of an op | method                |
++==========+==========+============+==========+===============+=======================+
+| 2.000 GB | 2.000 GB |      50.0% |    30.0% |       up to 3 | nested chain          |
+| 2.500 GB | 2.250 GB |      25.0% |    20.0% |       up to 2 | minimum cut, polished |
+| 3.000 GB | 3.000 GB |      10.0% |    10.0% |       up to 2 | minimum cut           |
+| 4.000 GB | 4.000 GB |       0.0% |     0.0% |             1 | save all              |
++==========+==========+============+==========+===============+=======================+
 Recipes, and memopt within the same peak
 +================+==========+============+========+
 | recipe         |     peak | added time | memopt |

@@ -1,0 +1,48 @@
+"""Functions whose options are typed once: a wrong name is refused with the closest, and signatures list all options."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_options(kind: type, defaults: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function that takes `**options: Unpack[kind]`, for a `TypedDict` named `kind`.
+
+    A keyword that neither the function nor `kind` has raises a `TypeError` that names the closest one. What `help` and
+    notebooks show as the signature lists the options, with the defaults that the function `defaults` has for them.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = _listed(inspect.signature(function), kind, inspect.signature(defaults))
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise TypeError(_unknown(function.__name__, name, signature))
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def _listed(signature: inspect.Signature, kind: type, defaults: inspect.Signature) -> inspect.Signature:
+    """The signature with the options of `kind` in place of `**options`."""
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    return signature.replace(parameters=[*own, *(defaults.parameters[name] for name in kind.__annotations__)])
+
+
+def _unknown(function: str, name: str, signature: inspect.Signature) -> str:
+    closest = difflib.get_close_matches(name, signature.parameters, n=1)
+    if closest:
+        return f"{function}() takes no option {name!r}; did you mean {closest[0]!r}?"
+    return f"{function}() takes no option {name!r}; it takes {', '.join(signature.parameters)}"

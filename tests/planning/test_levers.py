@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import memopt
+from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.planning.levers import LEVERS, check_allow, recompute_note
+from memopt.rewrite import FP8_LEVERS, OPERATOR_LEVERS
+
+MEND = (
+    "nothing is recomputed, since allow leaves out 'recompute'; to keep the default levers, give "
+    "allow=memopt.DEFAULT_LEVERS | {'low_bit_optimizer'}"
+)
+
+
+def test_every_lever_has_its_record() -> None:
+    others = {"recompute", "reinplace", "microbatch", "offload_activations", "plain"}
+    assert LEVERS.keys() == {*OPERATOR_LEVERS, *FP8_LEVERS, *OPTIMIZER_PROPOSALS, *others}
+    for name, lever in memopt.LEVERS.items():
+        assert lever.name == name
+        assert lever.what.endswith(".")
+        assert lever.price
+        assert lever.exactness in ("bitwise", "rounding", "approximate")
+
+
+def test_the_defaults() -> None:
+    assert {name for name, lever in LEVERS.items() if lever.default} == memopt.DEFAULT_LEVERS
+    assert all(LEVERS[name].exactness != "approximate" for name in memopt.DEFAULT_LEVERS)
+    assert not memopt.DEFAULT_LEVERS & {*FP8_LEVERS, *OPTIMIZER_PROPOSALS, "plain"}
+
+
+def test_the_docstring_names_all() -> None:
+    assert memopt.optimize.__doc__ is not None
+    assert not [name for name in LEVERS if f'"{name}"' not in memopt.optimize.__doc__]
+
+
+def test_nothing_can_be_changed() -> None:
+    levers: Any = LEVERS
+    with pytest.raises(TypeError):
+        levers["mine"] = levers["fp8"]
+    with pytest.raises(FrozenInstanceError):
+        levers["fp8"].default = True
+
+
+def test_names_are_checked() -> None:
+    assert check_allow(memopt.DEFAULT_LEVERS | {"fp8"}) == memopt.DEFAULT_LEVERS | {"fp8"}
+    assert check_allow([]) == frozenset()
+    with pytest.raises(ValueError, match=r"unknown lever 'fp4'; known are bf16_parameters, .*, reinplace"):
+        check_allow(memopt.DEFAULT_LEVERS | {"fp4"})
+    with pytest.raises(TypeError, match=r"such as memopt\.DEFAULT_LEVERS \| \{'fp8'\}, not 'fp8'"):
+        check_allow("fp8")
+
+
+def test_the_note_names_the_mend() -> None:
+    assert recompute_note({"low_bit_optimizer"}) == (MEND,)
+    assert recompute_note({"reinplace"})[0].endswith("give allow=memopt.DEFAULT_LEVERS")
+    assert recompute_note({"recompute"}) == recompute_note(memopt.DEFAULT_LEVERS) == ()
+
+
+def test_plans_and_refusals_say_that_recomputation_is_left_out() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).train()
+    batch = torch.zeros(512, 8), torch.zeros(512, 8)
+    options: Any = {"loss_fn": mse_loss, "precision": "fp32", "effort": "fast"}
+    roomy = memopt.plan(model, 1, batch, allow={"low_bit_optimizer"}, **options)
+    assert MEND in roomy.notes
+    assert f"note: {MEND.split(';')[0]}" in str(roomy)
+    assert MEND in roomy.at(2).notes
+    small = 0.5 * roomy.smallest_gb()
+    for refused in (
+        lambda: roomy.at(small),
+        lambda: memopt.plan(model, small, batch, allow={"low_bit_optimizer"}, **options),
+    ):
+        with pytest.raises(memopt.BudgetError) as error:
+            refused()
+        assert MEND in str(error.value)
+        assert str(error.value).count("nothing is recomputed") == 1
+    assert not [note for note in memopt.plan(model, 1, batch, **options).notes if "recomputed" in note]
