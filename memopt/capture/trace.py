@@ -106,29 +106,35 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
         )
 
 
-def trace_call(
-    captured: CapturedCall, rewriting: Rewriting, backend: str = "aten", hooked: Collection[int] = ()
-) -> tuple[JointGraph, ...]:
-    """The joint graphs of all runs of a call, of each region traced once; runs without gradients are left out.
+def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "aten") -> tuple[JointGraph, ...]:
+    """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for: those are not added in place. Raises
-    `CaptureError` where there is nothing to differentiate, `PassError`, and `NothingToRewrite` where the decision that
-    is needed has nothing to do in any region.
+    Raises `CaptureError` where there is nothing to differentiate, `PassError`, and `NothingToRewrite` where the
+    decision that is needed has nothing to do in any region.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     backend = backend if captured.whole else "aten"
     regions = {id(run.region): run.region for run in captured.runs}
     traced = {number: trace(region, regional, backend) for number, region in regions.items()}
-    joints = tuple(
-        traced[id(run.region)].accumulating(parameters)
-        for run, parameters in zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
-        if traced[id(run.region)].differentiated
-    )
+    joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("what it returns depends on no trainable parameter")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints
+
+
+def accumulating(
+    joints: Sequence[JointGraph], captured: CapturedCall, hooked: Collection[int] = ()
+) -> tuple[JointGraph, ...]:
+    """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
+
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for: autograd hands those over.
+    """
+    differentiated = {id(joint.trace.region) for joint in joints}
+    runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
+    numbers = [parameters for run, parameters in runs if id(run.region) in differentiated]
+    return tuple(joint.accumulating(parameters) for joint, parameters in zip(joints, numbers, strict=True))
 
 
 def _check_needed(joints: Sequence[JointGraph], label: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.trace import trace_call
+from memopt.capture.trace import accumulating, trace_call
 from memopt.compat.dispatch import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.errors import CaptureError
@@ -34,6 +33,7 @@ from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
 from memopt.progress import stage
+from memopt.recent import Recent
 from memopt.rewrite import REINPLACE, Rung, ladder, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.training_state import TrainingState
@@ -60,8 +60,10 @@ class CallPlanner:
         self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
     ) -> None:
         self.model, self.options, self.loss_fn, self.plain = model, options, loss_fn, plain
-        self._steps: OrderedDict[tuple[Any, ...], tuple[CapturedCall, Captured]] = OrderedDict()
-        """Traced and priced steps, the latest used last: a call in another situation is not traced again."""
+        self._traces: Recent[tuple[int, int], tuple[CapturedCall, tuple[JointGraph, ...]]] = Recent(_MOST_STEPS)
+        """Joint graphs, by the `id` of a captured call and the number of the lever set."""
+        self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
+        """Priced steps, by the same and the parameters with hooks: another situation traces and prices nothing."""
         self._data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
         self.histories = new_prefix()
@@ -101,18 +103,21 @@ class CallPlanner:
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest of the levers has no work.
         """
-        key = id(captured), self.lever_sets.index(levers), situation.hooked
+        traced = id(captured), self.lever_sets.index(levers)
+        if traced not in self._traces:
+            self._traces[traced] = captured, self._trace(captured, levers.rewriting)
+        key = *traced, situation.hooked
         if key not in self._steps:
-            with stage("tracing"):
-                try:
-                    joints = trace_call(captured, levers.rewriting, self.backend, situation.hooked)
-                except CaptureError as failure:
-                    raise CaptureError(cannot_capture(self.model, str(failure))) from failure
+            joints = accumulating(self._traces[traced][1], captured, situation.hooked)
             self._steps[key] = captured, self._priced(joints, captured, call, levers.rewriting)
-            while len(self._steps) > _MOST_STEPS:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
         return self._steps[key][1].stepping_by(self.proposing.stepping)
+
+    def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
+        with stage("tracing"):
+            try:
+                return trace_call(captured, rewriting, self.backend)
+            except CaptureError as failure:
+                raise CaptureError(cannot_capture(self.model, str(failure))) from failure
 
     def forget_sizes(self) -> None:
         """Have calls priced again: a batch had more of something than was planned for."""

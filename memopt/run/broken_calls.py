@@ -22,8 +22,8 @@ from memopt.errors import CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
+from memopt.recent import Recent
 from memopt.run.pending import PendingForward
-from memopt.run.recent import Recent
 from memopt.run.region_stub import recording
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay

@@ -30,9 +30,9 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
+from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls
 from memopt.run.pending import PendingForward, PendingForwards
-from memopt.run.recent import Recent
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 from memopt.run.whole_calls import WholeCalls

@@ -12,7 +12,7 @@ from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.emit.stepping import check_own_memory
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.run.recent import Recent
+from memopt.recent import Recent
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay

@@ -112,12 +112,16 @@ class OtherWay(Layered):
 
 def test_a_way_that_was_not_planned_is_refused_or_runs_plain() -> None:
     model, (x, labels) = make(OtherWay), batch()
-    plain = run(copy.deepcopy(model), lambda model: step(model, (x, labels)), (x, labels))
+    ways = (-x.abs(), labels), (x.abs(), labels)
+    plain = [run(copy.deepcopy(model), lambda model, way=way: step(model, way), way) for way in ways]
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
+    assert_same(run(model, lambda model: step(model, ways[0]), ways[0]), plain[0])
     with pytest.raises(memopt.CaptureError, match="'plain' to allow"):
-        step(model, (x, labels))
+        step(model, ways[1])
     memopt.optimize(model, 1.0, optimizer=None, allow={"recompute", "plain"}, precision="fp32")
-    assert_same(run(model, lambda model: step(model, (x, labels)), (x, labels)), plain)
+    for way, expected in zip(ways, plain, strict=True):
+        model.zero_grad()
+        assert_same(run(model, lambda model, way=way: step(model, way), way), expected)
 
 
 def test_a_loss_outside_of_the_model() -> None:

@@ -159,12 +159,13 @@ def test_a_model_that_cannot_be_captured() -> None:
     assert_same(trained(model), trained(make(odd_models.Uncapturable)))
 
 
-def test_a_model_that_leaves_for_numpy() -> None:
+def test_a_model_that_leaves_for_numpy_is_planned_on_values_alone() -> None:
     model = make(odd_models.NumpyInLoop)
-    with refused(
-        model, memopt.CaptureError, "NumpyInLoop cannot be captured", "data-dependent", "numpy", "'plain' to allow"
-    ):
-        memopt.optimize(model, 1.0, example_inputs=BATCH, precision="fp32")
+    words = ("NumpyInLoop cannot be captured", "data-dependent", "numpy", "'plain' to allow")
+    with refused(model, memopt.CaptureError, *words):
+        memopt.plan(model, 1.0, BATCH, precision="fp32")
+    memopt.optimize(model, 1.0, example_inputs=BATCH, precision="fp32", allow={"recompute"})
+    assert_same(trained(model), trained(make(odd_models.NumpyInLoop)))
 
 
 class Counting(odd_models.BreakInLoop):

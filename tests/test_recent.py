@@ -1,4 +1,4 @@
-from memopt.run.recent import Recent
+from memopt.recent import Recent
 
 
 def test_the_value_not_used_for_longest_goes_first() -> None:
