@@ -13,7 +13,6 @@ are held against that, not against themselves.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.checks.account_check import AccountCheck, AccountRow
 from memopt.checks.check import check
 
@@ -161,7 +160,7 @@ def main() -> None:
     Console(width=120).print(table)
     result = {**stamp(), "runs": runs}
     if not options.only:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(RESULT, result)
     if options.check and failed:
         sys.exit(f"{failed} of {len(runs)} steps are off")
 

@@ -34,7 +34,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 
 import memopt
 from benchmarks.real_models import VIT, integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.device import hardware
@@ -254,7 +254,7 @@ def main() -> None:
     for article in chosen_articles(parser.parse_args().only):
         found[article] = Ladder(article).climb()
         known[article.name] = list(map(asdict, found[article]))
-        RESULT.write_text(json.dumps({**stamp(), "articles": known}, indent=1) + "\n")
+        write_result(RESULT, {**stamp(), "articles": known})
     for article, rows in found.items():
         Console(width=120).print(table(article, rows))
 

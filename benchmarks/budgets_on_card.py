@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from rich.table import Table
 
 import memopt
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "budgets_on_card.json"
@@ -203,7 +202,7 @@ def main() -> None:
             forget()
             setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
             result = {**stamp(), "small": chosen.small, "allocator": setting, "rows": [*map(asdict, rows)]}
-            chosen.to.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(chosen.to, result)
     show(rows)
 
 

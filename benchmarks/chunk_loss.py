@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.capture.operators import operator_graph
 from memopt.compat.dynamo import capture_settings, compile_with
 from passes import ChunkLoss
@@ -71,7 +71,7 @@ def main() -> None:
     for name in [only] if only else SIZES:
         rows[name] = compare(SIZES[name])
         print(name, rows[name], flush=True)
-    RESULT.write_text(json.dumps({**stamp(), "sizes": rows}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "sizes": rows})
     Console(width=140).print(table(rows))
 
 

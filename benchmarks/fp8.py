@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from examples.train_gpt2_within_budget import read_text
 from memopt.capture.ahead import capture
 from memopt.capture.joint import JointGraph
@@ -214,7 +214,7 @@ def main() -> None:
     before = json.loads(path.read_text())["trained"] if path.exists() and chosen.only else []
     rows = {**{row["mode"]: row for row in before if row["mode"] in MODES}, **new}
     result = {**stamp(), "steps": steps, "kept": list(map(asdict, accounts)), "trained": list(rows.values())}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rich.table import Table
 import memopt
 from benchmarks.gpu_methods import Method, peers, within
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.device import Hardware
 from memopt.errors import GIB
@@ -257,7 +257,7 @@ def main() -> None:
             cards = () if chosen.no_batches else SMALL_CARDS_GB if chosen.small else CARDS_GB
             batches += [each for card in cards for each in largest(candidate, card)]
             result = {**stamp(), "runs": [*map(asdict, runs)], "batches": [*map(asdict, batches)]}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(path, result)
     show(runs, batches)
 
 

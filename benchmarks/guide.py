@@ -23,7 +23,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.real_models import integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.optimizers.low_rank import with_low_rank
@@ -154,7 +154,7 @@ def main() -> None:
             found[name] = {mode: needs(name, lora=mode == "lora") for mode in ("full", "lora")}
             print(name, f"{time.perf_counter() - start:.0f} s", found[name], file=sys.stderr, flush=True)
             found = {each: found[each] for each in MODELS if each in found}
-            RESULT.write_text(json.dumps({**stamp(), "models": found}, indent=1) + "\n")
+            write_result(RESULT, {**stamp(), "models": found})
             GUIDE.write_text(guide(found))
     print(GUIDE.read_text())
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from examples.train_gpt2_within_budget import read_text
 
 RESULT = Path(__file__).parent / "results" / "learning.json"
@@ -195,7 +195,7 @@ def draw(curves: list[Curve]) -> None:
 
 
 def write(curves: list[Curve]) -> None:
-    RESULT.write_text(json.dumps({**stamp(), "curves": [asdict(curve) for curve in curves]}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "curves": [asdict(curve) for curve in curves]})
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
 from benchmarks.real_models import integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import BudgetError
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.options import DEFAULT_ALLOW
@@ -101,7 +101,7 @@ def main() -> None:
         found["Llama-2-7B, LoRA"] = lora()
     if only != "lora":
         found["Llama-3-8B, in full"] = in_full()
-    RESULT.write_text(json.dumps({**stamp(), **found}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), **found})
     table = Table(title=f"Planned for {CARD}, {CARD_GB} GB, sequences of {LENGTH}", title_justify="left")
     for column in ("model", "", ""):
         table.add_column(column, overflow="fold")

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.real_models import BY_NAME as REAL
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
+from examples.models.families import BY_NAME as SMALL
+from examples.models.families import loss_of, without_dropout
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.rewrite.precision import precision_rewriting
 from memopt.run.planned_call import planned_call_of
-from tests.families import BY_NAME as SMALL
-from tests.families import loss_of, without_dropout
 
 RESULT = Path(__file__).parent / "results" / "precision.json"
 CARD = "h100"
@@ -208,7 +208,7 @@ def main() -> None:
     rows = [measure(name) for name in chosen]
     known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
     known |= {row.model: asdict(row) for row in rows}
-    RESULT.write_text(json.dumps({**stamp(), "models": known}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "models": known})
     Console(width=140).print(table(rows))
 
 

@@ -32,7 +32,7 @@ from torch import nn
 
 import memopt
 from benchmarks.gpu_models import Batch, images, library, text
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.planning import plan_cache
 from memopt.planning.job_key import Job
 
@@ -136,7 +136,7 @@ def main() -> None:
         print(json.dumps(asdict(start(name, float(budget_gb), ahead=ahead == "1"))))
         return
     rows = [row for name in chosen.only for row in compare(name)]
-    RESULT.write_text(json.dumps({**stamp(), "device": DEVICE, "rows": rows}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "device": DEVICE, "rows": rows})
     table = Table(title="Seconds of planning at the first and the second start", title_justify="left")
     for column in ("model", "job", "first", "second", "share", "whole start, first", "second"):
         table.add_column(column, justify="left" if column in ("model", "job") else "right")

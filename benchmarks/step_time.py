@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from rich.table import Table
 
 import memopt
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 
 RESULT = Path(__file__).parent / "results" / "step_time.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +157,7 @@ def main() -> None:
                 "note": chosen.note,
                 "rows": [*map(asdict, rows)],
             }
-            chosen.to.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(chosen.to, result)
     show(rows)
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
@@ -182,7 +182,7 @@ def main() -> None:
             print(rows[-1], file=sys.stderr, flush=True)
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     known = [row for row in known if row["model"] not in {row.model for row in rows}]
-    RESULT.write_text(json.dumps({**stamp(), "rows": known + [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "rows": known + [asdict(row) for row in rows]})
     Console(width=150).print(table(rows))
 
 

@@ -13,7 +13,6 @@ handed out and, on a GPU, reserved; times are medians of repeated steps after wa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from torch.nn import functional
 import memopt
 from benchmarks.gpu import DEVICE, UNSEEN, forget, wait
 from benchmarks.gpu_models import LARGE, Batch, library
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
 from memopt.planning.options import DEFAULT_ALLOW
@@ -177,7 +176,7 @@ def main() -> None:
         rows.append(by_memopt(recipe.name, rows[-1].peak_gb, small=small, steps=3 if small else 10))
         forget()
     path = RESULTS / f"vit_finetune{'_small' * small}.json"
-    path.write_text(json.dumps({**stamp(), "device": DEVICE, "rows": [*map(asdict, rows)]}, indent=1) + "\n")
+    write_result(path, {**stamp(), "device": DEVICE, "rows": [*map(asdict, rows)]})
     table = Table(title=f"ViT fine-tuning on {DEVICE}: the article's steps, and memopt at each one's peak")
     for column in ("step", "by", "batch", "peak GB", "reserved", "ms", "images/s", "loss"):
         table.add_column(column, justify="left" if column in ("step", "by") else "right", overflow="fold")

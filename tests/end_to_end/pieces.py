@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memopt
+from examples.models.families import loss_of
 from memopt.account.account import distinct_bytes
-from tests.families import loss_of
 
 GIB = 1024**3
 Piece = Callable[[nn.Module], Any]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import memopt
+from examples.models.families import FAMILIES, Family
+from examples.models.step import Step, restored_buffers, train_step
 from memopt.errors import GIB
-from tests.end_to_end.steps import Step, assert_equal, restored_buffers, train_step
-from tests.families import FAMILIES, Family
+from tests.end_to_end.steps import assert_equal
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
 """Budgets between the smallest that works (0) and the plain model's peak (1)."""

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
 from benchmarks.fp8 import LLAMA_1B, keeps
+from examples.models.families import integers
+from examples.models.step import Step, train_step
 from memopt.device import hardware, hardware_table
 from memopt.device.hardware_table import scaled_rate
 from memopt.errors import GIB
-from tests.end_to_end.steps import Step, train_step
-from tests.families import integers
 from tests.smallest import smallest_gb
 
 VOCABULARY, LENGTH = 512, 128

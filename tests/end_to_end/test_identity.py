@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import integers, normals
 from memopt.run.planned_call import planned_call_of
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, call, run, step, tight
-from tests.families import integers, normals
 
 
 class Noted(Layered):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import BY_NAME, integers, normals
+from examples.models.step import Step, own_bytes, restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.planning.options import check_options
-from tests.end_to_end.steps import Step, assert_equal, own_bytes, restored_buffers, train_step
-from tests.families import BY_NAME, integers, normals
+from tests.end_to_end.steps import assert_equal
 
 ROUNDING = 1e-5
 MODE = {"optimizer": None, "precision": "fp32", "allow": {"recompute"}}

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import memopt
+from examples.models.step import Step, train_step
 from memopt.errors import GIB
 from tests import smallest
-from tests.end_to_end.steps import Step, assert_equal, train_step
+from tests.end_to_end.steps import assert_equal
 
 VOCABULARY, LENGTH = 4096, 128
 ROUNDING = 2e-5

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import normals
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, run, same, step, tight
 from tests.end_to_end.usual import Blocks, batch, make, steps, usual
-from tests.families import normals
 
 CAPTURED = [odd for odd in odd_models.ODD_MODELS if odd.model is not odd_models.NumpyInLoop and odd.capture != "none"]
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import BY_NAME, causal_batch
+from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
 from memopt.planning.options import DEFAULT_ALLOW
@@ -22,10 +24,9 @@ from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import Layered
 from tests.end_to_end.pieces import assert_same, check, loss, run, step
-from tests.end_to_end.steps import assert_equal, restored_buffers, train_step
+from tests.end_to_end.steps import assert_equal
 from tests.end_to_end.test_situations import GPT2
 from tests.end_to_end.usual import batch, make
-from tests.families import BY_NAME, causal_batch
 from tests.linked import ALLOW, linked
 
 __all__ = ["linked"]

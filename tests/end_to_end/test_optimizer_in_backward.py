@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memopt
+from examples.models.families import BY_NAME, Batch, loss_of, normals
 from memopt import BudgetError
 from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
@@ -23,7 +24,6 @@ from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
-from tests.families import BY_NAME, Batch, loss_of, normals
 from tests.optimizers.pieces import same, small_gpt2, text, values
 
 NAME = "optimizer_in_backward"

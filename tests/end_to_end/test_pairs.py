@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memopt
+from examples.models.step import own_bytes
 from memopt import TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
@@ -20,7 +21,6 @@ from memopt.microbatch import samples_of, split
 from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
 from memopt.planning.options import DEFAULT_ALLOW, MICROBATCH
 from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS
-from tests.end_to_end.steps import own_bytes
 from tests.end_to_end.test_levers import MODELS, batch, make
 from tests.smallest import smallest_gb
 

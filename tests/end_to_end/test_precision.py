@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
+from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.planning.options import DEFAULT_ALLOW
 from passes.graphs.module_path import module_path
-from tests.end_to_end.steps import restored_buffers, train_step
-from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
 SLOW = pytest.mark.slow
 USUAL = {"bf16": ("gpt2-sdpa",), "fp16": ("gpt2-sdpa",)}

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from examples.models.families import BY_NAME, Batch
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.planning.options import DEFAULT_ALLOW
-from tests.families import BY_NAME, Batch
 from tests.smallest import smallest_gb
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}

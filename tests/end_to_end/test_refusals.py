@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import integers, normals
 from memopt.errors import GIB
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import Trained, assert_same, call, loss, run, step
-from tests.families import integers, normals
 
 BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import causal_batch, library
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import ROWS
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, plan, run, step, tight
 from tests.end_to_end.usual import Dropping, batch, make, refusal, steps, usual
-from tests.families import causal_batch, library
 
 GPT2 = library(
     "GPT2", "GPT2LMHeadModel", "ForCausalLM", attn_implementation="sdpa",

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import integers, normals
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, Piece, plan, run, step
-from tests.families import integers, normals
 
 
 class Dropping(Layered):

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests import networks
+from examples.models import networks
 
 Scale = Literal["usual", "longer", "shorter"]
 Batch = dict[str, Any]
