@@ -133,7 +133,7 @@ class Ladder:
         options = {"optimizer": ADAMW, "device": CARD, "allow": HERE, **options}
         return memopt.plan(self.article.make(), budget_bytes / GIB, batch or self.article.batch(), **options)
 
-    def climb(self) -> list[Row]:
+    def plan_all(self) -> list[Row]:
         for precision in ("fp32", "bf16"):
             plain = self.plan(1e12, precision=precision)
             context, seconds = plain.account.context, plain.step_seconds
@@ -213,7 +213,7 @@ class Ladder:
         batch = self.article.batch()
         samples, dtype = len(next(iter(batch.values()))), next(model.parameters()).dtype
         first = split(batch, samples)[0]
-        piece = {name: each.to(dtype) if each.is_floating_point() else each for name, each in first.items()}
+        piece = {name: value.to(dtype) if value.is_floating_point() else value for name, value in first.items()}
         plan = memopt.plan(model, 1e12 / GIB, piece, optimizer=ADAMW, device=CARD, **options)
         assert plan.captured is not None
         return samples, plan.captured.joined(accumulating=True), replace(plan.account, gradients_held=True)
@@ -252,7 +252,7 @@ def main() -> None:
     known = json.loads(RESULT.read_text())["articles"] if RESULT.exists() else {}
     found: dict[Article, list[Row]] = {}
     for article in chosen_articles(parser.parse_args().only):
-        found[article] = Ladder(article).climb()
+        found[article] = Ladder(article).plan_all()
         known[article.name] = list(map(asdict, found[article]))
         write_result(RESULT, {**stamp(), "articles": known})
     for article, rows in found.items():

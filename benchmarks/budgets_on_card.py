@@ -172,8 +172,8 @@ def show(rows: list[Row]) -> None:
         table.add_column(title, justify="left" if title == "model" else "right")
     for row in rows:
         off = f"{row.predicted_gb / row.allocated_gb - 1:+.2%}" if row.allocated_gb else "–"
-        process = ("–" if each is None else f"{each:.4g}" for each in (row.process_gb, row.capped_gb))
-        sizes = (f"{each:.4g}" for each in (row.budget_gb, row.predicted_gb, row.allocated_gb))
+        process = ("–" if size is None else f"{size:.4g}" for size in (row.process_gb, row.capped_gb))
+        sizes = (f"{size:.4g}" for size in (row.budget_gb, row.predicted_gb, row.allocated_gb))
         said = row.failure.partition(":")[0] if row.failure else "yes" if row.kept else "no"
         table.add_row(row.model, *sizes, off, *process, str(row.capped_steps), said, "yes" if row.close else "no")
     Console(width=120).print(table)

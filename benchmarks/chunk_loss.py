@@ -85,10 +85,10 @@ def compare(size: Size) -> dict[str, Any]:
     after = ChunkLoss()(before)
     weight.requires_grad_(False)
     of_hidden = hidden.numel() * hidden.element_size()
-    plain_loss, chunked_loss = (measure(each, inputs).peak_bytes - of_hidden for each in (before, after))
+    plain_loss, chunked_loss = (measure(module, inputs).peak_bytes - of_hidden for module in (before, after))
     weight.requires_grad_(True)
     in_backward = ChunkLoss(weight_in_backward=True)(before)
-    plain, chunked, later = (measure(each, inputs) for each in (before, after, in_backward))
+    plain, chunked, later = (measure(module, inputs) for module in (before, after, in_backward))
     exact = reference(hidden, weight, labels)
     return {
         **asdict(size),
@@ -129,7 +129,7 @@ def operators(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[fx.GraphM
 
 def measure(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
     """The loss of a graph and its gradients in those inputs that require any."""
-    leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     begin = time.perf_counter()
     with memopt.measure_peak("cpu") as peak:
         (loss,) = graph_module(*inputs)
@@ -156,7 +156,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 128) -
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest of the gradients' relative norms of the difference."""
-    pairs = sorted(found, key=lambda each: each.dim()), sorted(expected, key=lambda each: each.dim())
+    pairs = sorted(found, key=lambda gradient: gradient.dim()), sorted(expected, key=lambda gradient: gradient.dim())
     return max(float((one.double() - other).norm() / other.double().norm()) for one, other in zip(*pairs, strict=True))
 
 

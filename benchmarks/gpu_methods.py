@@ -52,8 +52,8 @@ def peers(*, small: bool) -> tuple[Method, ...]:
         Method("compile, per block", _both(per_block)),
         Method("compile, every second product", _both(partial(per_block, selective=True))),
         *(
-            Method(f"compile, budget {each}", lambda model, candidate: model.compile(), each)
-            for each in (BUDGETS[::4] if small else BUDGETS)
+            Method(f"compile, budget {share}", lambda model, candidate: model.compile(), share)
+            for share in (BUDGETS[::4] if small else BUDGETS)
         ),
     )
 

@@ -134,4 +134,4 @@ def u_net(size: Size) -> Candidate:
 
 def candidates(size: Size) -> Mapping[str, Candidate]:
     """The six models by name."""
-    return {each.name: each for each in (make(size) for make in (gpt2, llama, vit, bert, resnet, u_net))}
+    return {candidate.name: candidate for candidate in (make(size) for make in (gpt2, llama, vit, bert, resnet, u_net))}

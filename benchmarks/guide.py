@@ -97,7 +97,7 @@ def needs(name: str, *, lora: bool) -> Needs:
 
 def largest(found: dict[str, dict[str, Needs]], mode: str, card: float, *, exact: bool) -> Iterator[tuple[str, str]]:
     """The largest model that fits a card, if any, with what it takes: as little as does."""
-    for name in sorted(found, key=lambda each: -MODELS[each][0]):
+    for name in sorted(found, key=lambda model: -MODELS[model][0]):
         budgets = found[name].get(mode, {})
         fitting = [words for words, gb in budgets.items() if gb <= card and (words == EXACT or not exact)]
         if fitting:
@@ -121,12 +121,12 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         f"| {cell('lora', card, exact=True)} |"
         for card in CARDS
     ]
-    each = ["| model | in full | with proposals | LoRA |", "|---|---|---|---|"]
+    lines_of_models = ["| model | in full | with proposals | LoRA |", "|---|---|---|---|"]
     for name, modes in found.items():
         full, lora = modes["full"], modes["lora"]
         proposals = {words: gb for words, gb in full.items() if words != EXACT}
         least = min(proposals, key=proposals.__getitem__)
-        each.append(f"| {name} | {full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f} |")
+        lines_of_models.append(f"| {name} | {full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f} |")
     assert __doc__ is not None
     how = " ".join(__doc__.split("\n\n")[2].split("For each")[0].split())
     parts = [
@@ -137,7 +137,7 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "low_bit_optimizer too.",
         "\n".join(lines),
         "The smallest budget of each model, in GB:",
-        "\n".join(each),
+        "\n".join(lines_of_models),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -153,7 +153,7 @@ def main() -> None:
             start = time.perf_counter()
             found[name] = {mode: needs(name, lora=mode == "lora") for mode in ("full", "lora")}
             print(name, f"{time.perf_counter() - start:.0f} s", found[name], file=sys.stderr, flush=True)
-            found = {each: found[each] for each in MODELS if each in found}
+            found = {model: found[model] for model in MODELS if model in found}
             write_result(RESULT, {**stamp(), "models": found})
             GUIDE.write_text(guide(found))
     print(GUIDE.read_text())

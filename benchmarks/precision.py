@@ -118,7 +118,9 @@ def at_real_dimensions(name: str) -> tuple[Saved, Saved]:
     found = []
     for precision in ("auto", "bf16"):
         model = REAL[name].make().float()
-        batch = {key: each.float() if each.is_floating_point() else each for key, each in REAL[name].batch().items()}
+        batch = {
+            key: value.float() if value.is_floating_point() else value for key, value in REAL[name].batch().items()
+        }
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "auto"):
             plan = memopt.plan(model, 10_000, batch, optimizer=None, precision=precision, device=CARD)
         assert plan.captured is not None
@@ -131,20 +133,22 @@ def gradients(name: str, seed: int, run: Callable[[nn.Module, Any], Any], dtype:
     """All gradients of a small model in one row, in float64."""
     model = without_dropout(SMALL[name].make()).to(dtype)
     batch = fresh(SMALL[name].batch("usual"), seed)
-    batch = {key: each.to(dtype) if each.is_floating_point() else each for key, each in batch.items()}
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     loss_of(run(model, batch)).backward()  # type: ignore[no-untyped-call]
-    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def fresh(batch: dict[str, Any], seed: int) -> dict[str, Any]:
     """Other data of the same kind: shuffled among the samples' places."""
     generator = torch.Generator().manual_seed(seed)
 
-    def shuffled(each: Tensor) -> Tensor:
-        order = torch.randperm(each.numel(), generator=generator)
-        return each.flatten()[order].view_as(each)
+    def shuffled(values: Tensor) -> Tensor:
+        order = torch.randperm(values.numel(), generator=generator)
+        return values.flatten()[order].view_as(values)
 
-    return {key: each if "mask" in key else shuffled(each) for key, each in batch.items()}
+    return {key: values if "mask" in key else shuffled(values) for key, values in batch.items()}
 
 
 def plain(model: nn.Module, batch: Any) -> Any:

@@ -141,7 +141,7 @@ def main() -> None:
     for column in ("model", "job", "first", "second", "share", "whole start, first", "second"):
         table.add_column(column, justify="left" if column in ("model", "job") else "right")
     for row in rows:
-        whole = [f"{each['optimize'] + each['step']:.1f}" for each in row["starts"]]
+        whole = [f"{start['optimize'] + start['step']:.1f}" for start in row["starts"]]
         first, second = row["planning_seconds"]
         table.add_row(row["model"], row["job"], f"{first:.1f}", f"{second:.2f}", f"{row['share']:.1%}", *whole)
     Console(width=120).print(table)

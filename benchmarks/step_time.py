@@ -133,7 +133,7 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         times = (row.table_ms, row.calibrated_ms, row.measured_ms, row.fastest_ms)
         errors = (f"{error:+.1%}" for error in row.errors)
-        table.add_row(row.model, f"{row.share:.0%}", *(f"{each:.2f}" for each in times), *errors)
+        table.add_row(row.model, f"{row.share:.0%}", *(f"{seconds:.2f}" for seconds in times), *errors)
     Console(width=120).print(table)
 
 

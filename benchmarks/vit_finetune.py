@@ -180,10 +180,10 @@ def main() -> None:
     table = Table(title=f"ViT fine-tuning on {DEVICE}: the article's steps, and memopt at each one's peak")
     for column in ("step", "by", "batch", "peak GB", "reserved", "ms", "images/s", "loss"):
         table.add_column(column, justify="left" if column in ("step", "by") else "right", overflow="fold")
-    for each in rows:
-        reserved = "–" if each.reserved_gb is None else f"{each.reserved_gb:.2f}"
-        figures = f"{each.peak_gb:.4g}", reserved, f"{each.step_ms:.0f}", f"{each.images_per_second:.1f}"
-        table.add_row(each.recipe, each.method, str(each.batch), *figures, f"{each.loss:.3f}")
+    for row in rows:
+        reserved = "–" if row.reserved_gb is None else f"{row.reserved_gb:.2f}"
+        figures = f"{row.peak_gb:.4g}", reserved, f"{row.step_ms:.0f}", f"{row.images_per_second:.1f}"
+        table.add_row(row.recipe, row.method, str(row.batch), *figures, f"{row.loss:.3f}")
     Console(width=140).print(table)
 
 

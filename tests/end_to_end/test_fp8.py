@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memopt
 from examples.models.families import integers
 from examples.models.step import Step, train_step
-from memopt.capture.ahead import capture
+from memopt.capture.on_fakes import capture_on_fakes
+from memopt.capture.trace import trace_call
 from memopt.device import hardware, hardware_table
 from memopt.device.hardware_table import scaled_rate
 from memopt.errors import GIB
@@ -181,9 +182,9 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     """
     tokens, card = torch.zeros(4, 2048, dtype=torch.long), hardware("h100")
     call = ((), {"input_ids": tokens, "labels": tokens})
-    captured = capture(large_llama(), call, None, torch.device("cpu"), frozenset(), differentiate_all=False)
+    captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
     pulled = ladder(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
-    (region,) = captured.trace(replace(pulled.rewriting, needed="")).regions
+    (region,) = trace_call(captured, replace(pulled.rewriting, needed=""))
     problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):

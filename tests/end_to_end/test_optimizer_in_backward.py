@@ -399,7 +399,7 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         assert plan.smallest_gb() == pytest.approx(least, rel=1e-3)
         optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
         if start:
-            monkeypatch.setattr(memopt.planning.climb, "make_plan", None)  # nothing is planned
+            monkeypatch.setattr(memopt.planning.plan_search, "make_plan", None)  # nothing is planned
         found.append((train(model, optimizer, batch), values(model.parameters()), memopt.plan_of(model).regions))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])
