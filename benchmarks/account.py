@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
 
 
 def checks(name: str) -> Iterator[tuple[str, str, AccountCheck]]:
-    """Each optimiser's step in each of the ways: the optimiser, the way, and what was found."""
+    """Yield for every optimiser and way their names and the checked account of the step."""
     make, batch = MODELS[name]
     model = make()
     for called, make_optimizer in OPTIMIZERS.items():
@@ -125,7 +125,7 @@ def checks(name: str) -> Iterator[tuple[str, str, AccountCheck]]:
 
 
 def off(row: AccountRow, peak_bytes: int) -> float:
-    """How far off a row is, as a fraction of itself or, if it is larger, of a thousandth of the peak."""
+    """Return a row's error as a fraction of the measured bytes, or of a thousandth of the peak where that is larger."""
     return row.difference_bytes / max(row.measured_bytes, peak_bytes / 1000)
 
 

@@ -124,7 +124,7 @@ ARTICLES = (
 
 
 class Ladder:
-    """The rows of one article."""
+    """Plans one article's training step by step and collects its rows."""
 
     def __init__(self, article: Article) -> None:
         self.article, self.rows = article, list[Row]()
@@ -155,7 +155,7 @@ class Ladder:
         print(self.article.name, self.rows[-1], file=sys.stderr, flush=True)
 
     def least(self, batch: Batch | None = None, **options: Any) -> int:
-        """The smallest budget, as refused."""
+        """Return the smallest budget that works, as the refusal names it."""
         try:
             self.plan(0.7 * GB, batch, **options)
         except BudgetError as error:
@@ -167,7 +167,7 @@ class Ladder:
         self.add(step, plan.predicted_peak_bytes - context, (plan.step_seconds + plan.added_seconds) / seconds - 1)
 
     def in_pieces(self, precision: str, context: int, seconds: float) -> None:
-        """Microbatches, then the proposals about the optimiser on top."""
+        """Plan microbatches, and then also the levers on the optimiser."""
         model = self.article.make()
         samples, joined, account = self.sample_by_sample(model, precision=precision)
         nbytes, _ = smallest(joined, account)
@@ -181,7 +181,7 @@ class Ladder:
             self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
-        """All proposals: parameters and gradients in bf16, the optimiser's state with the host."""
+        """Plan with all optimiser levers: parameters and gradients in bf16, the optimiser's state on the host."""
         levers = Levers.named(("bf16_parameters", "offload_optimizer"))
         price = price_levers(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
         samples, joined, account = self.sample_by_sample(self.article.make().bfloat16(), precision="fp32")
@@ -220,7 +220,7 @@ class Ladder:
 
     @staticmethod
     def added(samples: int, joined: Joined, seconds: float) -> float:
-        """At the smallest peak, for the whole effective batch."""
+        """Return the added time at the smallest peak, for the whole effective batch."""
         return samples * (joined.problem.seconds + joined.portfolio.smallest().added_seconds) / seconds - 1
 
 

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def compare(size: Size) -> dict[str, Any]:
-    """The figures of one size."""
+    """Measure one size, plain and in chunks, and return its row."""
     torch.manual_seed(0)
     hidden = torch.randn(1, size.tokens, size.width, requires_grad=True)
     weight = (torch.randn(size.classes, size.width) / size.width**0.5).requires_grad_()
@@ -128,7 +128,7 @@ def operators(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[fx.GraphM
 
 
 def measure(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-    """The loss of a graph and its gradients in those inputs that require any."""
+    """Run a graph and its backward; return the loss and the gradients of the inputs that require them."""
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     begin = time.perf_counter()
     with memopt.measure_peak("cpu") as peak:
@@ -139,7 +139,7 @@ def measure(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 128) -> list[Tensor]:
-    """The gradients in float64, of rows at a time."""
+    """Return the gradients in float64, computed for some rows at a time."""
     wide = weight.detach().double()
     given = hidden.detach()[0, :-1].double()
     targets = labels[0, 1:]
@@ -155,7 +155,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 128) -
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of the gradients' relative norms of the difference."""
+    """Return the largest relative error of a gradient, as the norm of the difference over the norm."""
     pairs = sorted(found, key=lambda gradient: gradient.dim()), sorted(expected, key=lambda gradient: gradient.dim())
     return max(float((one.double() - other).norm() / other.double().norm()) for one, other in zip(*pairs, strict=True))
 

@@ -95,7 +95,7 @@ def llama(sizes: dict[str, int], device: str) -> nn.Module:
 
 
 def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
-    """The least budget in GB with these levers: each that saves memory is pulled there."""
+    """Return the smallest budget in GB with these levers; the plan there uses every lever that saves memory."""
     try:
         memopt.plan(model, 1e-6, batch, **options)
     except memopt.BudgetError as refusal:
@@ -104,7 +104,7 @@ def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
 
 
 def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
-    """What a Llama keeps of 4 × 2,048 tokens for the backward in each mode, with a chunked loss."""
+    """Return what a Llama saves for the backward in each mode: 4 × 2,048 tokens, with a chunked loss."""
     model = llama(dict(sizes), "meta")
     tokens = torch.zeros(4, 2048, dtype=torch.long)
     call = ((), {"input_ids": tokens, "labels": tokens})
@@ -123,7 +123,7 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
 
 
 def copies_of_parameters(region: JointGraph, problem: RematProblem) -> int:
-    """Bytes of what the forward computes from parameters alone and the backward reads."""
+    """Return the bytes of values that the forward computes from parameters alone and that the backward reads."""
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):
         inputs = node.all_input_nodes
@@ -143,7 +143,7 @@ def kept(plan: memopt.Plan) -> int:
 
 
 def batches(length: int, size: int, device: str) -> tuple[Iterator[Batch], Batch]:
-    """Of random places of the text but its last tenth, and a batch of that."""
+    """Return endless batches of random places of the text except its last tenth, and one batch of that tenth."""
     text = read_text()
     split = 9 * len(text) // 10
 

@@ -208,7 +208,7 @@ def measure(name: str, points: int) -> Frontier:
 
 
 def solve(portfolio: Portfolio, budget_bytes: int) -> tuple[Solution, float]:
-    """The schedule for a budget, and the processor time that it took."""
+    """Return the solution for a budget, and the seconds of processor time that it took."""
     start = time.process_time()
     try:
         return portfolio.solve(budget_bytes), time.process_time() - start

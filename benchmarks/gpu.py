@@ -72,7 +72,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes at the peak, held anyway, and taken from the card; seconds of each step; the plan if memopt made one."""
+    """A measured training: bytes at the peak, held between steps and reserved, seconds of steps, memopt's plan."""
 
     peak: float
     held: float
@@ -119,7 +119,7 @@ def wait() -> None:
 
 
 def forget() -> None:
-    """Leave nothing of a run behind."""
+    """Drop compiled code and free the memory of the run before."""
     torch._dynamo.reset()
     gc.collect()
     if DEVICE == "cuda":
@@ -150,7 +150,7 @@ def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> R
 
 
 def compare(candidate: Candidate, *, small: bool) -> list[Run]:
-    """All recipes, and memopt at the peak of each."""
+    """Run all recipes, and memopt with the peak of each recipe as its budget."""
     recipes = [run(method, candidate, small=small) for method in peers(small=small)]
     precision = "bf16" if DEVICE == "cuda" else "fp32"
     ours = []
@@ -169,7 +169,7 @@ def compare(candidate: Candidate, *, small: bool) -> list[Run]:
 
 
 def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
-    """The largest batch of each recipe, by trial, and of memopt, by planning."""
+    """Find the largest batch of each recipe by trial, and memopt's by planning."""
     found = [
         Largest(candidate.name, method.name, card_gb, largest_by_trial(method, candidate, card_gb))
         for method in peers(small=True)
@@ -191,7 +191,7 @@ def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
 
 
 def largest_by_trial(method: Method, candidate: Candidate, card_gb: float) -> int:
-    """Doubled while it fits, then halved in between, to an eighth."""
+    """Return the largest batch that fits, within an eighth: doubled while it fits, then by bisection."""
 
     def fits(size: int) -> bool:
         try:

@@ -23,7 +23,7 @@ ENCODER = {"real": LARGE, "middle": MIDDLE, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Candidate:
-    """`make()` gives a model in train mode on the default device, `batch(size)` what trains it there."""
+    """A model at one size: `make()` gives it in train mode on the default device, `batch(size)` a batch for it."""
 
     name: str
     make: Callable[[], nn.Module]

@@ -61,7 +61,7 @@ def measure(layers: int) -> Row:
 
 
 def exponent(rows: list[Row]) -> float:
-    """Of the mean time, from the first graph to the last."""
+    """Return the exponent by which the mean time grows with the operators, from the first graph to the last."""
     first, last = rows[0], rows[-1]
     return math.log(sum(last.seconds) / sum(first.seconds)) / math.log(last.nodes / first.nodes)
 

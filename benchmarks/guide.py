@@ -84,7 +84,7 @@ def made(name: str, *, lora: bool) -> nn.Module:
 
 
 def needs(name: str, *, lora: bool) -> Needs:
-    """The smallest budget of a step, with the levers on by default, and with proposals."""
+    """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimiser levers."""
     allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, None, torch.optim.AdamW, "bf16", allow, "auto", "loss_only", CARD)
@@ -96,7 +96,7 @@ def needs(name: str, *, lora: bool) -> Needs:
 
 
 def largest(found: dict[str, dict[str, Needs]], mode: str, card: float, *, exact: bool) -> Iterator[tuple[str, str]]:
-    """The largest model that fits a card, if any, with what it takes: as little as does."""
+    """Yield the largest model that fits a card, if any, with the fewest levers that make it fit."""
     for name in sorted(found, key=lambda model: -MODELS[model][0]):
         budgets = found[name].get(mode, {})
         fitting = [words for words, gb in budgets.items() if gb <= card and (words == EXACT or not exact)]

@@ -148,7 +148,7 @@ def train(task: Task, mode: str, seed: int) -> Curve:
 
 
 def evaluate(task: Task, model: nn.Module) -> tuple[float, float]:
-    """Loss and accuracy on what was held out, in fp32."""
+    """Return loss and accuracy on the held-out data, computed in fp32."""
     model.eval()
     with torch.no_grad():
         output: Any = model(**task.held_out)

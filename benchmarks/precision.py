@@ -51,7 +51,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one joint graph under torch's stock partitioning."""
+    """What torch's default partitioner saves of one joint graph."""
 
     bytes: int
     weight_copies: int
@@ -104,7 +104,7 @@ def _is_cast(node: torch.fx.Node) -> bool:
 
 
 def _source(node: torch.fx.Node) -> torch.fx.Node:
-    """What a value is a cast of, or a view of a cast of."""
+    """Return the node that a value was cast or viewed from."""
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         viewed = _storage(node.all_input_nodes[0]) == _storage(node)
         if not viewed and not _is_cast(node):
@@ -114,7 +114,7 @@ def _source(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def at_real_dimensions(name: str) -> tuple[Saved, Saved]:
-    """Autocast's and memopt's."""
+    """Return what is saved under autocast and by memopt, at the real dimensions of a model."""
     found = []
     for precision in ("auto", "bf16"):
         model = REAL[name].make().float()
@@ -130,7 +130,7 @@ def at_real_dimensions(name: str) -> tuple[Saved, Saved]:
 
 
 def gradients(name: str, seed: int, run: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    """All gradients of a small model in one row, in float64."""
+    """Return all gradients of a small model as one vector in float64."""
     model = without_dropout(SMALL[name].make()).to(dtype)
     batch = fresh(SMALL[name].batch("usual"), seed)
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
@@ -141,7 +141,7 @@ def gradients(name: str, seed: int, run: Callable[[nn.Module, Any], Any], dtype:
 
 
 def fresh(batch: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Other data of the same kind: shuffled among the samples' places."""
+    """Return a batch with the same values in another order."""
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled(values: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def under_autocast(model: nn.Module, batch: Any) -> Any:
 
 
 def planned(precision: str, card: str) -> Callable[[nn.Module, Any], Any]:
-    """A run as it is planned for a card: its autocast lists, its activations."""
+    """Return a function that runs a model with the precision that memopt plans for a card."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         memopt.optimize(model, 1000, optimizer=None, precision=precision)

@@ -53,7 +53,7 @@ MODELS: dict[str, Made] = {
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds of a start."""
+    """Seconds of one start of a job."""
 
     optimize: float
     step: float
@@ -65,7 +65,7 @@ class Start:
 
 
 def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
-    """A job from its beginning, in this process."""
+    """Start a job in this process and measure it."""
     with torch.device(DEVICE):
         model, batch = MODELS[name][0](), MODELS[name][1]()
     looking = [0.0]
@@ -80,7 +80,7 @@ def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
 
 @contextmanager
 def timed(seconds: list[float], owner: Any, name: str) -> Iterator[None]:
-    """Add up what a function takes."""
+    """Add the seconds that calls of `owner.name` take to `seconds[0]` inside the block."""
     function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of both predictions, as shares of what was measured."""
+        """Return the errors of both predictions as fractions of the measured time."""
         return self.table_ms / self.measured_ms - 1, self.calibrated_ms / self.measured_ms - 1
 
 
@@ -68,7 +68,7 @@ CLOCK = time.process_time if DEVICE == "cpu" and torch.get_num_threads() == 1 el
 
 
 def step_seconds(model: torch.nn.Module, batch: dict[str, Any], steps: int) -> list[float]:
-    """Of forward and backward, gradients taken away in between."""
+    """Return seconds of repeated forwards and backwards; gradients are freed between them."""
     seconds = []
     for _ in range(steps + 3):
         model.zero_grad()

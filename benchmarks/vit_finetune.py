@@ -48,7 +48,7 @@ SIZES = {False: {**LARGE, "image_size": 224, "patch_size": 16}, True: {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A step of the article's."""
+    """One step of the article: what it changes in the training."""
 
     name: str
     low: bool = False
@@ -142,7 +142,7 @@ def by_hand(recipe: Recipe, *, small: bool, steps: int) -> Row:
 
 
 def by_memopt(recipe: str, peak_gb: float, *, small: bool, steps: int) -> Row:
-    """At a budget, or at the smallest that works above it."""
+    """Train by memopt within a budget, or within the smallest that works if that is larger."""
     model, whole = make(small=small), batch(BATCH, small=small)
     budget_gb = peak_gb + UNSEEN / GIB
     for allow, least in ((DEFAULT_ALLOW, False), (PROPOSALS, False), (PROPOSALS, True)):
