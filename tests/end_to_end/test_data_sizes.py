@@ -1,4 +1,4 @@
-"""Sizes that depend on data: planned as seen, guarded, and planned anew before a larger one takes its memory."""
+"""Sizes that depend on data: planned as seen, guarded, and planned once more before a larger size takes its memory."""
 
 from __future__ import annotations
 

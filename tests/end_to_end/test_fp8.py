@@ -1,4 +1,4 @@
-"""Steps with 8-bit layers and activations: gradients near bf16's, less kept, peaks as planned, the same bits again."""
+"""Steps with 8-bit layers and activations: gradients near bf16's, less saved, peaks as planned, equal bits recomputed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def llama() -> nn.Module:
 
 
 def smallest(**options: Any) -> float:
-    """GB; nothing is evaluated again without `"recompute"` in `allow`."""
+    """Return the smallest budget in GB; without `"recompute"` in `allow` nothing is recomputed."""
     return smallest_gb(llama(), BATCH, optimizer=None, precision="bf16", **options)
 
 
@@ -61,19 +61,19 @@ def optimized(budget_gb: float, backend: str = "aten", **options: Any) -> nn.Mod
 
 @cache
 def in_bf16() -> tuple[float, Step]:
-    """The smallest budget without levers, and a step."""
+    """Return the smallest budget in bf16 without levers, and a step within it."""
     return smallest(allow=set()), train_step(optimized(1000, allow=set()), BATCH)
 
 
 def error(found: Step, expected: Step) -> float:
-    """Of all gradients as one row."""
-    one, other = (torch.cat([each.gradients[name].flatten() for name in each.gradients]) for each in (found, expected))
+    """Return the relative error of all gradients as one vector."""
+    one, other = (torch.cat([step.gradients[name].flatten() for name in step.gradients]) for step in (found, expected))
     return float((one - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("allow", LEVERS, ids=lambda allow: "+".join(sorted(allow)))
 def test_gradients_are_near_and_the_step_is_within_a_smaller_budget(allow: set[str]) -> None:
-    """All gradients as one row are off bf16's by at most three roundings of e4m3: values, weights, gradients."""
+    """All gradients as one vector differ from bf16's by at most three roundings of e4m3: values, weights, gradients."""
     budget_gb = smallest(allow=allow)
     bf16_gb, expected = in_bf16()
     assert budget_gb < bf16_gb
@@ -99,7 +99,7 @@ def test_refused_in_fp32_and_by_a_single_sentence() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This CPU as one with 8-bit units."""
+    """Have plans take this CPU for one with 8-bit units."""
     cpu = hardware("cpu")
     rates = {**cpu.flops, "bfloat16": 1e9, scaled_rate(""): 1e15, scaled_rate("1x32"): 1e15}
     monkeypatch.setattr(hardware_table, "_cpu", lambda: replace(cpu, flops=rates))
@@ -107,8 +107,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_evaluated_again_it_has_the_same_bits() -> None:
-    """Where it is faster it is pulled with all the memory there is, and recomputation comes on top."""
+def test_recomputed_it_has_the_same_bits() -> None:
+    """Where 8 bits are faster the lever is used whatever the budget, and recomputation comes on top."""
     held = optimized(1000, allow={"fp8", "recompute"})
     expected = train_step(held, BATCH)
     plan = memopt.plan_of(held)
@@ -118,14 +118,14 @@ def test_evaluated_again_it_has_the_same_bits() -> None:
     step = train_step(model, BATCH)
     again = memopt.plan_of(model)
     assert again.levers == ("fp8",)
-    assert any("fp8_" in text for text in _evaluated_twice(again))
+    assert any("fp8_" in text for text in _recomputed(again))
     assert step.peak_bytes <= budget_gb * GIB
     assert torch.equal(step.loss, expected.loss)
     for name, gradient in expected.gradients.items():
         assert torch.equal(step.gradients[name], gradient)
 
 
-def _evaluated_twice(plan: memopt.Plan) -> list[str]:
+def _recomputed(plan: memopt.Plan) -> list[str]:
     assert plan.captured is not None
     assert plan.schedule is not None
     problem = plan.captured.joined(accumulating=plan.account.gradients_held).problem
@@ -176,7 +176,7 @@ def large_llama() -> nn.Module:
 
 
 def kept(allow: set[str]) -> tuple[int, int, float]:
-    """What `large_llama` keeps of 4 x 2,048 tokens for the backward on an H100, with all levers of `allow` pulled.
+    """Return what `large_llama` saves for the backward on an H100 with all levers of `allow`: 4 x 2,048 tokens.
 
     Bytes in all, bytes of copies of parameters, and seconds of the step.
     """
@@ -199,7 +199,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
 
 
 def test_what_llama_1b_keeps_for_the_backward() -> None:
-    """At real sizes 8-bit layers keep at least a tenth less, and with activations in 8 bits at least a quarter less."""
+    """At real sizes 8-bit layers save at least a tenth less, and with activations in 8 bits at least a quarter less."""
     bf16_bytes, bf16_weights, bf16_seconds = kept(set())
     fp8_bytes, fp8_weights, fp8_seconds = kept({"fp8"})
     assert fp8_bytes < 0.9 * bf16_bytes

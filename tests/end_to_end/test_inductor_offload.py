@@ -1,4 +1,4 @@
-"""Activations that wait on the host, in code that inductor compiles."""
+"""Offloaded activations in code that inductor compiles."""
 
 from __future__ import annotations
 

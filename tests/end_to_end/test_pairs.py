@@ -48,7 +48,7 @@ def plain_loss(name: str) -> float:
 
 
 def example(pair: Collection[str]) -> dict[str, Any]:
-    """What is planned: one sample where TrainStep may go down to that."""
+    """Return the batch to plan: one sample where TrainStep may split the batch down to that."""
     return split(batch(), samples_of(batch()))[0] if MICROBATCH in pair else batch()
 
 

@@ -65,7 +65,9 @@ def gradients(model: nn.Module, batch: Batch, *, low: bool = False) -> Tensor:
         loss = loss_of(model(**batch))
     model.zero_grad()
     loss.backward()
-    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2-eager", "bert", "t5"))])
