@@ -1,4 +1,4 @@
-"""Steps with 8-bit layers and activations: gradients near bf16's, less saved, peaks as planned, equal bits recomputed."""
+"""Steps with 8-bit layers and activations: gradients near bf16's, less saved, peaks as planned, equal bits again."""
 
 from __future__ import annotations
 
