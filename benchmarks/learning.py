@@ -25,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -191,7 +192,8 @@ def draw(curves: list[Curve]) -> None:
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(PICTURE)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memopt"}):  # text as text, the same names every time
+        figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def write(curves: list[Curve]) -> None:
