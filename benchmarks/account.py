@@ -6,8 +6,8 @@ Six models of Hugging Face in fp32 on the CPU, each with six optimisers, in thre
 the plain step holds; "zeroed", the same with gradients kept from step to step and zeroed; "tight", halfway between the
 smallest budget that works and the plain step's peak, so that much is recomputed. The optimiser is planned from its
 class and options before it exists; the step that is measured is the second (third where gradients are kept). `--check`
-fails where a row is more than 2% off, or the total more than 1% or too low. Rows of less than a thousandth of the peak
-are held against that, not against themselves.
+fails where a row is more than 2% off, or the total more than 1% or too low. The error of a row below a
+thousandth of the peak is taken relative to that thousandth.
 """
 
 from __future__ import annotations

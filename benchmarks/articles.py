@@ -5,7 +5,7 @@
 Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimiser is AdamW (fused, as the plain
 one holds a parameter-size more at its step than the article's figure leaves room for). GB are 10^9 bytes that torch's
 allocator holds, without the CUDA context, as the articles' `max_memory_reserved`. "exact" are the levers that are on by
-default, each row with those above it and nothing on the host: the smallest peak that has a plan, and its time beside
+default, each row with those above it and nothing offloaded: the smallest peak that has a plan, and its time beside
 the plain step's, by the time model.
 The articles: Raschka, "Optimizing memory usage for training LLMs and vision transformers in PyTorch" (2023). By its
 scripts (rasbt/pytorch-memory-optim) the ViT's batch is 64, which its log's 703 steps for 45,000 images confirm (beside

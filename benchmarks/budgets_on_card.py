@@ -6,7 +6,7 @@
 Whole steps with AdamW. For each budget, between the smallest that works and the plain step's peak: the peak of torch's
 allocator within the budget, and within 3% of what was predicted; then, on a GPU, what the process holds of the card,
 and 100 steps more with the process held to the budget (`torch.cuda.set_per_process_memory_fraction`) without running
-out of memory. Nothing else may use the card meanwhile. On the CPU the meter of its allocator stands in, uncapped.
+out of memory. Nothing else may use the card meanwhile. On the CPU peaks are those of its allocator, uncapped.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -m benchmarks.exact [--seconds 60] [--jobs 2]
 
 A budget's share is where it lies between the floor (0) and the peak of saving everything (1). Added time is in percent
-of the step. Budgets that the reference does not solve to the end within its seconds say nothing and are left out of the
-tally.
+of the step. Budgets that the reference does not solve to optimality within its seconds are left out of the tally.
 """
 
 from __future__ import annotations

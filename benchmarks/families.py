@@ -1,4 +1,4 @@
-"""Every family of the tests under seven budgets, run and measured, beside checkpointing per block: JSON and two tables.
+"""Every family of `examples/models` under seven budgets, measured, beside checkpointing per block: JSON and tables.
 
     python -m benchmarks.families [--only gpt2-sdpa]
 

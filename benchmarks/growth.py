@@ -2,7 +2,7 @@
 
     python -m benchmarks.growth [--layers 6 12 25]
 
-Seconds are of processor time, a fresh portfolio for each budget. A budget's share is where it lies between the smallest
+Seconds are processor time, with a new portfolio for each budget. A budget's share is where it lies between the smallest
 peak (0) and that of saving everything (1).
 """
 

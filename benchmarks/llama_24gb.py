@@ -4,7 +4,7 @@
 
 LoRA: rank 16 on every linear layer of the blocks, the base frozen in bfloat16, adapters in fp32 with AdamW. The static
 sum (parameters, gradients, state) in GB of 10^9 bytes stands beside the article's 14.3 GB; `memopt.max_batch` finds the
-largest batch of 2,048 tokens; no activation waits on the host. In full: bfloat16 parameters and AdamW, with what the
+largest batch of 2,048 tokens; no activation is offloaded. In full: bfloat16 parameters and AdamW, with what the
 refusal says.
 """
 

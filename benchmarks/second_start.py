@@ -4,8 +4,8 @@
 
 Full widths and depths at small batches, where torch computes on this machine, a budget half-way between the smallest
 and the plain peak, an empty folder for plans at the start. "ahead" is a job that gives `optimize` its `example_inputs`:
-all of `optimize` is planning. "lazy" is a job that plans at its first step: there the second start captures and lowers
-as the first does, so that planning is what the first one's step took longer, and what looking for the kept plan took.
+all of `optimize` is planning. "lazy" is a job that plans at its first step: the second start captures and emits as the
+first does, so that planning is the difference of their steps and the time to find the kept plan.
 """
 
 from __future__ import annotations
