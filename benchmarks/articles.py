@@ -5,7 +5,7 @@
 Planned for an H100 on the meta device: nothing is run. Parameters are fp32, the optimiser is AdamW (fused, as the plain
 one holds a parameter-size more at its step than the article's figure leaves room for). GB are 10^9 bytes that torch's
 allocator holds, without the CUDA context, as the articles' `max_memory_reserved`. "exact" are the levers that are on by
-default, each row with those above it and nothing on the host: the smallest peak that has a plan, and its time beside
+default, each row with those above it and nothing offloaded: the smallest peak that has a plan, and its time beside
 the plain step's, by the time model.
 The articles: Raschka, "Optimizing memory usage for training LLMs and vision transformers in PyTorch" (2023). By its
 scripts (rasbt/pytorch-memory-optim) the ViT's batch is 64, which its log's 703 steps for 45,000 images confirm (beside
@@ -34,7 +34,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 
 import memopt
 from benchmarks.real_models import VIT, integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.device import hardware
@@ -124,7 +124,7 @@ ARTICLES = (
 
 
 class Ladder:
-    """The rows of one article."""
+    """Plans one article's training step by step and collects its rows."""
 
     def __init__(self, article: Article) -> None:
         self.article, self.rows = article, list[Row]()
@@ -133,7 +133,7 @@ class Ladder:
         options = {"optimizer": ADAMW, "device": CARD, "allow": HERE, **options}
         return memopt.plan(self.article.make(), budget_bytes / GIB, batch or self.article.batch(), **options)
 
-    def climb(self) -> list[Row]:
+    def plan_all(self) -> list[Row]:
         for precision in ("fp32", "bf16"):
             plain = self.plan(1e12, precision=precision)
             context, seconds = plain.account.context, plain.step_seconds
@@ -155,7 +155,7 @@ class Ladder:
         print(self.article.name, self.rows[-1], file=sys.stderr, flush=True)
 
     def least(self, batch: Batch | None = None, **options: Any) -> int:
-        """The smallest budget, as refused."""
+        """Return the smallest budget that works, as the refusal names it."""
         try:
             self.plan(0.7 * GB, batch, **options)
         except BudgetError as error:
@@ -167,7 +167,7 @@ class Ladder:
         self.add(step, plan.predicted_peak_bytes - context, (plan.step_seconds + plan.added_seconds) / seconds - 1)
 
     def in_pieces(self, precision: str, context: int, seconds: float) -> None:
-        """Microbatches, then the proposals about the optimiser on top."""
+        """Plan microbatches, and then also the levers on the optimiser."""
         model = self.article.make()
         samples, joined, account = self.sample_by_sample(model, precision=precision)
         nbytes, _ = smallest(joined, account)
@@ -181,7 +181,7 @@ class Ladder:
             self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
-        """All proposals: parameters and gradients in bf16, the optimiser's state with the host."""
+        """Plan with all optimiser levers: parameters and gradients in bf16, the optimiser's state on the host."""
         levers = Levers.named(("bf16_parameters", "offload_optimizer"))
         price = price_levers(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
         samples, joined, account = self.sample_by_sample(self.article.make().bfloat16(), precision="fp32")
@@ -213,14 +213,14 @@ class Ladder:
         batch = self.article.batch()
         samples, dtype = len(next(iter(batch.values()))), next(model.parameters()).dtype
         first = split(batch, samples)[0]
-        piece = {name: each.to(dtype) if each.is_floating_point() else each for name, each in first.items()}
+        piece = {name: value.to(dtype) if value.is_floating_point() else value for name, value in first.items()}
         plan = memopt.plan(model, 1e12 / GIB, piece, optimizer=ADAMW, device=CARD, **options)
         assert plan.captured is not None
         return samples, plan.captured.joined(accumulating=True), replace(plan.account, gradients_held=True)
 
     @staticmethod
     def added(samples: int, joined: Joined, seconds: float) -> float:
-        """At the smallest peak, for the whole effective batch."""
+        """Return the added time at the smallest peak, for the whole effective batch."""
         return samples * (joined.problem.seconds + joined.portfolio.smallest().added_seconds) / seconds - 1
 
 
@@ -252,9 +252,9 @@ def main() -> None:
     known = json.loads(RESULT.read_text())["articles"] if RESULT.exists() else {}
     found: dict[Article, list[Row]] = {}
     for article in chosen_articles(parser.parse_args().only):
-        found[article] = Ladder(article).climb()
+        found[article] = Ladder(article).plan_all()
         known[article.name] = list(map(asdict, found[article]))
-        RESULT.write_text(json.dumps({**stamp(), "articles": known}, indent=1) + "\n")
+        write_result(RESULT, {**stamp(), "articles": known})
     for article, rows in found.items():
         Console(width=120).print(table(article, rows))
 

@@ -6,14 +6,13 @@
 Whole steps with AdamW. For each budget, between the smallest that works and the plain step's peak: the peak of torch's
 allocator within the budget, and within 3% of what was predicted; then, on a GPU, what the process holds of the card,
 and 100 steps more with the process held to the budget (`torch.cuda.set_per_process_memory_fraction`) without running
-out of memory. Nothing else may use the card meanwhile. On the CPU the meter of its allocator stands in, uncapped.
+out of memory. Nothing else may use the card meanwhile. On the CPU peaks are those of its allocator, uncapped.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from rich.table import Table
 
 import memopt
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "budgets_on_card.json"
@@ -173,8 +172,8 @@ def show(rows: list[Row]) -> None:
         table.add_column(title, justify="left" if title == "model" else "right")
     for row in rows:
         off = f"{row.predicted_gb / row.allocated_gb - 1:+.2%}" if row.allocated_gb else "–"
-        process = ("–" if each is None else f"{each:.4g}" for each in (row.process_gb, row.capped_gb))
-        sizes = (f"{each:.4g}" for each in (row.budget_gb, row.predicted_gb, row.allocated_gb))
+        process = ("–" if size is None else f"{size:.4g}" for size in (row.process_gb, row.capped_gb))
+        sizes = (f"{size:.4g}" for size in (row.budget_gb, row.predicted_gb, row.allocated_gb))
         said = row.failure.partition(":")[0] if row.failure else "yes" if row.kept else "no"
         table.add_row(row.model, *sizes, off, *process, str(row.capped_steps), said, "yes" if row.close else "no")
     Console(width=120).print(table)
@@ -203,7 +202,7 @@ def main() -> None:
             forget()
             setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
             result = {**stamp(), "small": chosen.small, "allocator": setting, "rows": [*map(asdict, rows)]}
-            chosen.to.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(chosen.to, result)
     show(rows)
 
 

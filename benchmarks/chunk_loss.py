@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.capture.operators import operator_graph
 from memopt.compat.dynamo import capture_settings, compile_with
 from passes import ChunkLoss
@@ -71,12 +71,12 @@ def main() -> None:
     for name in [only] if only else SIZES:
         rows[name] = compare(SIZES[name])
         print(name, rows[name], flush=True)
-    RESULT.write_text(json.dumps({**stamp(), "sizes": rows}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "sizes": rows})
     Console(width=140).print(table(rows))
 
 
 def compare(size: Size) -> dict[str, Any]:
-    """The figures of one size."""
+    """Measure one size, plain and in chunks, and return its row."""
     torch.manual_seed(0)
     hidden = torch.randn(1, size.tokens, size.width, requires_grad=True)
     weight = (torch.randn(size.classes, size.width) / size.width**0.5).requires_grad_()
@@ -85,10 +85,10 @@ def compare(size: Size) -> dict[str, Any]:
     after = ChunkLoss()(before)
     weight.requires_grad_(False)
     of_hidden = hidden.numel() * hidden.element_size()
-    plain_loss, chunked_loss = (measure(each, inputs).peak_bytes - of_hidden for each in (before, after))
+    plain_loss, chunked_loss = (measure(module, inputs).peak_bytes - of_hidden for module in (before, after))
     weight.requires_grad_(True)
     in_backward = ChunkLoss(weight_in_backward=True)(before)
-    plain, chunked, later = (measure(each, inputs) for each in (before, after, in_backward))
+    plain, chunked, later = (measure(module, inputs) for module in (before, after, in_backward))
     exact = reference(hidden, weight, labels)
     return {
         **asdict(size),
@@ -128,8 +128,8 @@ def operators(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[fx.GraphM
 
 
 def measure(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
-    """The loss of a graph and its gradients in those inputs that require any."""
-    leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    """Run a graph and its backward; return the loss and the gradients of the inputs that require them."""
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     begin = time.perf_counter()
     with memopt.measure_peak("cpu") as peak:
         (loss,) = graph_module(*inputs)
@@ -139,7 +139,7 @@ def measure(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 128) -> list[Tensor]:
-    """The gradients in float64, of rows at a time."""
+    """Return the gradients in float64, computed for some rows at a time."""
     wide = weight.detach().double()
     given = hidden.detach()[0, :-1].double()
     targets = labels[0, 1:]
@@ -155,8 +155,8 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 128) -
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of the gradients' relative norms of the difference."""
-    pairs = sorted(found, key=lambda each: each.dim()), sorted(expected, key=lambda each: each.dim())
+    """Return the largest relative error of a gradient, as the norm of the difference over the norm."""
+    pairs = sorted(found, key=lambda gradient: gradient.dim()), sorted(expected, key=lambda gradient: gradient.dim())
     return max(float((one.double() - other).norm() / other.double().norm()) for one, other in zip(*pairs, strict=True))
 
 

@@ -3,14 +3,12 @@
     python -m benchmarks.exact [--seconds 60] [--jobs 2]
 
 A budget's share is where it lies between the floor (0) and the peak of saving everything (1). Added time is in percent
-of the step. Budgets that the reference does not solve to the end within its seconds say nothing and are left out of the
-tally.
+of the step. Budgets that the reference does not solve to optimality within its seconds are left out of the tally.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,10 +23,10 @@ from rich.table import Table
 import memopt
 from benchmarks.frontier import PRICES
 from benchmarks.real_models import RealModel, UNet, chunked, gpt2, images, library, llama, segmentation, tokens
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
+from examples.models.problems import random_problem, unet
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, floor_bytes, simulate
 from memopt.solver.exact import solve_exactly
-from tests.solver.problems import random_problem, unet
 
 RESULT = Path(__file__).parent / "results" / "exact.json"
 SHARES = (0.7, 0.4, 0.2, 0.1, 0.04)
@@ -173,7 +171,7 @@ def main() -> None:
                 console.print(row)
     document = {**stamp(), "seconds": chosen.seconds}
     if not chosen.only:
-        RESULT.write_text(json.dumps({**document, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_result(RESULT, {**document, "rows": [asdict(row) for row in rows]})
     console.print(tally(rows))
 
 

@@ -1,4 +1,4 @@
-"""Every family of the tests under seven budgets, run and measured, beside checkpointing per block: JSON and two tables.
+"""Every family of `examples/models` under seven budgets, measured, beside checkpointing per block: JSON and tables.
 
     python -m benchmarks.families [--only gpt2-sdpa]
 
@@ -9,7 +9,6 @@ of one forward and backward: parameters, buffers, inputs, and all that is alloca
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
+from examples.models.families import BY_NAME, Family
+from examples.models.step import Step, restored_buffers, train_step
 from memopt.errors import GIB
-from tests.end_to_end.steps import Step, restored_buffers, train_step
-from tests.families import BY_NAME, Family
 
 RESULT = Path(__file__).parent / "results" / "families.json"
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
@@ -142,7 +141,7 @@ def main() -> None:
     rows = [compare_with_checkpointing(family) for family in families if family.repeated_blocks]
     if not only:
         result = stamp() | {"runs": [asdict(run) for run in runs], "checkpointing": [asdict(row) for row in rows]}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(RESULT, result)
     console = Console(width=130)
     console.print(runs_table(runs))
     console.print(checkpointing_table(rows))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fp8 --small     # on a CPU, where 8-bit products are emulated: a small Llama, 200 steps
     python -m benchmarks.fp8             # on CUDA: Llama 3.2 1B, 500 steps
-    python -m benchmarks.fp8 --only fp8  # bf16 and this mode; the figures of others stay in the file
+    python -m benchmarks.fp8 --only fp8  # bf16 and this mode; the figures of others remain in the file
 
-Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, captured on fakes for an H100 with nothing evaluated again, by the
+Kept bytes: Llama 3.2 1B with 4 × 2,048 tokens, captured on fakes for an H100 with nothing recomputed, by the
 plan's account; weights are copies of parameters in 16 or 8 bits. Training: the bytes of the demo's text, from one start
 and on the same batches, by `memopt.TrainStep`; losses are the mean of the last 20 steps', and of what was held out.
 """
@@ -28,10 +28,11 @@ from torch import Tensor, nn, optim
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from examples.train_gpt2_within_budget import read_text
-from memopt.capture.ahead import capture
 from memopt.capture.joint import JointGraph
+from memopt.capture.on_fakes import capture_on_fakes
+from memopt.capture.trace import trace_call
 from memopt.device import hardware
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
@@ -94,7 +95,7 @@ def llama(sizes: dict[str, int], device: str) -> nn.Module:
 
 
 def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
-    """The least budget in GB with these levers: each that saves memory is pulled there."""
+    """Return the smallest budget in GB with these levers; the plan there uses every lever that saves memory."""
     try:
         memopt.plan(model, 1e-6, batch, **options)
     except memopt.BudgetError as refusal:
@@ -103,26 +104,26 @@ def smallest(model: nn.Module, batch: Batch, **options: Any) -> float:
 
 
 def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
-    """What a Llama keeps of 4 × 2,048 tokens for the backward in each mode, with a chunked loss."""
+    """Return what a Llama saves for the backward in each mode: 4 × 2,048 tokens, with a chunked loss."""
     model = llama(dict(sizes), "meta")
     tokens = torch.zeros(4, 2048, dtype=torch.long)
     call = ((), {"input_ids": tokens, "labels": tokens})
-    captured = capture(model, call, None, torch.device("cpu"), frozenset(), differentiate_all=False)
+    captured = capture_on_fakes(model, call, None, torch.device("cpu"), differentiate_all=False)
     found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
         base = precision_rewriting("bf16", planned_for)
         top = ladder(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
-        regions = captured.trace(replace(top.rewriting, needed="")).regions
+        regions = trace_call(captured, replace(top.rewriting, needed=""))
         problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
         everything = Schedule.save_all(problem)
         weights = copies_of_parameters(regions[0], problem)
         gb = [held_after_forward(problem, everything) / 2**30, weights / 2**30]
-        found.append(Kept(mode, top.levers, *(round(each, 3) for each in gb), round(1000 * problem.seconds, 2)))
+        found.append(Kept(mode, top.levers, *(round(size, 3) for size in gb), round(1000 * problem.seconds, 2)))
     return found
 
 
 def copies_of_parameters(region: JointGraph, problem: RematProblem) -> int:
-    """Bytes of what the forward computes from parameters alone and the backward reads."""
+    """Return the bytes of values that the forward computes from parameters alone and that the backward reads."""
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):
         inputs = node.all_input_nodes
@@ -142,7 +143,7 @@ def kept(plan: memopt.Plan) -> int:
 
 
 def batches(length: int, size: int, device: str) -> tuple[Iterator[Batch], Batch]:
-    """Of random places of the text but its last tenth, and a batch of that."""
+    """Return endless batches of random places of the text except its last tenth, and one batch of that tenth."""
     text = read_text()
     split = 9 * len(text) // 10
 
@@ -181,7 +182,7 @@ def train(mode: str, small: bool, steps: int, bf16: Trained | None) -> Trained:
         last, tested = mean(losses[-LAST:]), float(model(**held_out).loss)
     plan = memopt.plan_of(model)
     ratios = (last / bf16.loss, tested / bf16.held_out) if bf16 else (1.0, 1.0)
-    figures = (*(round(each, 5) for each in (last, tested, *ratios)), round(kept(plan) / 2**20, 3))
+    figures = (*(round(figure, 5) for figure in (last, tested, *ratios)), round(kept(plan) / 2**20, 3))
     return Trained(mode, plan.levers, *figures, round(1000 * median(seconds), 2))
 
 
@@ -190,7 +191,7 @@ def table(title: str, rows: list[Any]) -> Table:
     for name in asdict(rows[0]):
         shown.add_column(name.replace("_", " "))
     for row in rows:
-        shown.add_row(*(" ".join(each) if isinstance(each, tuple) else str(each) for each in asdict(row).values()))
+        shown.add_row(*(" ".join(cell) if isinstance(cell, tuple) else str(cell) for cell in asdict(row).values()))
     return shown
 
 
@@ -214,7 +215,7 @@ def main() -> None:
     before = json.loads(path.read_text())["trained"] if path.exists() and chosen.only else []
     rows = {**{row["mode"]: row for row in before if row["mode"] in MODES}, **new}
     result = {**stamp(), "steps": steps, "kept": list(map(asdict, accounts)), "trained": list(rows.values())}
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The frontier of memory and added time on real models, beside every other method: a JSON file and two tables.
 
-    python -m benchmarks.frontier [--only "U-Net"] [--points 200] [--jobs 2]
+    python -m benchmarks.frontier [--only "U-Net"] [--points 200] [--jobs 2] [--full curves.json]
 
-Results go to the file model by model, in place of older ones: torch's solvers take hours for all.
+Results go to the file model by model, in place of older ones: torch's solvers take hours for all. The file keeps what
+the two tables show, the figures over all budgets and a few budgets of each model; `--full` writes every budget.
 
 Every method sees the same joint graph of a step in bfloat16, captured on the meta device, and is judged by the same
 simulator. An op takes max(FLOPs / 553e12, bytes / 4.3e12, 5e-6) seconds; workspaces are those of a GPU. A peak counts
@@ -21,13 +22,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import memopt
 from benchmarks.real_models import BY_NAME, MODELS, RealModel
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from benchmarks.torch_partitioner import SOLVERS, TorchPartitioner
 from memopt.device import Hardware
 from memopt.planning.planner import Joined
@@ -51,6 +53,8 @@ PRICES = Hardware(
     bandwidth_efficiency=1.0,
 )
 TORCH_BUDGETS = tuple(step / 10 for step in range(11))
+SHOWN_SHARES = (0.9, 0.7, 0.5, 0.3, 0.15, 0.05, 0.01)
+"""The budgets that the result file keeps, between the smallest that works (0) and the plain peak (1)."""
 GB = 1e9
 
 
@@ -65,7 +69,7 @@ class Point:
     method: str
     most_evaluations: int
     solve_seconds: float
-    """Of processor time, on two cores."""
+    """Processor time, on two cores."""
     torch: float | None
     per_block: float | None
     every_k_blocks: float | None
@@ -93,10 +97,37 @@ class Frontier:
     monotone: bool
     points: tuple[Point, ...]
 
+    def shown(self) -> tuple[Point, ...]:
+        """The points nearest to `SHOWN_SHARES`."""
+        width = self.save_all_gb - self.smallest_gb
+        wanted = [self.smallest_gb + share * width for share in SHOWN_SHARES]
+        return tuple(min(self.points, key=lambda row: abs(row.budget_gb - budget)) for budget in wanted)
+
+    def summary(self) -> dict[str, float | None]:
+        """The figures over all points: what must hold is never beaten, near the bound, quick."""
+        peers = [(row.memopt, least) for row in self.points if (least := least_peer(row)) is not None]
+        gaps = [row.memopt - row.bound for row in self.points if row.budget_gb >= self.cut_gb - 1e-9]
+        middle = [row for row in self.points if 0.4 <= row.budget_gb / self.save_all_gb <= 0.9]
+        seconds = [row.solve_seconds for row in self.points]
+        return {
+            "budgets": len(self.points),
+            "beaten": sum(mine > theirs + 1e-6 for mine, theirs in peers),
+            "of_torch": mean_share([(row.memopt, row.torch) for row in middle]),
+            "of_per_block": mean_share([(row.memopt, row.per_block) for row in middle]),
+            "median_above_bound": median(gaps),
+            "most_above_bound": max(gaps),
+            "median_seconds": median(seconds),
+            "most_seconds": max(seconds),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """What the result file keeps of a model."""
+        return asdict(self) | self.summary() | {"points": [asdict(row) for row in self.shown()]}
+
 
 @dataclass(frozen=True)
 class Peers:
-    """What others reach at whatever peak they come out at."""
+    """What other methods reach, each at the peak that it happens to have."""
 
     by_name: dict[str, list[Candidate]]
 
@@ -135,7 +166,7 @@ def peers_of(joined: Joined, plan: memopt.Plan, portfolio: Portfolio) -> tuple[P
 
 
 def polished_cut(problem: RematProblem, peers: Peers, budget_bytes: int) -> float | None:
-    """The best of the cut's plans that fit, with what memory they leave spent."""
+    """Return the least added time of the cut's plans that fit, after polishing spends the memory they leave free."""
     search = Search(arrays_of(problem), budget_bytes)
     fitting = [plan for plan in peers.by_name["cut"] if plan.peak_bytes <= budget_bytes]
     for plan in sorted(fitting, key=lambda plan: plan.added_seconds)[:3]:
@@ -177,7 +208,7 @@ def measure(name: str, points: int) -> Frontier:
 
 
 def solve(portfolio: Portfolio, budget_bytes: int) -> tuple[Solution, float]:
-    """The schedule for a budget, and the processor time that it took."""
+    """Return the solution for a budget, and the seconds of processor time that it took."""
     start = time.process_time()
     try:
         return portfolio.solve(budget_bytes), time.process_time() - start
@@ -186,10 +217,10 @@ def solve(portfolio: Portfolio, budget_bytes: int) -> tuple[Solution, float]:
 
 
 def point(problem: RematProblem, solved: dict[int, tuple[Solution, float]], peers: Peers, budget_bytes: int) -> Point:
-    """As in `memopt.frontier`: the fastest schedule that was found for any of the budgets and fits this one."""
+    """Return a row; its schedule is the fastest of those found for any budget that fits this one, as in `frontier`."""
     bound, seconds = solved[budget_bytes][0].lower_bound_seconds, solved[budget_bytes][1]
     fitting = [solution for solution, _ in solved.values() if solution.peak_bytes <= budget_bytes]
-    solution = min(fitting, key=lambda each: (each.added_seconds, each.peak_bytes))
+    solution = min(fitting, key=lambda found: (found.added_seconds, found.peak_bytes))
     percent = 100 / problem.seconds
     return Point(
         budget_gb=budget_bytes / GB,
@@ -212,24 +243,21 @@ def point(problem: RematProblem, solved: dict[int, tuple[Solution, float]], peer
 PEER_COLUMNS = ("torch", "per_block", "every_k_blocks", "sqrt_segments", "attention_only")
 
 
-def curves(results: list[Frontier]) -> Table:
+def curves(records: list[dict[str, Any]]) -> Table:
     """A few budgets of each model."""
     table = Table(title="Added time in percent of the step, at a budget in GB")
     columns = ("model", "budget", "bound", "memopt", *PEER_COLUMNS, "cut", "polished_cut")
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column == "model" else "right")
-    for result in results:
-        for share in (0.9, 0.7, 0.5, 0.3, 0.15, 0.05, 0.01):
-            wanted = result.smallest_gb + share * (result.save_all_gb - result.smallest_gb)
-            nearest = min(result.points, key=lambda row: abs(row.budget_gb - wanted))
-            values = [nearest.bound, nearest.memopt, *(getattr(nearest, name) for name in columns[4:])]
-            texts = ("–" if value is None else f"{value:.1f}" for value in values)
-            table.add_row(result.model, f"{nearest.budget_gb:.2f}", *texts)
+    for record in records:
+        for row in record["points"]:
+            texts = ("–" if row[name] is None else f"{row[name]:.1f}" for name in columns[2:])
+            table.add_row(record["model"], f"{row['budget_gb']:.2f}", *texts)
         table.add_section()
     return table
 
 
-def summary(results: list[Frontier]) -> Table:
+def summary(records: list[dict[str, Any]]) -> Table:
     """What must hold: never beaten, near the bound, near the floor, quick."""
     table = Table(title="Between the smallest peak and saving everything")
     for column in (
@@ -237,25 +265,21 @@ def summary(results: list[Frontier]) -> Table:
         "smallest / floor", "monotone", "median s", "most s", "smallest s", "torch s",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "model" else "right")
-    for result in results:
-        beaten = sum(row.memopt > least + 1e-6 for row in result.points if (least := least_peer(row)) is not None)
-        gaps = [row.memopt - row.bound for row in result.points if row.budget_gb >= result.cut_gb - 1e-9]
-        middle = [row for row in result.points if 0.4 <= row.budget_gb / result.save_all_gb <= 0.9]
-        seconds = [row.solve_seconds for row in result.points]
+    for record in records:
+        shares = ("–" if record[name] is None else f"{record[name]:.2f}" for name in ("of_torch", "of_per_block"))
         table.add_row(
-            result.model,
-            str(result.ops),
-            f"{beaten} of {len(result.points)}",
-            share_of([(row.memopt, row.torch) for row in middle]),
-            share_of([(row.memopt, row.per_block) for row in middle]),
-            f"{median(gaps):.2f}",
-            f"{max(gaps):.2f}",
-            f"{result.smallest_gb / result.floor_gb:.3f}",
-            "yes" if result.monotone else "no",
-            f"{median(seconds):.2f}",
-            f"{max(seconds):.2f}",
-            f"{result.smallest_seconds:.2f}",
-            f"{result.torch_seconds:.1f}",
+            record["model"],
+            str(record["ops"]),
+            f"{record['beaten']} of {record['budgets']}",
+            *shares,
+            f"{record['median_above_bound']:.2f}",
+            f"{record['most_above_bound']:.2f}",
+            f"{record['smallest_gb'] / record['floor_gb']:.3f}",
+            "yes" if record["monotone"] else "no",
+            f"{record['median_seconds']:.2f}",
+            f"{record['most_seconds']:.2f}",
+            f"{record['smallest_seconds']:.2f}",
+            f"{record['torch_seconds']:.1f}",
         )
     return table
 
@@ -264,18 +288,17 @@ def least_peer(row: Point) -> float | None:
     return min((value for name in PEER_COLUMNS if (value := getattr(row, name)) is not None), default=None)
 
 
-def share_of(pairs: list[tuple[float, float | None]]) -> str:
+def mean_share(pairs: list[tuple[float, float | None]]) -> float | None:
+    """The mean of memopt's added time over another method's, where that adds any."""
     shares = [mine / theirs for mine, theirs in pairs if theirs]
-    return f"{mean(shares):.2f}" if shares else "–"
+    return mean(shares) if shares else None
 
 
-def write(result: Frontier) -> None:
-    """Put one model's result in the file, in place of what was there of it."""
-    written = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    written[result.model] = stamp() | asdict(result)
-    order = [model.name for model in MODELS if model.name in written]
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({name: written[name] for name in order}, indent=1) + "\n")
+def write(record: dict[str, Any], path: Path = RESULT) -> None:
+    """Put one model's record in the file, in place of what was there of it."""
+    written = json.loads(path.read_text()) if path.exists() else {}
+    written[record["model"]] = stamp() | record
+    write_result(path, {model.name: written[model.name] for model in MODELS if model.name in written})
 
 
 def main() -> None:
@@ -283,18 +306,22 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME))
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--full", type=Path, help="a file for every budget of every model")
+    parser.add_argument("--show", action="store_true", help="print the tables of the result file, measure nothing")
     chosen = parser.parse_args()
     names = chosen.only or [model.name for model in MODELS]
-    with ProcessPoolExecutor(chosen.jobs, max_tasks_per_child=1) as pool:
-        results: list[Frontier] = []
-        for future in as_completed([pool.submit(measure, name, chosen.points) for name in names]):
-            results.append(future.result())
-            print(f"{len(results)} of {len(names)} models", file=sys.stderr)
-            write(results[-1])
-    results.sort(key=lambda result: names.index(result.model))
+    if not chosen.show:
+        with ProcessPoolExecutor(chosen.jobs, max_tasks_per_child=1) as pool:
+            futures = [pool.submit(measure, name, chosen.points) for name in names]
+            for number, future in enumerate(as_completed(futures), 1):
+                print(f"{number} of {len(names)} models", file=sys.stderr)
+                write(future.result().record())
+                if chosen.full:
+                    write(asdict(future.result()), chosen.full)
+    records = [record for name, record in json.loads(RESULT.read_text()).items() if name in names]
     console = Console(width=170)
-    console.print(curves(results))
-    console.print(summary(results))
+    console.print(curves(records))
+    console.print(summary(records))
 
 
 if __name__ == "__main__":

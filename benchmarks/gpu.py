@@ -30,7 +30,7 @@ from rich.table import Table
 import memopt
 from benchmarks.gpu_methods import Method, peers, within
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.device import Hardware
 from memopt.errors import GIB
@@ -72,7 +72,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes at the peak, held anyway, and taken from the card; seconds of each step; the plan if memopt made one."""
+    """A measured training: bytes at the peak, held between steps and reserved, seconds of steps, memopt's plan."""
 
     peak: float
     held: float
@@ -106,7 +106,9 @@ def train(method: Method, candidate: Candidate, size: int, steps: int, warm: int
             step()
             wait()
             seconds.append(time.perf_counter() - begin)
-    state = [each for values in optimizer.state.values() for each in values.values() if isinstance(each, torch.Tensor)]
+    state = [
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
     held = distinct_bytes([*model.parameters(), *model.buffers(), *state, *batch.values()])
     return Training(peak.bytes, held, reserved, seconds, memopt.plan_of(model) if method.memopt else None)
 
@@ -117,7 +119,7 @@ def wait() -> None:
 
 
 def forget() -> None:
-    """Leave nothing of a run behind."""
+    """Drop compiled code and free the memory of the run before."""
     torch._dynamo.reset()
     gc.collect()
     if DEVICE == "cuda":
@@ -148,8 +150,8 @@ def run(method: Method, candidate: Candidate, at: str = "", *, small: bool) -> R
 
 
 def compare(candidate: Candidate, *, small: bool) -> list[Run]:
-    """All recipes, and memopt at the peak of each."""
-    recipes = [run(each, candidate, small=small) for each in peers(small=small)]
+    """Run all recipes, and memopt with the peak of each recipe as its budget."""
+    recipes = [run(method, candidate, small=small) for method in peers(small=small)]
     precision = "bf16" if DEVICE == "cuda" else "fp32"
     ours = []
     for recipe in recipes:
@@ -167,11 +169,11 @@ def compare(candidate: Candidate, *, small: bool) -> list[Run]:
 
 
 def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
-    """The largest batch of each recipe, by trial, and of memopt, by planning."""
+    """Find the largest batch of each recipe by trial, and memopt's by planning."""
     found = [
-        Largest(candidate.name, each.name, card_gb, largest_by_trial(each, candidate, card_gb))
-        for each in peers(small=True)
-        if each.name in BATCH_RECIPES
+        Largest(candidate.name, method.name, card_gb, largest_by_trial(method, candidate, card_gb))
+        for method in peers(small=True)
+        if method.name in BATCH_RECIPES
     ]
     with torch.device("meta"):
         model = candidate.make()
@@ -189,7 +191,7 @@ def largest(candidate: Candidate, card_gb: float) -> list[Largest]:
 
 
 def largest_by_trial(method: Method, candidate: Candidate, card_gb: float) -> int:
-    """Doubled while it fits, then halved in between, to an eighth."""
+    """Return the largest batch that fits, within an eighth: doubled while it fits, then by bisection."""
 
     def fits(size: int) -> bool:
         try:
@@ -211,21 +213,21 @@ def largest_by_trial(method: Method, candidate: Candidate, card_gb: float) -> in
 def show(runs: list[Run], batches: list[Largest]) -> None:
     console, ours = (
         Console(width=120),
-        {(each.model, each.at): each for each in runs if each.method == "memopt (inductor)"},
+        {(run.model, run.at): run for run in runs if run.method == "memopt (inductor)"},
     )
     table = Table(title=f"Step time at equal measured peak, {DEVICE}")
     for title in ("model", "recipe", "peak GB", "ms", "per second", "memopt GB", "ms", "of the recipe's"):
         table.add_column(title, justify="left" if title in ("model", "recipe") else "right")
-    for each in runs:
-        if not each.at:
-            table.add_row(each.model, each.method, *_cells(each), *_cells(ours.get((each.model, each.method)), each))
-        if each.method == "compile":
-            table.add_row(each.model, HALF, "", "", "", *_cells(ours.get((each.model, HALF)), each))
+    for run in runs:
+        if not run.at:
+            table.add_row(run.model, run.method, *_cells(run), *_cells(ours.get((run.model, run.method)), run))
+        if run.method == "compile":
+            table.add_row(run.model, HALF, "", "", "", *_cells(ours.get((run.model, HALF)), run))
     console.print(table)
     if batches:
-        table = Table("model", "GB", *dict.fromkeys(each.method for each in batches), title="Largest batch")
-        for model, card in dict.fromkeys((each.model, each.card_gb) for each in batches):
-            here = [each.batch for each in batches if (each.model, each.card_gb) == (model, card)]
+        table = Table("model", "GB", *dict.fromkeys(largest.method for largest in batches), title="Largest batch")
+        for model, card in dict.fromkeys((batch.model, batch.card_gb) for batch in batches):
+            here = [batch.batch for batch in batches if (batch.model, batch.card_gb) == (model, card)]
             table.add_row(model, str(card), *map(str, here))
         console.print(table)
 
@@ -239,8 +241,8 @@ def _cells(run: Run | None, beside: Run | None = None) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [each.name for each in candidates("tiny").values()]
-    parser.add_argument("--only", nargs="+", choices=names, help="what is in the JSON file of other models stays")
+    names = [candidate.name for candidate in candidates("tiny").values()]
+    parser.add_argument("--only", nargs="+", choices=names, help="the records of other models remain in the file")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--no-batches", action="store_true", help="without the largest batches")
     parser.add_argument("--to", type=Path, help="the JSON file")
@@ -249,15 +251,15 @@ def main() -> None:
     assert chosen.small or DEVICE == "cuda", "no GPU here: --small runs the same code at tiny sizes"
     names = chosen.only or names
     known = json.loads(path.read_text()) if chosen.only and path.exists() else {"runs": [], "batches": []}
-    runs = [Run(**each) for each in known["runs"] if each["model"] not in names]
-    batches = [Largest(**each) for each in known["batches"] if each["model"] not in names]
+    runs = [Run(**record) for record in known["runs"] if record["model"] not in names]
+    batches = [Largest(**record) for record in known["batches"] if record["model"] not in names]
     for candidate in candidates("tiny" if chosen.small else "real").values():
         if candidate.name in names:
             runs += compare(candidate, small=chosen.small)
             cards = () if chosen.no_batches else SMALL_CARDS_GB if chosen.small else CARDS_GB
-            batches += [each for card in cards for each in largest(candidate, card)]
+            batches += [found for card in cards for found in largest(candidate, card)]
             result = {**stamp(), "runs": [*map(asdict, runs)], "batches": [*map(asdict, batches)]}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(path, result)
     show(runs, batches)
 
 

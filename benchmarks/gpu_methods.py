@@ -26,7 +26,7 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe; `prepare` makes a model of it, in place, and `settings` are in force while it trains."""
+    """A way to train: `prepare` changes the model in place, and `settings` are in force while it trains."""
 
     name: str
     prepare: Callable[[nn.Module, Candidate], Any]
@@ -43,7 +43,7 @@ class Method:
 
 
 def peers(*, small: bool) -> tuple[Method, ...]:
-    """Eager, per block, selective, compiled, and torch's own activation budget, of which `small` takes two points."""
+    """Return recipes by hand and by torch: eager, checkpointed, compiled, compiled within an activation budget."""
     return (
         Method("eager", lambda model, candidate: None),
         Method("eager, per block", per_block),
@@ -52,14 +52,14 @@ def peers(*, small: bool) -> tuple[Method, ...]:
         Method("compile, per block", _both(per_block)),
         Method("compile, every second product", _both(partial(per_block, selective=True))),
         *(
-            Method(f"compile, budget {each}", lambda model, candidate: model.compile(), each)
-            for each in (BUDGETS[::4] if small else BUDGETS)
+            Method(f"compile, budget {share}", lambda model, candidate: model.compile(), share)
+            for share in (BUDGETS[::4] if small else BUDGETS)
         ),
     )
 
 
 def within(budget_gb: float, backend: str, precision: str) -> Method:
-    """memopt at a budget."""
+    """Return the method that trains by memopt within a budget."""
 
     def prepare(model: nn.Module, candidate: Candidate) -> None:
         memopt.optimize(model, budget_gb, precision=precision, backend=backend)
@@ -68,7 +68,7 @@ def within(budget_gb: float, backend: str, precision: str) -> Method:
 
 
 def per_block(model: nn.Module, candidate: Candidate, *, selective: bool = False) -> None:
-    """Checkpoint each block; `selective`: but keep every second of its matrix products."""
+    """Checkpoint each block; with `selective` every second matrix product in it is saved."""
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _every_second())

@@ -23,7 +23,7 @@ ENCODER = {"real": LARGE, "middle": MIDDLE, "tiny": TINY}
 
 @dataclass(frozen=True)
 class Candidate:
-    """`make()` gives a model in train mode on the default device, `batch(size)` what trains it there."""
+    """A model at one size: `make()` gives it in train mode on the default device, `batch(size)` a batch for it."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -134,4 +134,4 @@ def u_net(size: Size) -> Candidate:
 
 def candidates(size: Size) -> Mapping[str, Candidate]:
     """The six models by name."""
-    return {each.name: each for each in (make(size) for make in (gpt2, llama, vit, bert, resnet, u_net))}
+    return {candidate.name: candidate for candidate in (make(size) for make in (gpt2, llama, vit, bert, resnet, u_net))}

@@ -2,14 +2,13 @@
 
     python -m benchmarks.growth [--layers 6 12 25]
 
-Seconds are of processor time, a fresh portfolio for each budget. A budget's share is where it lies between the smallest
+Seconds are processor time, with a new portfolio for each budget. A budget's share is where it lies between the smallest
 peak (0) and that of saving everything (1).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from rich.table import Table
 import memopt
 from benchmarks.frontier import PRICES
 from benchmarks.real_models import gpt2, tokens
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.solver import Portfolio, Schedule, simulate, warm_up
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
@@ -62,7 +61,7 @@ def measure(layers: int) -> Row:
 
 
 def exponent(rows: list[Row]) -> float:
-    """Of the mean time, from the first graph to the last."""
+    """Return the exponent by which the mean time grows with the operators, from the first graph to the last."""
     first, last = rows[0], rows[-1]
     return math.log(sum(last.seconds) / sum(first.seconds)) / math.log(last.nodes / first.nodes)
 
@@ -80,7 +79,7 @@ def main() -> None:
         cells = (f"{seconds:.2f} ({above:.2f})" for seconds, above in zip(row.seconds, row.above_bound, strict=True))
         table.add_row(str(row.layers), str(row.nodes), str(row.ops), *cells, f"{row.smallest_seconds:.2f}")
     if tuple(layers) == LAYERS:
-        RESULT.write_text(json.dumps({**stamp(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_result(RESULT, {**stamp(), "rows": [asdict(row) for row in rows]})
     console = Console(width=130)
     console.print(table)
     if len(rows) > 1:

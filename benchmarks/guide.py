@@ -3,7 +3,7 @@
     python -m benchmarks.guide [--only Llama-3.1-8B] [--upto 8]
 
 Planned on the meta device with the shapes of the published models, nothing is run: one sequence of 2,048 tokens at a
-time (TrainStep accumulates), bf16 compute, AdamW, logits given up, no activation waits on the host. In full: fp32
+time (TrainStep accumulates), bf16 compute, AdamW, logits given up, no activation offloaded. In full: fp32
 parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16. For each
 model the smallest budget is found, with the levers that are on by default and with each combination of proposals about
 the optimiser. Writes `results/guide.json` model by model, and from all that is in there `docs/guide.md`.
@@ -23,7 +23,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.real_models import integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.optimizers.low_rank import with_low_rank
@@ -84,7 +84,7 @@ def made(name: str, *, lora: bool) -> nn.Module:
 
 
 def needs(name: str, *, lora: bool) -> Needs:
-    """The smallest budget of a step, with the levers on by default, and with proposals."""
+    """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimiser levers."""
     allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, precision="bf16", allow=allow, outputs="loss_only", device=CARD)
@@ -96,8 +96,8 @@ def needs(name: str, *, lora: bool) -> Needs:
 
 
 def largest(found: dict[str, dict[str, Needs]], mode: str, card: float, *, exact: bool) -> Iterator[tuple[str, str]]:
-    """The largest model that fits a card, if any, with what it takes: as little as does."""
-    for name in sorted(found, key=lambda each: -MODELS[each][0]):
+    """Yield the largest model that fits a card, if any, with the fewest levers that make it fit."""
+    for name in sorted(found, key=lambda model: -MODELS[model][0]):
         budgets = found[name].get(mode, {})
         fitting = [words for words, gb in budgets.items() if gb <= card and (words == EXACT or not exact)]
         if fitting:
@@ -121,12 +121,12 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         f"| {cell('lora', card, exact=True)} |"
         for card in CARDS
     ]
-    each = ["| model | in full | with proposals | LoRA |", "|---|---|---|---|"]
+    lines_of_models = ["| model | in full | with proposals | LoRA |", "|---|---|---|---|"]
     for name, modes in found.items():
         full, lora = modes["full"], modes["lora"]
         proposals = {words: gb for words, gb in full.items() if words != EXACT}
         least = min(proposals, key=proposals.__getitem__)
-        each.append(f"| {name} | {full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f} |")
+        lines_of_models.append(f"| {name} | {full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f} |")
     assert __doc__ is not None
     how = " ".join(__doc__.split("\n\n")[2].split("For each")[0].split())
     parts = [
@@ -137,7 +137,7 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "low_bit_optimizer too.",
         "\n".join(lines),
         "The smallest budget of each model, in GB:",
-        "\n".join(each),
+        "\n".join(lines_of_models),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -153,8 +153,8 @@ def main() -> None:
             start = time.perf_counter()
             found[name] = {mode: needs(name, lora=mode == "lora") for mode in ("full", "lora")}
             print(name, f"{time.perf_counter() - start:.0f} s", found[name], file=sys.stderr, flush=True)
-            found = {each: found[each] for each in MODELS if each in found}
-            RESULT.write_text(json.dumps({**stamp(), "models": found}, indent=1) + "\n")
+            found = {model: found[model] for model in MODELS if model in found}
+            write_result(RESULT, {**stamp(), "models": found})
             GUIDE.write_text(guide(found))
     print(GUIDE.read_text())
 

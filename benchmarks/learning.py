@@ -1,13 +1,13 @@
 """Learning in 16 bits beside fp32: held-out loss and accuracy over the steps, three seeds each; JSON, table, picture.
 
-    python -m benchmarks.learning [--anew]
+    python -m benchmarks.learning [--again]
 
-Runs that are in the file already are not repeated, unless all are to be made anew.
+Runs that are in the file already are not repeated, unless `--again` is given.
 
 A ViT on scikit-learn's handwritten digits (1,797 real images, a quarter held out) and a GPT over the characters of the
 demo's text (a tenth held out), trained by `memopt.TrainStep` from the same start and on the same batches: in fp32,
 under `torch.autocast`, and as planned by memopt for a budget between the smallest and the plain peak. What counts is
-whether the final figures of each, on average over the seeds, are within those of fp32's seeds.
+whether the mean of the final figures over the seeds lies within the range of fp32's seeds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from examples.train_gpt2_within_budget import read_text
 
 RESULT = Path(__file__).parent / "results" / "learning.json"
@@ -66,7 +67,7 @@ class Curve:
     """Held out."""
     accuracies: tuple[float, ...]
     skipped: int
-    """Steps that the loss scale left out."""
+    """Steps that the loss scale skipped."""
     seconds: float
 
 
@@ -148,7 +149,7 @@ def train(task: Task, mode: str, seed: int) -> Curve:
 
 
 def evaluate(task: Task, model: nn.Module) -> tuple[float, float]:
-    """Loss and accuracy on what was held out, in fp32."""
+    """Return loss and accuracy on the held-out data, computed in fp32."""
     model.eval()
     with torch.no_grad():
         output: Any = model(**task.held_out)
@@ -184,27 +185,28 @@ def draw(curves: list[Curve]) -> None:
     tasks = list(dict.fromkeys(curve.task for curve in curves))
     colours = dict(zip(MODES, ("#333333", "#d99a6c", "#c4532d", "#7fa8d6", "#1f5fa8"), strict=True))
     for axes, task in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
-        for curve in (each for each in curves if each.task == task):
+        for curve in [curve for curve in curves if curve.task == task]:
             label = curve.mode if curve.seed == SEEDS[0] else None
             axes.plot(curve.steps, curve.losses, color=colours[curve.mode], linewidth=1.1, alpha=0.8, label=label)
         axes.set(title=task, xlabel="steps", ylabel="held-out loss", yscale="log")
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(PICTURE)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "memopt"}):  # text as text, the same names every time
+        figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def write(curves: list[Curve]) -> None:
-    RESULT.write_text(json.dumps({**stamp(), "curves": [asdict(curve) for curve in curves]}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "curves": [asdict(curve) for curve in curves]})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--anew", action="store_true")
-    known = [] if parser.parse_args().anew or not RESULT.exists() else json.loads(RESULT.read_text())["curves"]
+    parser.add_argument("--again", action="store_true")
+    known = [] if parser.parse_args().again or not RESULT.exists() else json.loads(RESULT.read_text())["curves"]
     curves = [Curve(**curve) for curve in known]
     done = {(curve.task, curve.mode, curve.seed) for curve in curves}
-    torch.set_num_threads(1)  # of a small model, two are no faster
+    torch.set_num_threads(1)  # two threads are no faster for small models
     for task, mode, seed in itertools.product((digits(), characters()), MODES, SEEDS):
         if (task.name, mode, seed) not in done:
             curves.append(train(task, mode, seed))

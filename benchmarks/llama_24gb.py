@@ -4,7 +4,7 @@
 
 LoRA: rank 16 on every linear layer of the blocks, the base frozen in bfloat16, adapters in fp32 with AdamW. The static
 sum (parameters, gradients, state) in GB of 10^9 bytes stands beside the article's 14.3 GB; `memopt.max_batch` finds the
-largest batch of 2,048 tokens; no activation waits on the host. In full: bfloat16 parameters and AdamW, with what the
+largest batch of 2,048 tokens; no activation is offloaded. In full: bfloat16 parameters and AdamW, with what the
 refusal says.
 """
 
@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import memopt
 from benchmarks.real_models import integers
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import BudgetError
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.options import DEFAULT_ALLOW
@@ -101,7 +101,7 @@ def main() -> None:
         found["Llama-2-7B, LoRA"] = lora()
     if only != "lora":
         found["Llama-3-8B, in full"] = in_full()
-    RESULT.write_text(json.dumps({**stamp(), **found}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), **found})
     table = Table(title=f"Planned for {CARD}, {CARD_GB} GB, sequences of {LENGTH}", title_justify="left")
     for column in ("model", "", ""):
         table.add_column(column, overflow="fold")

@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 
 RESULT = Path(__file__).parent / "results" / "plan_large.json"
 
@@ -131,8 +131,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.plan_large", "--model", name]
         run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(run.stdout.splitlines()[-1]))
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({**stamp(), "rows": rows}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "rows": rows})
     Console(width=120).print(table(rows))
 
 

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 import memopt
 from benchmarks.real_models import BY_NAME as REAL
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
+from examples.models.families import BY_NAME as SMALL
+from examples.models.families import loss_of, without_dropout
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.rewrite.precision import precision_rewriting
 from memopt.run.planned_call import planned_call_of
-from tests.families import BY_NAME as SMALL
-from tests.families import loss_of, without_dropout
 
 RESULT = Path(__file__).parent / "results" / "precision.json"
 CARD = "h100"
@@ -51,7 +51,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one joint graph under torch's stock partitioning."""
+    """What torch's default partitioner saves of one joint graph."""
 
     bytes: int
     weight_copies: int
@@ -104,7 +104,7 @@ def _is_cast(node: torch.fx.Node) -> bool:
 
 
 def _source(node: torch.fx.Node) -> torch.fx.Node:
-    """What a value is a cast of, or a view of a cast of."""
+    """Return the node that a value was cast or viewed from."""
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         viewed = _storage(node.all_input_nodes[0]) == _storage(node)
         if not viewed and not _is_cast(node):
@@ -114,11 +114,13 @@ def _source(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def at_real_dimensions(name: str) -> tuple[Saved, Saved]:
-    """Autocast's and memopt's."""
+    """Return what is saved under autocast and by memopt, at the real dimensions of a model."""
     found = []
     for precision in ("auto", "bf16"):
         model = REAL[name].make().float()
-        batch = {key: each.float() if each.is_floating_point() else each for key, each in REAL[name].batch().items()}
+        batch = {
+            key: value.float() if value.is_floating_point() else value for key, value in REAL[name].batch().items()
+        }
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "auto"):
             plan = memopt.plan(model, 10_000, batch, optimizer=None, precision=precision, device=CARD)
         assert plan.captured is not None
@@ -128,23 +130,25 @@ def at_real_dimensions(name: str) -> tuple[Saved, Saved]:
 
 
 def gradients(name: str, seed: int, run: Callable[[nn.Module, Any], Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    """All gradients of a small model in one row, in float64."""
+    """Return all gradients of a small model as one vector in float64."""
     model = without_dropout(SMALL[name].make()).to(dtype)
     batch = fresh(SMALL[name].batch("usual"), seed)
-    batch = {key: each.to(dtype) if each.is_floating_point() else each for key, each in batch.items()}
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     loss_of(run(model, batch)).backward()  # type: ignore[no-untyped-call]
-    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def fresh(batch: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Other data of the same kind: shuffled among the samples' places."""
+    """Return a batch with the same values in another order."""
     generator = torch.Generator().manual_seed(seed)
 
-    def shuffled(each: Tensor) -> Tensor:
-        order = torch.randperm(each.numel(), generator=generator)
-        return each.flatten()[order].view_as(each)
+    def shuffled(values: Tensor) -> Tensor:
+        order = torch.randperm(values.numel(), generator=generator)
+        return values.flatten()[order].view_as(values)
 
-    return {key: each if "mask" in key else shuffled(each) for key, each in batch.items()}
+    return {key: values if "mask" in key else shuffled(values) for key, values in batch.items()}
 
 
 def plain(model: nn.Module, batch: Any) -> Any:
@@ -157,7 +161,7 @@ def under_autocast(model: nn.Module, batch: Any) -> Any:
 
 
 def planned(precision: str, card: str) -> Callable[[nn.Module, Any], Any]:
-    """A run as it is planned for a card: its autocast lists, its activations."""
+    """Return a function that runs a model with the precision that memopt plans for a card."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         memopt.optimize(model, 1000, optimizer=None, precision=precision)
@@ -208,7 +212,7 @@ def main() -> None:
     rows = [measure(name) for name in chosen]
     known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
     known |= {row.model: asdict(row) for row in rows}
-    RESULT.write_text(json.dumps({**stamp(), "models": known}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "models": known})
     Console(width=140).print(table(rows))
 
 

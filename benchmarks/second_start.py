@@ -4,8 +4,8 @@
 
 Full widths and depths at small batches, where torch computes on this machine, a budget half-way between the smallest
 and the plain peak, an empty folder for plans at the start. "ahead" is a job that gives `optimize` its `example_inputs`:
-all of `optimize` is planning. "lazy" is a job that plans at its first step: there the second start captures and lowers
-as the first does, so that planning is what the first one's step took longer, and what looking for the kept plan took.
+all of `optimize` is planning. "lazy" is a job that plans at its first step: the second start captures and emits as the
+first does, so that planning is the difference of their steps and the time to find the kept plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 
 import memopt
 from benchmarks.gpu_models import Batch, images, library, text
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.planning import plan_cache
 from memopt.planning.job_key import Job
 
@@ -53,7 +53,7 @@ MODELS: dict[str, Made] = {
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds of a start."""
+    """Seconds of one start of a job."""
 
     optimize: float
     step: float
@@ -65,7 +65,7 @@ class Start:
 
 
 def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
-    """A job from its beginning, in this process."""
+    """Start a job in this process and measure it."""
     with torch.device(DEVICE):
         model, batch = MODELS[name][0](), MODELS[name][1]()
     looking = [0.0]
@@ -80,7 +80,7 @@ def start(name: str, budget_gb: float, *, ahead: bool) -> Start:
 
 @contextmanager
 def timed(seconds: list[float], owner: Any, name: str) -> Iterator[None]:
-    """Add up what a function takes."""
+    """Add the seconds that calls of `owner.name` take to `seconds[0]` inside the block."""
     function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -136,12 +136,12 @@ def main() -> None:
         print(json.dumps(asdict(start(name, float(budget_gb), ahead=ahead == "1"))))
         return
     rows = [row for name in chosen.only for row in compare(name)]
-    RESULT.write_text(json.dumps({**stamp(), "device": DEVICE, "rows": rows}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "device": DEVICE, "rows": rows})
     table = Table(title="Seconds of planning at the first and the second start", title_justify="left")
     for column in ("model", "job", "first", "second", "share", "whole start, first", "second"):
         table.add_column(column, justify="left" if column in ("model", "job") else "right")
     for row in rows:
-        whole = [f"{each['optimize'] + each['step']:.1f}" for each in row["starts"]]
+        whole = [f"{start['optimize'] + start['step']:.1f}" for start in row["starts"]]
         first, second = row["planning_seconds"]
         table.add_row(row["model"], row["job"], f"{first:.1f}", f"{second:.2f}", f"{row['share']:.1%}", *whole)
     Console(width=120).print(table)

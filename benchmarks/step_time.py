@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from rich.table import Table
 
 import memopt
 from benchmarks.gpu_models import Candidate, candidates
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 
 RESULT = Path(__file__).parent / "results" / "step_time.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +49,7 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of both predictions, as shares of what was measured."""
+        """Return the errors of both predictions as fractions of the measured time."""
         return self.table_ms / self.measured_ms - 1, self.calibrated_ms / self.measured_ms - 1
 
 
@@ -69,7 +68,7 @@ CLOCK = time.process_time if DEVICE == "cpu" and torch.get_num_threads() == 1 el
 
 
 def step_seconds(model: torch.nn.Module, batch: dict[str, Any], steps: int) -> list[float]:
-    """Of forward and backward, gradients taken away in between."""
+    """Return seconds of repeated forwards and backwards; gradients are freed between them."""
     seconds = []
     for _ in range(steps + 3):
         model.zero_grad()
@@ -134,7 +133,7 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         times = (row.table_ms, row.calibrated_ms, row.measured_ms, row.fastest_ms)
         errors = (f"{error:+.1%}" for error in row.errors)
-        table.add_row(row.model, f"{row.share:.0%}", *(f"{each:.2f}" for each in times), *errors)
+        table.add_row(row.model, f"{row.share:.0%}", *(f"{seconds:.2f}" for seconds in times), *errors)
     Console(width=120).print(table)
 
 
@@ -158,7 +157,7 @@ def main() -> None:
                 "note": chosen.note,
                 "rows": [*map(asdict, rows)],
             }
-            chosen.to.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(chosen.to, result)
     show(rows)
 
 

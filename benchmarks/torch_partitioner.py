@@ -21,7 +21,7 @@ SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
 
 
 class TorchPartitioner:
-    """Asks torch what it saves of one joint graph, at any number of budgets. The graph is not changed."""
+    """Asks torch's partitioner what it saves of one joint graph at several budgets; the graph is not changed."""
 
     def __init__(self, joint: JointGraph, priced: PricedGraph) -> None:
         self._joint = joint
@@ -46,7 +46,7 @@ class TorchPartitioner:
 
     @contextmanager
     def _remembered_cuts(self) -> Iterator[None]:
-        """Each budget asks for the same few minimum cuts, of seconds to minutes each: answer those of before."""
+        """Cache minimum cuts, which take seconds to minutes, since every budget asks for the same few."""
         partitioners = sys.modules[min_cut_rematerialization_partition.__module__]
         own = partitioners.solve_min_cut  # type: ignore[attr-defined]
         partitioners.solve_min_cut = self._remembering(own)  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import memopt
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
@@ -132,7 +132,7 @@ def train(
         name, share, budget_gb, "met with proposals" if proposals else "met", refused.smallest_gb if refused else None,
         (*last.levers, *proposals), measured_gb, last.predicted_peak_gb,
         (last.step_seconds + last.added_seconds) / last.receipt[0].seconds - 1,
-        any("microbatches" in str(each.message) for each in said),
+        any("microbatches" in str(warning.message) for warning in said),
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def table(rows: list[Row]) -> Table:
         table.add_column(column, justify="left" if column in ("model", "outcome", "levers") else "right")
     for row in rows:
         figures = (row.smallest_gb, row.measured_gb, row.predicted_gb)
-        smallest, measured, predicted = ("" if each is None else f"{each:.3f}" for each in figures)
+        smallest, measured, predicted = ("" if figure is None else f"{figure:.3f}" for figure in figures)
         added = "" if row.added_time is None else f"{row.added_time:+.1%}"
         levers = ", ".join((*row.levers, *(["microbatch"] if row.microbatches else [])))
         table.add_row(
@@ -182,7 +182,7 @@ def main() -> None:
             print(rows[-1], file=sys.stderr, flush=True)
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     known = [row for row in known if row["model"] not in {row.model for row in rows}]
-    RESULT.write_text(json.dumps({**stamp(), "rows": known + [asdict(row) for row in rows]}, indent=1) + "\n")
+    write_result(RESULT, {**stamp(), "rows": known + [asdict(row) for row in rows]})
     Console(width=150).print(table(rows))
 
 

@@ -13,7 +13,6 @@ handed out and, on a GPU, reserved; times are medians of repeated steps after wa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from torch.nn import functional
 import memopt
 from benchmarks.gpu import DEVICE, UNSEEN, forget, wait
 from benchmarks.gpu_models import LARGE, Batch, library
-from benchmarks.stamp import stamp
+from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
 from memopt.planning.options import DEFAULT_ALLOW
@@ -49,7 +48,7 @@ SIZES = {False: {**LARGE, "image_size": 224, "patch_size": 16}, True: {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A step of the article's."""
+    """One step of the article: what it changes in the training."""
 
     name: str
     low: bool = False
@@ -143,7 +142,7 @@ def by_hand(recipe: Recipe, *, small: bool, steps: int) -> Row:
 
 
 def by_memopt(recipe: str, peak_gb: float, *, small: bool, steps: int) -> Row:
-    """At a budget, or at the smallest that works above it."""
+    """Train by memopt within a budget, or within the smallest that works if that is larger."""
     model, whole = make(small=small), batch(BATCH, small=small)
     budget_gb = peak_gb + UNSEEN / GIB
     for allow, least in ((DEFAULT_ALLOW, False), (PROPOSALS, False), (PROPOSALS, True)):
@@ -177,14 +176,14 @@ def main() -> None:
         rows.append(by_memopt(recipe.name, rows[-1].peak_gb, small=small, steps=3 if small else 10))
         forget()
     path = RESULTS / f"vit_finetune{'_small' * small}.json"
-    path.write_text(json.dumps({**stamp(), "device": DEVICE, "rows": [*map(asdict, rows)]}, indent=1) + "\n")
+    write_result(path, {**stamp(), "device": DEVICE, "rows": [*map(asdict, rows)]})
     table = Table(title=f"ViT fine-tuning on {DEVICE}: the article's steps, and memopt at each one's peak")
     for column in ("step", "by", "batch", "peak GB", "reserved", "ms", "images/s", "loss"):
         table.add_column(column, justify="left" if column in ("step", "by") else "right", overflow="fold")
-    for each in rows:
-        reserved = "–" if each.reserved_gb is None else f"{each.reserved_gb:.2f}"
-        figures = f"{each.peak_gb:.4g}", reserved, f"{each.step_ms:.0f}", f"{each.images_per_second:.1f}"
-        table.add_row(each.recipe, each.method, str(each.batch), *figures, f"{each.loss:.3f}")
+    for row in rows:
+        reserved = "–" if row.reserved_gb is None else f"{row.reserved_gb:.2f}"
+        figures = f"{row.peak_gb:.4g}", reserved, f"{row.step_ms:.0f}", f"{row.images_per_second:.1f}"
+        table.add_row(row.recipe, row.method, str(row.batch), *figures, f"{row.loss:.3f}")
     Console(width=140).print(table)
 
 

@@ -72,13 +72,13 @@ def parameters(model: torch.nn.Module) -> float:
 
 
 def read_text() -> bytes:
-    """What every Python brings along to read: its language reference, and sources of its library. Blanks as one."""
+    """Return text that every Python ships: its language reference and sources of its library, on one line."""
     sources = (inspect.getsource(module) for module in (argparse, inspect, random))
     return " ".join(" ".join([*topics.values(), *sources]).split()).encode()
 
 
 def make_batches(text: bytes) -> Iterator[Batch]:
-    """Random places of the text, a byte a token; GPT-2 shifts the labels itself."""
+    """Yield batches of random places of the text, a byte a token; GPT-2 shifts the labels itself."""
     places = random.Random(0)
     while True:
         starts = [places.randrange(len(text) - TOKENS) for _ in range(SEQUENCES)]
@@ -101,7 +101,7 @@ def show_plan(plan: memopt.Plan) -> None:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Batch]) -> int:
-    """Returns the most bytes that any measured step held: the first, which compiles, and every fourth."""
+    """Train; return the most bytes that a measured step held: the first, which compiles, and every fourth."""
     first_loss, peak_bytes = measured_step(model, optimizer, next(batches))
     report("step       1", [first_loss], peak_bytes)
     losses: list[float] = []
@@ -120,7 +120,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Ite
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """A step as without memopt; returns its loss."""
+    """Take a step as without memopt; return its loss."""
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
@@ -129,14 +129,14 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
 
 
 def measured_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, int]:
-    """A step, and the most bytes that the process held at any moment of it. Measuring makes it slower."""
+    """Take a step; return its loss and the most bytes that the process held. Measuring makes it slower."""
     with memopt.measure_peak() as peak:
         loss = train_step(model, optimizer, batch)
     return loss, peak.bytes
 
 
 def report(steps: str, losses: list[float], peak_bytes: int) -> None:
-    """Say the mean of the latest losses, and the highest peak so far."""
+    """Print the mean of the latest losses, and the highest peak so far."""
     console.print(f"{steps}   loss {sum(losses) / len(losses):.3f}   peak {peak_bytes / 1024**3:.4f} GB")
 
 

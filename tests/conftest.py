@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is read from, or left in, the user's cache."""
+    """Keep the tests away from the user's cache: nothing is read from it or written to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -1,4 +1,4 @@
-"""A CPU with a road to another memory: values then wait in memory that the CPU's meter does not count."""
+"""A CPU with a simulated link to host memory, which the CPU's meter does not count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def linked_cpu(device: torch.device) -> Hardware:
 
 @pytest.fixture
 def linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans made for the device at hand may offload; the host's memory counts from here on."""
+    """Let plans for this CPU offload, and count the host memory in use from here on."""
     monkeypatch.setattr(call_planner, "hardware_of", linked_cpu)
     memory = host_memory("cpu")
     assert memory.leased_bytes == 0, "an earlier test left values on the host"

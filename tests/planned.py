@@ -16,7 +16,7 @@ ACCOUNT = Account(
 
 
 def region(layers: int, *, loss: bool = True, width: int = 16, batch: int = 64, first: int = 0) -> JointGraph:
-    """`layers` of gelu(x @ weight) without biases, and their sum (`loss`) or the last hidden state."""
+    """Return a region of `layers` times gelu(x @ weight), which gives the sum (`loss`) or the last hidden state."""
     sketch = Sketch()
     weights = [sketch.input(f"primals_{number + 1}", width, width) for number in range(layers)]
     x = sketch.input(f"primals_{layers + 1}", batch, width)
@@ -44,7 +44,7 @@ def region(layers: int, *, loss: bool = True, width: int = 16, batch: int = 64, 
 
 
 def reading_late() -> JointGraph:
-    """`region(2)`, at whose end a result reads the first hidden state once more."""
+    """Return `region(2)` with a result at its end that reads the first hidden state once more."""
     joint = region(2)
     graph = joint.module.graph
     named = {node.name: node for node in graph.nodes}
@@ -63,5 +63,5 @@ def captured(*regions: JointGraph) -> Captured:
 
 
 def two_regions() -> Captured:
-    """Two layers, a graph break, and two more with the loss."""
+    """Return a call of two regions: two layers, a graph break, and two more layers with the loss."""
     return captured(region(2, loss=False), region(2, first=2))

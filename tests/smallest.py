@@ -1,4 +1,4 @@
-"""The smallest budget that a training step fits in, by a refusal that looks for nothing that is not allowed."""
+"""The smallest budget that a training step fits in, from a refusal without advice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refusal(
     device: str | None = None,
     gradients_held: bool = False,
 ) -> BudgetError:
-    """Of a budget that nothing fits, as `memopt.plan` raises it but without the advice, which takes as long again."""
+    """Return the error of a budget that nothing fits, as `memopt.plan` raises it, but without its advice."""
     options = check_options(
         1e-6,
         loss_fn=loss_fn,
@@ -43,5 +43,5 @@ def refusal(
 
 
 def smallest_gb(model: nn.Module, example_inputs: Any, **options: Any) -> float:
-    """What `refusal` names."""
+    """Return the smallest budget in GB, as `refusal` names it."""
     return refusal(model, example_inputs, **options).smallest_gb

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import random_problem, random_schedule
 from memopt.account.allocator_replay import StepBlocks, least_limit, replay
 from memopt.account.caching_allocator import CardFullError
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
-from tests.solver.problems import random_problem, random_schedule
 
 MB = 1024**2
 # x (8 MB) → y (30 MB, with 4 MB of workspace) → gradient (8 MB, kept), each of what is before it.

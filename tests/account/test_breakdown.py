@@ -9,10 +9,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import random_problem, random_schedule
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown, live_bytes_by_kind, live_versions, output_bytes
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
-from tests.solver.problems import random_problem, random_schedule
 
 NOTHING = Account(0, 0, 0, 0, 0, 0, 0)
 ACCOUNT = Account(

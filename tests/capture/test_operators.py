@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memopt
+from examples.models.families import integers, normals
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
 from memopt.run.planned_call import planned_call_of
 from passes import EliminateDeadCode, Pipeline, format_graph
@@ -23,7 +24,6 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, loss, run
 from tests.end_to_end.usual import make
-from tests.families import integers, normals
 
 Around = Callable[[], AbstractContextManager[Any]]
 BF16: Around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 import memopt.planning.captured as captured_module
+from examples.models.problems import random_schedule
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.device.storages import find_storages
@@ -24,7 +25,6 @@ from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
 from tests.emit.test_partition import joint_of, run_halves, without_repeated_results
 from tests.passes.capture import Captured, gpt2, resnet, rows_above_zero, run
 from tests.planned import region
-from tests.solver.problems import random_schedule
 
 FREE = Link(math.inf)
 

@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
+from examples.models.problems import random_schedule
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
@@ -20,7 +21,6 @@ from memopt.price.price import NodePrice, PricedGraph, is_scheduled, is_tangent,
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import FoundReuse, format_graph
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero, run
-from tests.solver.problems import random_schedule
 
 
 def joint_of(captured: Captured, *, reinplace: bool = False) -> JointGraph:

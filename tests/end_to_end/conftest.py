@@ -10,6 +10,6 @@ import memopt  # noqa: F401
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_imports() -> None:
-    """Half a million objects of the imports above live on: no garbage collection and no meter need look at them."""
+    """Freeze the half million objects that the imports above made, so that garbage collections and meters skip them."""
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.families import integers, normals
+from examples.models.families import integers, normals
 
 WIDTH, ROWS, CLASSES = 64, 256, 16
 

@@ -1,4 +1,4 @@
-"""Runs the same piece of training on a plain and an optimised model, measures both, and compares what they leave."""
+"""Runs the same piece of training on a plain and an optimised model, measures both, and compares the results."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import memopt
+from examples.models.families import loss_of
 from memopt.account.account import distinct_bytes
-from tests.families import loss_of
 
 GIB = 1024**3
 Piece = Callable[[nn.Module], Any]
-"""Forwards and backwards of a model, in any order; returns what is to be compared."""
+"""Runs forwards and backwards of a model in any order, and returns the values to compare."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a piece of training left behind."""
+    """Returned values, gradients, buffers and peak of a piece of training."""
 
     returned: Any
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     peak_bytes: int
-    """The most that was held at once: parameters, buffers, gradients, inputs, and what was allocated beside them."""
+    """The most bytes held at once: parameters, buffers, gradients, inputs, and everything allocated beside them."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -41,14 +41,14 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def step(model: nn.Module, batch: Any) -> Tensor:
-    """One forward and backward; gives the loss."""
+    """Run one forward and backward; return the loss."""
     value = loss(model, batch)
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 
 def run(model: nn.Module, piece: Piece, batch: Any) -> Trained:
-    """Run a piece of training; of the inputs that it uses `batch` counts, as the largest: others are the caller's."""
+    """Run a piece of training and measure it. Of the inputs only `batch`, the largest, is counted in the peak."""
     gc.collect()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -65,7 +65,7 @@ def run(model: nn.Module, piece: Piece, batch: Any) -> Trained:
 
 
 def assert_same(trained: Trained, plain: Trained) -> None:
-    """What was returned, every gradient and every buffer: the same bits."""
+    """Assert that returned values, gradients and buffers are the same bits."""
     for name, gradient in plain.gradients.items():
         assert same(trained.gradients[name], gradient), f"the gradient of {name} differs"
     for name, buffer in plain.buffers.items():
@@ -82,12 +82,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def plan(model: nn.Module, batch: Any, **options: Any) -> memopt.Plan:
-    """The plan of a step without an optimiser under a budget that it cannot exceed."""
+    """Return the plan of a step without an optimiser, within a budget of 1 GB that every test model fits."""
     return memopt.plan(model, 1.0, batch, **{"optimizer": None, "precision": "fp32", "allow": {"recompute"}, **options})
 
 
 def tight(model: nn.Module, batch: Any, **options: Any) -> float:
-    """A budget in GB, halfway from the smallest that works to the plain step's peak."""
+    """Return a budget in GB half-way between the smallest that works and the plain step's peak."""
     roomy = plan(model, batch, **options)
     smallest = roomy.smallest_gb()
     assert smallest < 0.95 * roomy.plain_peak_gb, "the test needs a model that recomputation helps"
@@ -95,7 +95,7 @@ def tight(model: nn.Module, batch: Any, **options: Any) -> float:
 
 
 def check(model: nn.Module, piece: Piece, budget_gb: float, batch: Any, **options: Any) -> Trained:
-    """Assert that a piece of training leaves the plain model's bits and keeps to the budget; optimises `model`."""
+    """Optimise `model`; assert that a piece of training gives the plain model's bits and stays within the budget."""
     plain = run(copy.deepcopy(model), piece, batch)
     memopt.optimize(model, budget_gb, **{"optimizer": None, "precision": "fp32", "allow": {"recompute"}, **options})
     trained = run(model, piece, batch)

@@ -1,4 +1,4 @@
-"""Sizes that depend on data: planned as seen, guarded, and planned anew before a larger one takes its memory."""
+"""Sizes that depend on data: planned as seen, guarded, and planned once more before a larger size takes its memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import memopt
+from examples.models.families import BY_NAME
+from examples.models.step import train_step
 from memopt.capture.data_sizes import MARGIN, DataSizes
 from memopt.errors import GIB
-from tests.end_to_end.steps import assert_equal, train_step
-from tests.families import BY_NAME
+from tests.end_to_end.steps import assert_equal
 
 
 def send_all_to_one_expert(model: torch.nn.Module) -> None:

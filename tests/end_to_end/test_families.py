@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 import memopt
+from examples.models.families import FAMILIES, Family
+from examples.models.step import Step, restored_buffers, train_step
 from memopt.errors import GIB
-from tests.end_to_end.steps import Step, assert_equal, restored_buffers, train_step
-from tests.families import FAMILIES, Family
+from tests.end_to_end.steps import assert_equal
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
 """Budgets between the smallest that works (0) and the plain model's peak (1)."""
 USUAL = (1.0, 0.4, 0.0)
 DEEP = 0.03
-"""From this share down some op is evaluated three times or more."""
+"""At this share and below, some operator has three evaluations or more."""
 ROUNDING = 1e-6
 BITWISE = {"recompute", "reinplace"}
 
@@ -27,7 +28,7 @@ def check_budget(family: Family, plain: Step, model, batch, plan: memopt.Plan, b
     assert_equal(step, plain, ROUNDING if family.rounding else 0.0)
     assert step.peak_bytes <= budget_gb * GIB
     assert step.peak_bytes <= made.predicted_peak_bytes <= 1.02 * step.peak_bytes
-    captured = [[region.fingerprint for region in each.regions] for each in (made, plan)]
+    captured = [[region.fingerprint for region in found.regions] for found in (made, plan)]
     assert captured[0] == captured[1], "fakes capture another graph than the model's own tensors"
     assert made.bound <= made.added_time + 1e-9
     return made

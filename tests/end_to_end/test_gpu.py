@@ -40,7 +40,7 @@ def gradients(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 def test_dropout_is_the_plain_models_however_often_it_is_evaluated(share: float) -> None:
-    """A draw that is repeated with other numbers would show in every gradient."""
+    """A model with dropout: recomputing it with other random numbers would show in every gradient."""
     options: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}}
     plan = memopt.plan(make(), 1e3, batch(), **options)
     least = plan.smallest_gb()

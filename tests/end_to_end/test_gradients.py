@@ -17,63 +17,63 @@ from tests.end_to_end.usual import Blocks, batch, make, refusal, steps, usual
 
 
 def test_autograd_grad_of_all_and_of_some_parameters() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> list[Tensor]:
         some = [model.get_parameter("head.weight"), model.get_parameter("blocks.1.1.bias")]
-        first = torch.autograd.grad(loss(model, each), list(model.parameters()))
+        first = torch.autograd.grad(loss(model, inputs), list(model.parameters()))
         del first
-        return [*torch.autograd.grad(loss(model, each), some)]
+        return [*torch.autograd.grad(loss(model, inputs), some)]
 
-    check(model, piece, usual().tight, each)
+    check(model, piece, usual().tight, inputs)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_autograd_grad_beside_held_gradients() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> Any:
-        step(model, each)
-        return torch.autograd.grad(loss(model, each), list(model.parameters()))
+        step(model, inputs)
+        return torch.autograd.grad(loss(model, inputs), list(model.parameters()))
 
-    error = refusal(model, piece, usual().tight, each)
+    error = refusal(model, piece, usual().tight, inputs)
     model.zero_grad()
-    check(memopt.remove(model), piece, error.smallest_gb, each)
+    check(memopt.remove(model), piece, error.smallest_gb, inputs)
 
 
 def test_backward_into_some_inputs() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
         some = [model.get_parameter("head.weight"), model.get_parameter("blocks.1.1.bias")]
-        loss(model, each).backward(inputs=some)  # type: ignore[no-untyped-call]
-        step(model, each)
-        loss(model, each).backward(inputs=some)  # type: ignore[no-untyped-call]
+        loss(model, inputs).backward(inputs=some)  # type: ignore[no-untyped-call]
+        step(model, inputs)
+        loss(model, inputs).backward(inputs=some)  # type: ignore[no-untyped-call]
 
-    check(model, piece, usual().tight, each)
+    check(model, piece, usual().tight, inputs)
 
 
 def test_a_gradient_into_the_inputs() -> None:
-    model, each = make(), batch()
-    each[0].requires_grad_()
+    model, inputs = make(), batch()
+    inputs[0].requires_grad_()
 
     def piece(model: nn.Module) -> Tensor | None:
-        each[0].grad = None
-        step(model, each)
-        return each[0].grad
+        inputs[0].grad = None
+        step(model, inputs)
+        return inputs[0].grad
 
-    check(model, piece, usual().tight, each)
+    check(model, piece, usual().tight, inputs)
 
 
 def test_frozen_parameters_and_thawed_ones() -> None:
-    model, each = make(odd_models.LowRank), batch()
+    model, inputs = make(odd_models.LowRank), batch()
 
     def piece(model: nn.Module) -> None:
-        steps(model, each, each)
+        steps(model, inputs, inputs)
         model.get_submodule("blocks.0").requires_grad_(True)
-        step(model, each)
+        step(model, inputs)
 
-    check(model, piece, plan(copy.deepcopy(model).requires_grad_(True), each).plain_peak_gb, each)
+    check(model, piece, plan(copy.deepcopy(model).requires_grad_(True), inputs).plain_peak_gb, inputs)
     assert model.get_parameter("blocks.1.1.weight").grad is None
 
 
@@ -99,88 +99,88 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["before", "after a step"])
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_hooks_on_modules(hook: Callable[[nn.Module], Any], early: bool) -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
     budget = usual().tight + 0.3 / 1024
 
     def piece(model: nn.Module) -> list[Tensor]:
         if early:
-            return [step(model, each)]
-        first = step(model, each)
+            return [step(model, inputs)]
+        first = step(model, inputs)
         model.zero_grad()
         handle = hook(model)
-        second = step(model, each)
+        second = step(model, inputs)
         handle.remove()
         model.zero_grad()
-        return [first, second, step(model, each)]
+        return [first, second, step(model, inputs)]
 
     if early:
         hook(model)
-    check(model, piece, budget, each)
+    check(model, piece, budget, inputs)
 
 
 @pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["before", "after a step"])
 def test_a_full_backward_hook_breaks_the_graph(early: bool) -> None:
-    """Dynamo does not take modules with such hooks: they run eagerly, and count as what is between the regions."""
-    model, each = make(Blocks), batch()
+    """Dynamo does not capture modules with such hooks: they run eagerly, and count as code between the regions."""
+    model, inputs = make(Blocks), batch()
 
     def piece(model: nn.Module) -> list[Tensor]:
         if early:
-            return [step(model, each)]
-        first = step(model, each)
+            return [step(model, inputs)]
+        first = step(model, inputs)
         model.zero_grad()
         model.get_submodule("blocks.1").register_full_backward_hook(scale_gradient)
-        return [first, step(model, each)]
+        return [first, step(model, inputs)]
 
     if early:
         model.get_submodule("blocks.1").register_full_backward_hook(scale_gradient)
-    check(model, piece, 1.2 * usual(Blocks).plan.plain_peak_gb, each)
+    check(model, piece, 1.2 * usual(Blocks).plan.plain_peak_gb, inputs)
     assert len(memopt.plan_of(model).regions) > 1
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before optimize", "after a step"])
 def test_hooks_on_parameters(early: bool) -> None:
-    """A hook sees, and may change, the gradient of each backward, not the sum that is held."""
-    model, each = make(), batch()
+    """A hook sees, and may change, the gradient of one backward, not the accumulated sum."""
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
         if not early:
-            step(model, each)
+            step(model, inputs)
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
-        steps(model, each, each)
+        steps(model, inputs, inputs)
 
-    check(model, piece, usual().tight + 2.5 * usual().gradients, each)
+    check(model, piece, usual().tight + 2.5 * usual().gradients, inputs)
 
 
 def test_a_hook_that_comes_late_is_refused_where_its_gradients_do_not_fit() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
     budget = usual().smallest + 0.55 / 1024
 
     def piece(model: nn.Module) -> None:
-        step(model, each)
-        value = loss(model, each)
+        step(model, inputs)
+        value = loss(model, inputs)
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
         value.backward()  # type: ignore[no-untyped-call]
 
-    refusal(model, piece, budget, each)
+    refusal(model, piece, budget, inputs)
 
 
 def test_a_hook_that_comes_late_sees_the_gradient_of_its_backward() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
-        step(model, each)
-        value = loss(model, each)
+        step(model, inputs)
+        value = loss(model, inputs)
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
         value.backward()  # type: ignore[no-untyped-call]
 
-    check(model, piece, 1.0, each)
+    check(model, piece, 1.0, inputs)
 
 
 def test_an_optimiser_in_the_backward() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> list[Tensor]:
         for parameter in model.parameters():
@@ -191,8 +191,8 @@ def test_an_optimiser_in_the_backward() -> None:
                 optimizer.zero_grad()
 
             parameter.register_post_accumulate_grad_hook(update)
-        return [*steps(model, each, each), *(parameter.detach().clone() for parameter in model.parameters())]
+        return [*steps(model, inputs, inputs), *(parameter.detach().clone() for parameter in model.parameters())]
 
-    plain = run(copy.deepcopy(model), piece, each)
+    plain = run(copy.deepcopy(model), piece, inputs)
     memopt.optimize(model, usual().tight, optimizer=None, precision="fp32", allow={"recompute"})
-    assert_same(run(model, piece, each), plain)
+    assert_same(run(model, piece, inputs), plain)

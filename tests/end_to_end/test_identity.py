@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import integers, normals
 from memopt.run.planned_call import planned_call_of
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, call, run, step, tight
-from tests.families import integers, normals
 
 
 class Noted(Layered):
-    """With a buffer, tied weights, and attributes of its own."""
+    """A model with a buffer, tied weights, and attributes of its own."""
 
     def __init__(self) -> None:
         super().__init__(depth=2)
@@ -56,7 +56,7 @@ def budget() -> float:
 
 @pytest.fixture
 def optimized(budget: float) -> nn.Module:
-    """Optimised, and trained for a step."""
+    """Return a model that is optimised and was trained for a step."""
     model = memopt.optimize(make(), budget, optimizer=None, precision="fp32", allow={"recompute"})
     step(model, BATCH)
     model.zero_grad()
@@ -77,8 +77,8 @@ def test_optimize_returns_the_very_model_with_its_class_and_parameters(budget: f
     assert isinstance(model, Noted)
     assert type(model) is Noted
     assert before[:2] == (type(model), model.__class__)
-    assert all(model.get_parameter(name) is each for name, each in before[2].items())
-    assert all(model.get_submodule(name) is each for name, each in before[3].items())
+    assert all(model.get_parameter(name) is parameter for name, parameter in before[2].items())
+    assert all(model.get_submodule(name) is module for name, module in before[3].items())
     assert list(model.state_dict()) == keys
     assert repr(model) == text
 

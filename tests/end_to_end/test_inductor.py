@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import BY_NAME, integers, normals
+from examples.models.step import Step, own_bytes, restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.planning.options import check_options
-from tests.end_to_end.steps import Step, assert_equal, own_bytes, restored_buffers, train_step
-from tests.families import BY_NAME, integers, normals
+from tests.end_to_end.steps import assert_equal
 
 ROUNDING = 1e-5
 MODE = {"optimizer": None, "precision": "fp32", "allow": {"recompute"}}
@@ -25,7 +26,7 @@ WIDTH, ROWS, CLASSES = 96, 768, 16
 
 
 class Dropping(nn.Module):
-    """Residual blocks with layer norm, GELU and dropout: much that fuses, and randomness that has to be repeated."""
+    """Residual blocks with layer norm, GELU and dropout: operators that fuse, and random numbers to be repeated."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def batch() -> dict[str, Tensor]:
 
 @cache
 def compiled() -> Step:
-    """A step of plain torch.compile."""
+    """Return a step of plain torch.compile."""
     model = make()
     model.compile()
     train_step(model, batch())
@@ -62,13 +63,13 @@ def compiled() -> Step:
 
 @cache
 def ahead() -> memopt.Plan:
-    """The plan of a step with nothing recomputed, made on fakes."""
+    """Return the plan of a step with nothing recomputed, made on fake tensors."""
     model = memopt.optimize(make(), 1000, example_inputs=batch(), backend="inductor", **MODE)
     return memopt.plan_of(model)
 
 
 def budget(share: float) -> float:
-    """GB between the smallest that works (0) and what the step takes with nothing recomputed (1)."""
+    """Return a budget in GB, between the smallest that works (0) and the peak with nothing recomputed (1)."""
     smallest = ahead().smallest_gb()
     return smallest + share * (ahead().plain_peak_gb - smallest)
 
@@ -133,7 +134,7 @@ def test_other_calls_run_the_plain_model() -> None:
 
 
 class Breaking(nn.Module):
-    """Blocks with a graph break between them."""
+    """A model of blocks with a graph break between them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
-"""Activations that wait on the host, in code that inductor compiles."""
+"""Offloaded activations in code that inductor compiles."""
 
 from __future__ import annotations
 
 import memopt
+from examples.models.step import train_step
 from memopt.errors import GIB
 from passes.ops.offload_ops import host_memory
-from tests.end_to_end.steps import assert_equal, train_step
+from tests.end_to_end.steps import assert_equal
 from tests.end_to_end.test_inductor import MODE, ROUNDING, batch, budget, compiled, forgotten, make
 from tests.linked import ALLOW, linked
 

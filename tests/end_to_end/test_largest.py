@@ -58,7 +58,7 @@ def test_it_fits_and_the_next_does_not(
     model = memopt.optimize(make(), budget_gb, **OPTIONS)
     step = TrainStep(model, torch.optim.AdamW(model.parameters()))
     batch = sized(found)
-    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), batch["input_ids"]])
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers(), batch["input_ids"]])
     with measure_peak("cpu") as peak:
         step(batch)
         step(batch)

@@ -1,4 +1,4 @@
-"""Levers on whole models: each lowers the smallest budget, pairs lower it further, and gradients stay right."""
+"""Levers on whole models: each lowers the smallest budget, pairs lower it further, and gradients remain right."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import memopt
+from examples.models.step import Step, train_step
 from memopt.errors import GIB
 from tests import smallest
-from tests.end_to_end.steps import Step, assert_equal, train_step
+from tests.end_to_end.steps import assert_equal
 
 VOCABULARY, LENGTH = 4096, 128
 ROUNDING = 2e-5
@@ -69,7 +70,7 @@ EACH = pytest.mark.parametrize(
 
 
 def levers_of(name: str) -> set[str]:
-    """Those that have something to do in a model."""
+    """Return the levers that change something in a model."""
     return LEVERS if name == "gpt2" else LEVERS - {"fused_ops"}
 
 
@@ -92,7 +93,7 @@ def plain(name: str) -> Step:
 
 @cache
 def smallest_gb(name: str, allow: frozenset[str]) -> float:
-    """The smallest budget with these levers."""
+    """Return the smallest budget with these levers."""
     options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
     return smallest.smallest_gb(make(name), batch(), **options)
 
@@ -118,7 +119,7 @@ def check(name: str, plan: memopt.Plan, step: Step, budget_gb: float) -> None:
 def assert_close(step: Step, plain: Step) -> None:
     assert float(step.loss) == pytest.approx(float(plain.loss), rel=1e-6)
     assert step.gradients.keys() == plain.gradients.keys()
-    largest = max(float(each.abs().max()) for each in plain.gradients.values())
+    largest = max(float(gradient.abs().max()) for gradient in plain.gradients.values())
     for name, expected in plain.gradients.items():
         error = float((step.gradients[name] - expected).abs().max()) / largest
         assert error <= ROUNDING, f"the gradient of {name} differs by {error:.1e} of the largest"
@@ -166,7 +167,7 @@ def test_all_together(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
 def test_reinplace(name: str) -> None:
-    """The smallest budget falls, is kept, and all is bitwise as plain."""
+    """The smallest budget falls, the step stays within it, and loss and gradients are bitwise the plain model's."""
     allow = frozenset({"recompute", "reinplace"})
     least = smallest_gb(name, allow)
     assert least < 0.8 * smallest_gb(name, frozenset({"recompute"}))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import normals
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, run, same, step, tight
 from tests.end_to_end.usual import Blocks, batch, make, steps, usual
-from tests.families import normals
 
 CAPTURED = [odd for odd in odd_models.ODD_MODELS if odd.model is not odd_models.NumpyInLoop and odd.capture != "none"]
 
@@ -27,19 +27,19 @@ MARKED = [pytest.param(odd, marks=pytest.mark.slow) if odd.model in SLOW else od
 
 @pytest.mark.parametrize("odd", MARKED, ids=str)
 def test_odd_models_accumulate_within_the_budget(odd: odd_models.OddModel) -> None:
-    model, each = odd.make(), odd.inputs()
+    model, inputs = odd.make(), odd.inputs()
 
     def piece(model: nn.Module) -> list[Tensor]:
         losses = []
         for _ in range(2):
-            value = loss(model, each).float().square().mean()
+            value = loss(model, inputs).float().square().mean()
             value.backward()  # type: ignore[no-untyped-call]
             losses.append(value.detach())
             gc.collect()
         return losses
 
     budgets = usual(odd.model)
-    check(model, piece, budgets.tight + budgets.gradients, each)
+    check(model, piece, budgets.tight + budgets.gradients, inputs)
 
 
 class Printing(Blocks):
@@ -88,15 +88,15 @@ class EagerMiddle(Layered):
 
 @pytest.mark.parametrize("kind", [Printing, ScalarAtTheBreak, EagerMiddle])
 def test_breaks_in_the_middle_at_the_smallest_budget(kind: type[nn.Module]) -> None:
-    model, each = make(kind), batch()
-    check(model, lambda model: step(model, each), usual(kind).smallest, each)
+    model, inputs = make(kind), batch()
+    check(model, lambda model: step(model, inputs), usual(kind).smallest, inputs)
     assert len(memopt.plan_of(model).regions) > 1
 
 
 def test_a_block_on_both_sides_of_a_break_accumulates() -> None:
-    model, each = make(SharedAcrossABreak), batch()
+    model, inputs = make(SharedAcrossABreak), batch()
     budgets = usual(SharedAcrossABreak)
-    check(model, lambda model: steps(model, each, each), budgets.tight + budgets.gradients, each)
+    check(model, lambda model: steps(model, inputs, inputs), budgets.tight + budgets.gradients, inputs)
     assert len(memopt.plan_of(model).regions) > 1
 
 
@@ -137,10 +137,10 @@ def test_a_loss_outside_of_the_model() -> None:
 
 
 def test_a_gradient_into_another_output_needs_outputs_all() -> None:
-    model, each = make(odd_models.LossAndLogits), batch()
+    model, inputs = make(odd_models.LossAndLogits), batch()
 
     def piece(model: nn.Module) -> None:
-        value, logits = call(model, each)
+        value, logits = call(model, inputs)
         (value + 0.1 * logits.square().mean()).backward()
 
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
@@ -148,7 +148,7 @@ def test_a_gradient_into_another_output_needs_outputs_all() -> None:
         piece(model)
     assert all(parameter.grad is None for parameter in model.parameters())
     extra = 4 * ROWS * CLASSES * 4 / GIB
-    check(memopt.remove(model), piece, tight(model, each, outputs="all") + extra, each, outputs="all")
+    check(memopt.remove(model), piece, tight(model, inputs, outputs="all") + extra, inputs, outputs="all")
 
 
 def squared_error(output: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations that wait on the host: the plain model's bits, less on the device than recomputation alone needs."""
+"""Offloaded activations: the plain model's bits, and smaller peaks than recomputation alone reaches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import BY_NAME, causal_batch
+from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
 from memopt.planning.make_plan import make_plan
@@ -22,10 +24,9 @@ from passes.ops.offload_ops import host_memory
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import Layered
 from tests.end_to_end.pieces import assert_same, check, loss, run, step
-from tests.end_to_end.steps import assert_equal, restored_buffers, train_step
+from tests.end_to_end.steps import assert_equal
 from tests.end_to_end.test_situations import GPT2
 from tests.end_to_end.usual import batch, make
-from tests.families import BY_NAME, causal_batch
 from tests.linked import ALLOW, linked
 
 __all__ = ["linked"]
@@ -40,13 +41,13 @@ def smallest(model: nn.Module, inputs: Any, allow: set[str]) -> memopt.Plan:
 
 
 def recomputing(plan: memopt.Plan) -> memopt.Plan:
-    """The plan with the smallest peak that recomputation alone reaches, of the same captured step."""
+    """Return the plan of the same captured step with the smallest peak that recomputation alone reaches."""
     assert plan.captured is not None
     alone = make_plan(replace(plan.captured, link=None), plan.account, 2**40)
     return alone.at(alone.smallest_gb())
 
 
-def stays(plan: memopt.Plan) -> int:
+def offloads(plan: memopt.Plan) -> int:
     return sum(len(region.offloads) for region in plan.regions)
 
 
@@ -70,7 +71,7 @@ def test_less_than_recomputation_alone_reaches(name: str, linked: None) -> None:
     assert made.levers == ("offload_activations",)
     assert made.added_time < recomputed.added_time
     host = host_memory("cpu")
-    assert made.host_bytes <= host.most_leased_bytes <= made.host_bytes / 0.8 + stays(made) * mmap.PAGESIZE
+    assert made.host_bytes <= host.most_leased_bytes <= made.host_bytes / 0.8 + offloads(made) * mmap.PAGESIZE
     assert host.leased_bytes == 0
 
 
@@ -79,18 +80,18 @@ def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pyt
     model, inputs = make(), {"x": x, "labels": labels}
     budget_gb = smallest(make(), inputs, ALLOW).smallest_gb()
 
-    def without_stays(joint: Any, schedule: RegionSchedule) -> Any:
+    def without_offloads(joint: Any, schedule: RegionSchedule) -> Any:
         return ApplySchedule(schedule.evaluations, schedule.boundary, joint.forward_outputs)(joint.module)
 
-    monkeypatch.setattr(partition, "scheduled_graph", without_stays)
+    monkeypatch.setattr(partition, "scheduled_graph", without_offloads)
     memopt.optimize(model, budget_gb, **BOTH)
     assert train_step(model, inputs).peak_bytes > 1.2 * budget_gb * GIB
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
 
 
 @pytest.mark.slow
 def test_beside_the_other_levers(linked: None) -> None:
-    """On top of what rewrites the step, with recomputation and instead of it."""
+    """Offloads combine with levers that rewrite the graph, with recomputation and instead of it."""
     inputs, plain = causal_batch("usual"), train_step(GPT2(), causal_batch("usual"))
     options: dict[str, Any] = {**FP32, "outputs": "loss_only"}
     budget_gb = 0.3 * memopt.plan(GPT2(), 1000, inputs, **options).plain_peak_gb
@@ -104,7 +105,7 @@ def test_beside_the_other_levers(linked: None) -> None:
 
 
 def test_instead_of_recomputation(linked: None) -> None:
-    """Nothing is evaluated again where that is not allowed, and the values go to the host."""
+    """Where recomputation is not allowed nothing is recomputed, and values are offloaded instead."""
     x, labels = batch()
     budget_gb = 1.05 * smallest(make(), {"x": x, "labels": labels}, {"offload_activations"}).smallest_gb()
     model = make()
@@ -119,7 +120,7 @@ def test_not_where_recomputation_is_all_that_is_allowed(linked: None) -> None:
     x, labels = batch()
     made = smallest(make(), {"x": x, "labels": labels}, {"recompute"})
     assert made.added_time > 0.01
-    assert (stays(made), made.host_bytes, made.levers) == (0, 0, ())
+    assert (offloads(made), made.host_bytes, made.levers) == (0, 0, ())
 
 
 def test_on_a_cpu_there_is_nowhere_to_go() -> None:
@@ -127,20 +128,20 @@ def test_on_a_cpu_there_is_nowhere_to_go() -> None:
     made = memopt.plan(make(), 1000, (x, labels), **FP32)
     tight = made.at(made.smallest_gb())
     assert tight.added_time > 0.01
-    assert (stays(tight), tight.moved_bytes) == (0, 0)
+    assert (offloads(tight), tight.moved_bytes) == (0, 0)
 
 
 @pytest.fixture
 def optimised(linked: None) -> tuple[nn.Module, Any]:
-    """A model at two thirds of the plain step's peak, and its batch."""
+    """Return a model optimised for two thirds of the plain step's peak, and its batch."""
     made = memopt.plan(make(), 1000, batch(), **BOTH)
     model = memopt.optimize(make(), 0.65 * made.plain_peak_gb, example_inputs=batch(), **BOTH)
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
     return model, batch()
 
 
 def test_two_forwards_before_a_backward(linked: None) -> None:
-    """The second is planned with what the first holds: it goes to the host."""
+    """The second forward is planned beside what the first one holds, and so it offloads."""
     inputs, other = batch(), batch(seed=7)
     made = memopt.plan(make(), 1000, inputs, **BOTH)
     budget_bytes = made.plain.peak_bytes + made.account.gradients + made.held_bytes // 2
@@ -153,7 +154,7 @@ def test_two_forwards_before_a_backward(linked: None) -> None:
 
     model = make()
     check(model, piece, budget_bytes / GIB, inputs, allow=ALLOW)
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
     assert host_memory("cpu").leased_bytes == 0
 
 
@@ -186,7 +187,7 @@ def test_an_exception_leaves_nothing(optimised: tuple[nn.Module, Any]) -> None:
     gc.collect()
     assert host_memory("cpu").leased_bytes == 0
     model.zero_grad()
-    plain, after = (run(each, lambda each: step(each, inputs), inputs) for each in (make(), model))
+    plain, after = (run(trained, lambda trained: step(trained, inputs), inputs) for trained in (make(), model))
     assert_same(after, plain)
 
 
@@ -209,13 +210,13 @@ def test_gradients_accumulate(linked: None) -> None:
     made = memopt.plan(make(), 1000, first, **BOTH)
     budget_gb = made.smallest_gb() + 1.1 * made.account.gradients / GIB
     model = make()
-    check(model, lambda model: [step(model, each) for each in (first, second)], budget_gb, first, allow=ALLOW)
+    check(model, lambda model: [step(model, inputs) for inputs in (first, second)], budget_gb, first, allow=ALLOW)
     assert memopt.plan_of(model).account.gradients_held
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
 
 
 def test_a_whole_step(linked: None) -> None:
-    """TrainStep with microbatches, clipping and the optimiser: the same weights."""
+    """A TrainStep with microbatches, clipping and an optimiser leads to the same weights."""
 
     def trained(model: nn.Module) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -225,12 +226,12 @@ def test_a_whole_step(linked: None) -> None:
             train(batch(seed=seed))
         return [parameter.detach() for parameter in model.parameters()]
 
-    half = tuple(each[: each.shape[0] // 2] for each in batch())
+    half = tuple(value[: value.shape[0] // 2] for value in batch())
     made = memopt.plan(make(), 1000, half, precision="fp32", optimizer=torch.optim.SGD, allow=ALLOW)
     budget_gb = made.smallest_gb() + 1.05 * made.account.gradients / GIB
     model = memopt.optimize(make(), budget_gb, precision="fp32", optimizer=torch.optim.SGD, allow=ALLOW)
     ours, plain = trained(model), trained(make())
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
     assert all(map(torch.equal, ours, plain))
 
 
@@ -241,26 +242,26 @@ def test_a_forward_that_breaks(kind: type[Layered], linked: None) -> None:
     model = make(kind)
     check(model, lambda model: step(model, inputs), 1.02 * made.smallest_gb(), inputs, allow=ALLOW)
     assert len(memopt.plan_of(model).regions) > 1
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
 
 
 def test_the_account_holds(linked: None) -> None:
-    """What is on the host is in no row of the device's account, which is checked by a measured step."""
+    """Offloaded values are in no row of the device's account, which is checked by a measured step."""
     inputs = batch()
     made = memopt.plan(make(), 1000, inputs, precision="fp32", optimizer=torch.optim.SGD, allow=ALLOW)
     model = memopt.optimize(
         make(), made.smallest_gb(), precision="fp32", optimizer=torch.optim.SGD, allow=ALLOW, example_inputs=inputs
     )
-    assert stays(memopt.plan_of(model)) > 0
+    assert offloads(memopt.plan_of(model)) > 0
     checked = memopt.check(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs)
     assert checked.total.measured_bytes <= checked.total.predicted_bytes <= 1.03 * checked.total.measured_bytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
-    """At the smallest budget that works: the same gradients, within the budget, again and again."""
+    """At the smallest budget that works repeated steps give the same gradients and stay within the budget."""
     model = make(Layered).cuda()
-    inputs = tuple(each.cuda() for each in batch(2**14))
+    inputs = tuple(value.cuda() for value in batch(2**14))
     roomy = memopt.plan(model, 1000, inputs, **BOTH)
     loss(model, inputs).backward()
     expected = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
@@ -271,7 +272,7 @@ def test_on_a_gpu() -> None:
         with memopt.measure_peak() as peak:
             loss(model, inputs).backward()
         made = memopt.plan_of(model)
-        assert stays(made) > 0
+        assert offloads(made) > 0
         assert peak.bytes <= made.predicted_peak_bytes <= roomy.smallest_bytes()
         gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
         assert all(map(torch.equal, gradients, expected))

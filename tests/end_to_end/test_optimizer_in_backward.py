@@ -1,4 +1,4 @@
-"""Parameters stepped inside the planned backward: the numbers of the plain model, less memory, and what cannot be."""
+"""Parameters stepped inside the planned backward: the numbers of the plain model, less memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memopt
+from examples.models.families import BY_NAME, Batch, loss_of, normals
 from memopt import BudgetError
 from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
@@ -23,7 +24,6 @@ from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
-from tests.families import BY_NAME, Batch, loss_of, normals
 from tests.optimizers.pieces import same, small_gpt2, text, values
 
 NAME = "optimizer_in_backward"
@@ -31,7 +31,7 @@ EXACT = {"recompute", NAME}
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, batch: Batch, steps: int = 3) -> list[float]:
-    """The losses; dropout draws the same in each run."""
+    """Return the losses; dropout draws the same numbers in every run."""
     found = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, batch: Batch, steps: int
 
 
 def pull(model: nn.Module, names: Collection[str] = (NAME,), optimizer: Any = optim.AdamW, **options: Any) -> nn.Module:
-    """Have plans count on proposals, whatever the budget."""
+    """Have plans use these proposals, whatever the budget."""
     options = {"precision": "fp32", "allow": {"recompute"}, **options}
     memopt.optimize(model, options.pop("budget_gb", 4), optimizer=optimizer, **options)
     planned = planned_call_of(model)
@@ -99,13 +99,13 @@ def peak_of_steps(model: nn.Module, optimizer: optim.Optimizer, batch: Batch) ->
 
 
 def narrow_layers() -> nn.Module:
-    """Weights of 8 MB, hardly any activations."""
+    """A model with weights of 8 MB and hardly any activations."""
     torch.manual_seed(0)
     return Layers(512, 8, nn.Linear)
 
 
 def test_the_peak_is_lower_than_without() -> None:
-    """By all gradients but the largest, since nothing else is held when they are."""
+    """The peak falls by all gradients but the largest, since nothing else is held beside them."""
     batch = {"x": normals(4, 512)}
     plain = pull(narrow_layers(), (), optim.SGD)
     before = peak_of_steps(plain, optim.SGD(plain.parameters(), 0.1), batch)
@@ -113,7 +113,7 @@ def test_the_peak_is_lower_than_without() -> None:
     after = peak_of_steps(model, memopt.wrap_optimizer(model, optim.SGD(model.parameters(), 0.1)), batch)
     assert before > distinct_bytes(model.parameters())
     assert after < 0.4 * before
-    predicted = [memopt.plan_of(each).predicted_peak_bytes for each in (plain, model)]
+    predicted = [memopt.plan_of(trained).predicted_peak_bytes for trained in (plain, model)]
     assert predicted[0] - predicted[1] == pytest.approx(before - after, rel=0.01)
 
 
@@ -127,7 +127,7 @@ def test_the_account_is_that_of_the_step() -> None:
 
 
 class Backwards(torch.autograd.Function):
-    """A product whose backward reads the weight after the weight's gradient is there."""
+    """A product whose backward reads the weight after its gradient was computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def trained_products(monkeypatch: pytest.MonkeyPatch | None = None) -> list[Tens
 
 
 def test_not_before_the_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right behind its gradient a weight is stepped too early: the layers below get another gradient."""
+    """A weight that is stepped right after its gradient is stepped too early: the layers below get another gradient."""
     plain = products()
     train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), {"x": normals(8, 16)})
     expected = values(plain.parameters())
@@ -187,7 +187,7 @@ def test_not_before_the_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_bf16_parameters_in_8_bits() -> None:
-    """The same numbers as stepped after the backward, compensated: by chance, the order of the steps decides."""
+    """With compensated rounding the numbers are those of stepping afterwards; with stochastic the order matters."""
     batch = text(length=32)
 
     def run(in_backward: bool) -> list[Tensor]:
@@ -237,9 +237,9 @@ def test_a_hook_that_comes_late() -> None:
     model, optimizer = pulled()
     plain = small_gpt2()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
-    for each, stepping in ((model, optimizer), (plain, late)):
-        loss = each(**text()).loss
-        each.get_parameter("lm_head.weight").register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
+    for trained, stepping in ((model, optimizer), (plain, late)):
+        loss = trained(**text()).loss
+        trained.get_parameter("lm_head.weight").register_hook(lambda gradient: -gradient)  # type: ignore[no-untyped-call]
         loss.backward()
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
@@ -258,20 +258,20 @@ def test_backward_into_some_parameters_steps_these() -> None:
     model, optimizer = pulled()
     plain = small_gpt2()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
-    for each, stepping in ((model, optimizer), (plain, late)):
-        some = [each.get_parameter("transformer.h.1.mlp.c_fc.weight")]
-        each(**text()).loss.backward(inputs=some)
+    for trained, stepping in ((model, optimizer), (plain, late)):
+        some = [trained.get_parameter("transformer.h.1.mlp.c_fc.weight")]
+        trained(**text()).loss.backward(inputs=some)
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
 
 
 def test_two_forwards_of_one_backward() -> None:
-    """Their gradients are summed before any is used."""
+    """Gradients of tied weights are summed before the parameter is stepped."""
     model, optimizer = pulled()
     plain = pull(small_gpt2(), ())
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
-    for each, stepping in ((model, optimizer), (plain, late)):
-        (each(**text()).loss + each(**text(seed=2)).loss).backward()
+    for trained, stepping in ((model, optimizer), (plain, late)):
+        (trained(**text()).loss + trained(**text(seed=2)).loss).backward()
         stepping.step()
     assert same(values(model.parameters()), values(plain.parameters()))
 
@@ -320,7 +320,7 @@ def test_train_step_is_refused() -> None:
 
 
 def test_a_forward_that_breaks() -> None:
-    """Autograd steps by what each region hands over; a parameter of several regions waits for all."""
+    """Autograd steps a parameter once every region that reads it has given its gradient."""
     x, labels = odd_batch()
     batch = {"x": x, "labels": labels}
     plain = odd_make(GraphBreak)
@@ -333,7 +333,7 @@ def test_a_forward_that_breaks() -> None:
 
 
 class Alias(nn.Module):
-    """Reads its weight by a tensor that is no parameter, too."""
+    """A module that also reads its weight through a tensor that is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ class AliasInBuffer(Alias):
 
 
 def test_memory_under_another_name() -> None:
-    """A buffer is known of, and its parameter waits for the end; of other tensors it is refused."""
+    """For a buffer the parameter is stepped at the end; other tensors that share memory are refused."""
     batch = {"x": normals(4, 8)}
     model, optimizer = pulled(AliasInBuffer)
     plain = AliasInBuffer()
@@ -384,7 +384,7 @@ def test_where_it_makes_no_sense() -> None:
 
 
 def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """The plans that were kept are taken again, and step as before."""
+    """Kept plans are used at the second start, and step as before."""
     monkeypatch.setenv("MEMOPT_CACHE", "1")
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path))
     batch = text(length=32)
@@ -399,7 +399,7 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         assert plan.smallest_gb() == pytest.approx(least, rel=1e-3)
         optimizer = memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
         if start:
-            monkeypatch.setattr(memopt.planning.climb, "make_plan", None)  # nothing is planned
+            monkeypatch.setattr(memopt.planning.plan_search, "make_plan", None)  # nothing is planned
         found.append((train(model, optimizer, batch), values(model.parameters()), memopt.plan_of(model).regions))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])

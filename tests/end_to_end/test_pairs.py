@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memopt
+from examples.models.step import own_bytes
 from memopt import TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
@@ -20,7 +21,6 @@ from memopt.microbatch import samples_of, split
 from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
 from memopt.planning.levers import DEFAULT_LEVERS, MICROBATCH
 from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS
-from tests.end_to_end.steps import own_bytes
 from tests.end_to_end.test_levers import MODELS, batch, make
 from tests.smallest import smallest_gb
 
@@ -48,7 +48,7 @@ def plain_loss(name: str) -> float:
 
 
 def example(pair: Collection[str]) -> dict[str, Any]:
-    """What is planned: one sample where TrainStep may go down to that."""
+    """Return the batch to plan: one sample where TrainStep may split the batch down to that."""
     return split(batch(), samples_of(batch()))[0] if MICROBATCH in pair else batch()
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
+from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.planning.options import DEFAULT_ALLOW
 from passes.graphs.module_path import module_path
-from tests.end_to_end.steps import restored_buffers, train_step
-from tests.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 
 SLOW = pytest.mark.slow
 USUAL = {"bf16": ("gpt2-sdpa",), "fp16": ("gpt2-sdpa",)}
@@ -65,7 +65,9 @@ def gradients(model: nn.Module, batch: Batch, *, low: bool = False) -> Tensor:
         loss = loss_of(model(**batch))
     model.zero_grad()
     loss.backward()
-    return torch.cat([each.grad.flatten().double() for each in model.parameters() if each.grad is not None])
+    return torch.cat(
+        [parameter.grad.flatten().double() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("gpt2-eager", "bert", "t5"))])

@@ -1,4 +1,4 @@
-"""Proposals: named with figures that prove true, pulled only where `allow` names them, kept to when the step runs."""
+"""Proposals: named with figures that prove true, used only where `allow` names them, in force when the step runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from examples.models.families import BY_NAME, Batch
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.planning.options import DEFAULT_ALLOW
-from tests.families import BY_NAME, Batch
 from tests.smallest import smallest_gb
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
 BASE = frozenset({"recompute", "reinplace", "microbatch"})
-"""Without the levers on operator graphs, for each of which a model is captured again."""
+"""The options without the levers on operator graphs, which would each trace the model once more."""
 LOW_BIT = BASE | {"low_bit_optimizer"}
 
 
 def make() -> nn.Module:
-    """15 MB of parameters: the optimiser's state is what is held most."""
+    """A model of 15 MB of parameters, whose largest row is the optimiser's state."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=4096, n_positions=32, n_embd=256, n_layer=4, n_head=4, use_cache=False, bos_token_id=0,
@@ -69,12 +69,12 @@ def test_what_is_pulled_is_kept_to() -> None:
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
     step = TrainStep(model, optimizer)
     losses = []
-    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *batch().values()])
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers(), *batch().values()])
     with measure_peak("cpu") as peak:
         losses += [float(step(batch()).loss) for _ in range(4)]
     assert peak.allocated_bytes + held <= budget * GIB
     assert losses[-1] < losses[0]
-    assert memopt.plan_of(model).proposals == ()  # planned anew, from an account that has them
+    assert memopt.plan_of(model).proposals == ()  # planned once more, from an account that has them
     assert memopt.plan_of(model).account.optimizer_state == plan.account.optimizer_state
 
 
@@ -108,7 +108,7 @@ def test_proposals_are_decided_before_the_first_step() -> None:
 
 
 def test_nothing_is_pulled_once_the_optimizer_is_made() -> None:
-    """What a larger batch needs comes too late: the optimiser at hand holds its state in full."""
+    """A larger batch cannot use a proposal later: the optimiser that exists holds its state in full."""
     large = {name: tokens.repeat(8, 1) for name, tokens in batch().items()}
     least, model = refusal().smallest_gb, make()
     budget = 0.999 * smallest_gb(make(), large, allow=BASE, **OPTIONS)
@@ -125,7 +125,7 @@ NARROW = BASE | {"bf16_parameters"}
 
 
 def resnet() -> nn.Module:
-    """BatchNorm, whose parameters stay in fp32, and images in fp32."""
+    """A model with BatchNorm, whose parameters remain in fp32, and fp32 images."""
     return BY_NAME["resnet"].make()
 
 
@@ -143,7 +143,7 @@ def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Call
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
     assert any(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
     step = TrainStep(model, optimizer)
-    held = sum(each.nbytes for each in [*model.parameters(), *model.buffers(), *inputs().values()])
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers(), *inputs().values()])
     with measure_peak("cpu") as peak:
         losses = [float(step(inputs()).loss) for _ in range(4)]
     assert peak.allocated_bytes + held <= budget * GIB
@@ -170,7 +170,7 @@ def test_bf16_parameters_need_a_step_in_bf16() -> None:
 
 @pytest.mark.slow
 def test_a_card_has_a_host_to_go_to() -> None:
-    """And the CPU has none: what is moved to its own memory is not saved."""
+    """The CPU has no other memory: moving state into its own saves nothing."""
     assert all("offload_optimizer" not in names for names in refusal().proposals)
     with torch.device("meta"):
         model = make()

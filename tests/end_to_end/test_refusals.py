@@ -1,4 +1,4 @@
-"""What memopt refuses: one clear sentence that names the value and the mend, and a model as it was."""
+"""What memopt refuses: one clear sentence that names the value and what to change, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import integers, normals
 from memopt.errors import GIB
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import Trained, assert_same, call, loss, run, step
-from tests.families import integers, normals
 
 BATCH = (normals(ROWS, WIDTH), integers(CLASSES, ROWS))
 
@@ -96,7 +96,7 @@ def test_a_budget_below_the_smallest_names_one_that_works(optimizer: Any) -> Non
     rows = re.findall(r"([a-z ]+) ([0-9.]+) (MB|kB)", error.dominated_by)
     assert len(rows) == 3
     unit = {"MB": 1 / 1024, "kB": 1 / 1024**2}
-    assert all(name.strip() and 0 < float(size) * unit[each] <= error.smallest_gb for name, size, each in rows)
+    assert all(name.strip() and 0 < float(size) * unit[prefix] <= error.smallest_gb for name, size, prefix in rows)
     printed = re.search(r"smallest that works is ([0-9.]+) GB", str(error))
     assert printed is not None
     assert error.smallest_gb <= float(printed[1]) < 1.0001 * error.smallest_gb
@@ -169,7 +169,7 @@ def test_a_model_that_leaves_for_numpy_is_planned_on_values_alone() -> None:
 
 
 class Counting(odd_models.BreakInLoop):
-    """Counts its calls and remembers what it saw, in Python, and breaks into regions."""
+    """A model that counts its calls in Python and breaks into regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_planning_ahead_leaves_what_the_forward_writes_down() -> None:
 
 
 class Unrelated(Layered):
-    """Its loss depends on no parameter."""
+    """A model whose loss depends on no parameter."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return x.square().mean()
@@ -210,9 +210,9 @@ def test_a_loss_that_depends_on_no_parameter() -> None:
 
 
 def test_inputs_on_another_device() -> None:
-    """ "meta" is the other device that every machine has: planned for, but not trained on."""
+    """Inputs on "meta", the other device that every machine has, can be planned for but not trained on."""
     model = make()
-    elsewhere = tuple(each.to("meta") for each in BATCH)
+    elsewhere = tuple(value.to("meta") for value in BATCH)
     assert (
         memopt.plan(model, 1.0, elsewhere, precision="fp32").predicted_peak_gb
         == memopt.plan(model, 1.0, BATCH, precision="fp32").predicted_peak_gb
@@ -238,7 +238,7 @@ def test_parameters_on_several_devices() -> None:
         memopt.optimize(model, 1.0, precision="fp32")
 
 
-@pytest.mark.parametrize("inputs", [7, "text", object(), iter(BATCH)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("inputs", [7, "text", object(), iter(BATCH)], ids=lambda value: type(value).__name__)
 def test_example_inputs_of_a_wrong_kind(inputs: Any) -> None:
     model = make()
     with refused(model, TypeError, "example_inputs must be a tuple", type(inputs).__name__, check=False):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from examples.models.families import causal_batch, library
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import ROWS
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, plan, run, step, tight
 from tests.end_to_end.usual import Dropping, batch, make, refusal, steps, usual
-from tests.families import causal_batch, library
 
 GPT2 = library(
     "GPT2", "GPT2LMHeadModel", "ForCausalLM", attn_implementation="sdpa",
@@ -32,9 +32,9 @@ def test_longer_sequences_then_shorter_ones() -> None:
 
     def piece(model: nn.Module) -> list[Tensor]:
         losses = []
-        for each in (shorter, longer, shorter):
+        for inputs in (shorter, longer, shorter):
             model.zero_grad()
-            losses.append(step(model, each))
+            losses.append(step(model, inputs))
         return losses
 
     trained = check(model, piece, budget, longer)
@@ -42,10 +42,10 @@ def test_longer_sequences_then_shorter_ones() -> None:
 
 
 def test_sequences_too_long_for_the_budget_are_refused_before_they_run() -> None:
-    model, each, longer = make(), batch(), batch(4 * ROWS)
+    model, inputs, longer = make(), batch(), batch(4 * ROWS)
     budget = usual().tight
     memopt.optimize(model, budget, optimizer=None, precision="fp32", allow={"recompute"})
-    step(model, each)
+    step(model, inputs)
     model.zero_grad()
     error = refusal(model, lambda model: step(model, longer), budget, longer)
     check(memopt.remove(model), lambda model: step(model, longer), error.smallest_gb, longer)
@@ -80,7 +80,7 @@ def test_gradients_accumulate(set_to_none: bool) -> None:
 
 
 def test_gradients_are_added_where_they_are() -> None:
-    """Few rows: gradients outweigh activations, and a second set of them would not fit."""
+    """With few rows gradients outweigh activations, and a second set of them would not fit."""
     model, few = make(), batch(rows=4)
     parameters = sum(p.numel() * 4 for p in model.parameters())
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
@@ -93,82 +93,82 @@ def test_gradients_are_added_where_they_are() -> None:
 
 
 def test_the_loss_is_divided_in_place() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
         for _ in range(2):
-            value = loss(model, each)
+            value = loss(model, inputs)
             value /= 4
             value.backward()  # type: ignore[no-untyped-call]
 
-    check(model, piece, usual().tight, each)
+    check(model, piece, usual().tight, inputs)
 
 
 def test_a_regulariser_outside_of_the_model() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
         weights: Any = model.get_parameter("head.weight")
-        (loss(model, each) + 0.1 * weights.square().sum()).backward()
+        (loss(model, inputs) + 0.1 * weights.square().sum()).backward()
 
-    check(model, piece, usual().tight + 0.1 / 1024, each)
+    check(model, piece, usual().tight + 0.1 / 1024, inputs)
 
 
 def test_eval_and_no_grad_run_plain_in_between() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> list[Any]:
-        first = step(model, each)
+        first = step(model, inputs)
         with torch.no_grad():
-            second = call(model, each)
+            second = call(model, inputs)
         model.eval()
-        third = loss(model, each)
+        third = loss(model, inputs)
         third.backward()  # type: ignore[no-untyped-call]
         model.train()
-        return [first, second, third.detach(), step(model, each)]
+        return [first, second, third.detach(), step(model, inputs)]
 
-    plain = run(copy.deepcopy(model), piece, each)
+    plain = run(copy.deepcopy(model), piece, inputs)
     memopt.optimize(model, usual().tight, optimizer=None, precision="fp32", allow={"recompute"})
-    assert_same(run(model, piece, each), plain)
+    assert_same(run(model, piece, inputs), plain)
 
 
 def test_generation_in_between() -> None:
-    model, each = GPT2(), causal_batch("usual")
-    prompt = each["input_ids"][:2, :8]
+    model, inputs = GPT2(), causal_batch("usual")
+    prompt = inputs["input_ids"][:2, :8]
 
     def piece(model: Any) -> list[Tensor]:
-        losses = [step(model, each)]
+        losses = [step(model, inputs)]
         model.eval()
         words = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=True)
         model.train()
-        return [*losses, words, step(model, each)]
+        return [*losses, words, step(model, inputs)]
 
-    check(model, piece, tight(model, each), each)
+    check(model, piece, tight(model, inputs), inputs)
 
 
 def test_a_dropped_forward_is_forgotten() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> list[Tensor]:
-        dropped = loss(model, each).item()
+        dropped = loss(model, inputs).item()
         assert isinstance(dropped, float)
-        return [step(model, each), step(model, each)]
+        return [step(model, inputs), step(model, inputs)]
 
-    check(model, piece, usual().tight, each)
+    check(model, piece, usual().tight, inputs)
 
 
 @pytest.mark.parametrize("kind", [Dropping, odd_models.GraphBreak])
 def test_nothing_of_a_step_is_kept(kind: type[nn.Module]) -> None:
-    """Neither the inputs nor anything made of them, once compiling has left the field."""
+    """After compilation neither the inputs nor any value computed from them is held."""
     model = make(kind)
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"})
     steps(model, batch(), batch(), batch())
     gc.collect()
     before = resident_bytes()
-    each = batch()
-    step(model, each)
-    inputs = [weakref.ref(tensor) for tensor in each]
-    del each
+    pair = batch()
+    step(model, pair)
+    inputs = [weakref.ref(tensor) for tensor in pair]
+    del pair
     assert not any(reference() is not None for reference in inputs)
     assert resident_bytes() == before
 
@@ -220,14 +220,14 @@ def test_a_second_forward_that_fits_is_planned_beside_the_first() -> None:
 
 
 def test_a_retained_graph_is_gone_through_twice() -> None:
-    model, each = make(), batch()
+    model, inputs = make(), batch()
 
     def piece(model: nn.Module) -> None:
-        value = loss(model, each)
+        value = loss(model, inputs)
         value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         value.backward()  # type: ignore[no-untyped-call]
 
-    error = refusal(model, piece, usual().tight, each)
+    error = refusal(model, piece, usual().tight, inputs)
     assert "retain_graph" in str(error)
     assert all(parameter.grad is None for parameter in model.parameters())
-    check(memopt.remove(model), piece, error.smallest_gb, each)
+    check(memopt.remove(model), piece, error.smallest_gb, inputs)

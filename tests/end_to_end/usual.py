@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import integers, normals
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, Piece, plan, run, step
-from tests.families import integers, normals
 
 
 class Dropping(Layered):
-    """Blocks with dropout: a repetition that drew anew would show in every gradient."""
+    """Blocks with dropout: recomputing it with other random numbers would show in every gradient."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -52,7 +52,7 @@ class Usual:
 
     @cached_property
     def tight(self) -> float:
-        """Halfway from the smallest that works to the plain step's peak."""
+        """Half-way between the smallest budget that works and the plain step's peak."""
         assert self.smallest < 0.95 * self.plan.plain_peak_gb, "the test needs a model that recomputation helps"
         return (self.smallest + self.plan.plain_peak_gb) / 2
 
@@ -75,11 +75,11 @@ def batch(rows: int = ROWS, seed: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def steps(model: nn.Module, *batches: Any) -> list[Tensor]:
-    return [step(model, each) for each in batches]
+    return [step(model, inputs) for inputs in batches]
 
 
 def refusal(model: nn.Module, piece: Piece, budget_gb: float, batch: Any) -> memopt.BudgetError:
-    """Assert that a piece of training is refused within the budget."""
+    """Assert that a piece of training is refused and holds no more than the budget; return the error."""
     memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
     refused: list[memopt.BudgetError] = []
 

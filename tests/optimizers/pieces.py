@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from examples.models.families import integers, library
 from memopt.device.hardware_table import hardware
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import Levers, Proposal, TrainingFacts, propose
 from memopt.optimizers.training_facts import PCIE
 from memopt.solver.link import Link
-from tests.families import integers, library
 from tests.train.pieces import GPT2
 
 MB = 1024**2

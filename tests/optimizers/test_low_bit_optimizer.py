@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 import memopt
+from examples.models.families import library
 from memopt.optimizers import (
     BF16ParametersOptimizer,
     Levers,
@@ -24,7 +25,6 @@ from memopt.optimizers import (
     one_parameter,
     use_low_bit_optimizer,
 )
-from tests.families import library
 from tests.optimizers.pieces import (
     large_gpt2,
     losses,

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers.activations import ACT2FN
 
-from passes import FuseActivations, PassError, diff_graphs, find_activations, format_graph
-from tests.families import (
+from examples.models.families import (
     DECODER,
     ENCODER,
     GPT2,
@@ -20,6 +19,7 @@ from tests.families import (
     masked_batch,
     t5_batch,
 )
+from passes import FuseActivations, PassError, diff_graphs, find_activations, format_graph
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 

@@ -8,8 +8,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
-from passes import FuseAttention, PassError, diff_graphs, find_attentions, format_graph
-from tests.families import (
+from examples.models.families import (
     DECODER,
     ENCODER,
     GPT2,
@@ -21,6 +20,7 @@ from tests.families import (
     padded_batch,
     t5_batch,
 )
+from passes import FuseAttention, PassError, diff_graphs, find_attentions, format_graph
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators, outputs_and_gradients
 

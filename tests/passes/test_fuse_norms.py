@@ -7,8 +7,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
+from examples.models.families import DECODER, ENCODER, VOCABULARY, causal_batch, library
 from passes import FuseNorms, PassError, diff_graphs, find_norms, format_graph
-from tests.families import DECODER, ENCODER, VOCABULARY, causal_batch, library
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from examples.models.families import BY_NAME
 from memopt import BudgetError, TrainStep
 from memopt.account.optimizer_trial import fused
 from memopt.optimizers.low_rank import LowRank, with_low_rank
-from tests.families import BY_NAME
 from tests.smallest import smallest_gb
 
 Batch = dict[str, torch.Tensor]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
+from examples.models.problems import random_schedule
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
 from memopt.planning.captured import Captured, Joined
@@ -20,7 +21,6 @@ from memopt.planning.planner import Request, progress_line, recipes, smallest, s
 from memopt.price.price import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions
-from tests.solver.problems import random_schedule
 
 HELD = replace(ACCOUNT, gradients_held=True)
 ROOMY = 10**6

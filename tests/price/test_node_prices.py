@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import memopt
+from examples.models.families import BY_NAME
 from memopt.device import hardware
 from memopt.device.op_call import OpCall
 from memopt.device.time_model import node_seconds
 from memopt.price import node_prices
 from memopt.price.node_prices import price_nodes
 from memopt.price.price import is_scheduled
-from tests.families import BY_NAME
 from tests.planned import region
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import memopt
+from examples.models.families import BY_NAME, loss_of
 from memopt.capture import trace as trace_module
 from memopt.capture.region import RecordedRegion
 from memopt.solver import Portfolio
 from tests.end_to_end.odd_models import CLASSES, WIDTH, BreakInLoop
-from tests.families import BY_NAME, loss_of
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 

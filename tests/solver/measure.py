@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import time
 
+from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Portfolio, Schedule, floor_bytes, simulate
 from memopt.solver.problem import RematProblem
-from tests.solver.problems import chain, random_problem, transformer, unet
 
 SHARES = (0.7, 0.4, 0.2, 0.1, 0.03)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
+from examples.models.problems import transformer, unet
 from memopt.solver import Link, OffloadPortfolio, Portfolio, Schedule, simulate
 from memopt.solver.problem import RematProblem
-from tests.solver.problems import transformer, unet
 
 SHARES = (0.4, 0.2, 0.05)
 LINKS = (Link(25e9, 1e-5), Link(50e9, 1e-5))

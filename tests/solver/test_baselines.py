@@ -1,8 +1,8 @@
 from expecttest import assert_expected_inline
 
+from examples.models.problems import chain, text, transformer
 from memopt.solver.baselines import baseline_schedules, checkpointed, forward_blocks
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, text, transformer
 
 
 def test_names_peaks_and_seconds_of_a_transformer() -> None:

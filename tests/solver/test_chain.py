@@ -4,10 +4,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, transformer
 from memopt.solver.block_options import choices_of
 from memopt.solver.chain import chain_of
 from memopt.solver.problem import RematProblem
-from tests.solver.problems import chain, random_problem, transformer
 
 
 def names(problem: RematProblem, ops: range) -> str:

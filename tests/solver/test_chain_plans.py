@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, transformer
 from memopt.solver.arrays import arrays_of
 from memopt.solver.chain_plans import ChainPlans
 from memopt.solver.liveness import to_schedule
@@ -11,7 +12,6 @@ from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.portfolio import Portfolio
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, random_problem, transformer
 from tests.solver.reference import revolve
 
 

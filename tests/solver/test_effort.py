@@ -1,7 +1,7 @@
 import pytest
 
+from examples.models.problems import chain, transformer, unet
 from memopt.solver import Portfolio, Progress, Schedule, simulate
-from tests.solver.problems import chain, transformer, unet
 
 
 def half_way(problem):

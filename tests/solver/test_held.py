@@ -3,11 +3,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import random_problem, random_schedule
 from memopt.solver.held import Held, movable_storages
 from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import random_problem, random_schedule
 
 
 def step_by_step(problem: RematProblem) -> list[set[int]]:

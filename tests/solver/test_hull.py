@@ -6,9 +6,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import random_problem, transformer
 from memopt.solver.hull import lower_hull
 from memopt.solver.min_cut import CutNetwork, needed_by_backward
-from tests.solver.problems import random_problem, transformer
 from tests.solver.reference import closed_choices
 
 

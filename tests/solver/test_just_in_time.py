@@ -5,10 +5,10 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, text
 from memopt.solver.hull import lower_hull
 from memopt.solver.just_in_time import just_in_time
 from memopt.solver.min_cut import CutNetwork
-from tests.solver.problems import chain, random_problem, text
 
 
 def test_a_chain_from_its_middle() -> None:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, random_schedule, transformer
 from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, random_problem, random_schedule, transformer
 from tests.solver.reference import optimum
 
 

@@ -6,7 +6,7 @@ import random, sys
 if {blocked}:
     sys.modules["numba"] = None
 from memopt.solver import Portfolio
-from tests.solver.problems import chain, random_problem
+from examples.models.problems import chain, random_problem
 for problem in (chain(8), random_problem(random.Random(3), 10)):
     portfolio = Portfolio(problem)
     smallest = portfolio.smallest()

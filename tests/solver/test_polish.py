@@ -4,13 +4,13 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, random_schedule, text
 from memopt.solver.arrays import arrays_of
 from memopt.solver.just_in_time import just_in_time
 from memopt.solver.liveness import to_array, to_schedule
 from memopt.solver.polish import polish
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, random_problem, random_schedule, text
 
 
 def polished(problem, schedule, cap_bytes, length_exponent=0.5):

@@ -4,6 +4,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, random_schedule, text, transformer
 from memopt.solver.arrays import arrays_of
 from memopt.solver.just_in_time import just_in_time
 from memopt.solver.liveness import to_array, to_schedule
@@ -12,7 +13,6 @@ from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.repair import repair
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, random_problem, random_schedule, text, transformer
 
 
 def repaired(problem, schedule, cap_bytes, *exponents):

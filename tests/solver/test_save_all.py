@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from examples.models.problems import chain
 from memopt.solver import Infeasible, SaveAll, Schedule, simulate
-from tests.solver.problems import chain
 
 
 def test_it_is_what_the_simulator_says_of_it() -> None:

@@ -14,7 +14,7 @@ import numba
 from numba.core import event
 
 from memopt.solver import Portfolio, warm_up
-from tests.solver.problems import transformer
+from examples.models.problems import transformer
 
 warm_up()
 with event.install_recorder("numba:compile") as recorder:

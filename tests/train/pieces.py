@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from examples.models.families import integers, library, normals, seeded
 from memopt import TrainStep
-from tests.families import integers, library, normals, seeded
 
 Batch = dict[str, Tensor]
 VOCABULARY = 61

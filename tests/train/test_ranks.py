@@ -13,9 +13,9 @@ from torch import distributed, multiprocessing, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from examples.models.families import integers, normals
 from memopt import TrainStep
 from memopt.train.ranks import mean_over_ranks, unwrapped
-from tests.families import integers, normals
 
 TOKENS = [[3, 0], [7, 1]]
 """Valid targets of each rank's microbatches."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import memopt
+from examples.models.networks import ResNet
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from tests.networks import ResNet
 from tests.smallest import smallest_gb
 from tests.train.pieces import gpt2_without_dropout, normals, seeded, uneven_text, weights
 

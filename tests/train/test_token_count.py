@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from examples.models import families
 from memopt.train.token_count import count_of, shifts_labels
-from tests import families
 from tests.train import pieces
 
 MEANS = ["gpt2-sdpa", "llama", "mixtral", "bert", "t5", "whisper", "vit", "clip"]

@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import memopt
+from examples.models.families import BY_NAME, FAMILIES, Family, without_dropout
+from examples.models.step import Step, train_step
 from memopt.capture.operators import OperatorGraph
 from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
@@ -20,8 +22,6 @@ from memopt.rewrite.precision import AssignPrecision, DecidePrecision, precision
 from memopt.rewrite.precision.screen import LARGEST, Range, Screening, kept_out, range_of
 from memopt.run.planned_call import planned_call_of
 from passes import copy_graph_module
-from tests.end_to_end.steps import Step, train_step
-from tests.families import BY_NAME, FAMILIES, Family, without_dropout
 from tests.passes.capture import Sketch, aten
 
 FP16, FP32 = torch.float16, torch.float32

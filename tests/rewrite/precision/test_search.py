@@ -8,14 +8,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 import memopt
+from examples.models.families import BY_NAME, loss_of, without_dropout
+from examples.models.step import train_step
 from memopt.capture.operators import OperatorGraph
 from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
 from memopt.rewrite.precision import AssignPrecision, PrecisionPlan, Rules, low_dtype, precision_rewriting
 from memopt.rewrite.precision.op_prices import OpPrices
 from memopt.rewrite.precision.search import SearchPrecision
-from tests.end_to_end.steps import train_step
-from tests.families import BY_NAME, loss_of, without_dropout
 from tests.passes.capture import Sketch, aten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

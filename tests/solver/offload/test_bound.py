@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, random_schedule, transformer
 from memopt.solver.link import Link
 from memopt.solver.lower_bound import LowerBound, floor_bytes
 from memopt.solver.offload.bound import OffloadBound, transient_floor
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.offloading import random_offloads
-from tests.solver.problems import chain, random_problem, random_schedule, transformer
 
 LINKS = [Link(0.0), Link(0.3), Link(3.0), Link(30.0, 0.1), Link(math.inf), Link(math.inf, 0.2, 40), Link(20.0, 0.0, 25)]
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, transformer
 from memopt.solver.hull import lower_hull
 from memopt.solver.link import Link
 from memopt.solver.min_cut import CutNetwork, needed_by_backward
 from memopt.solver.offload.cuts import offload_cuts
 from tests.solver.offloading import three_way_choices
-from tests.solver.problems import chain, random_problem, transformer
 
 
 @settings(max_examples=60)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, random_schedule, unet
 from memopt.solver.arrays import arrays_of
 from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
@@ -13,7 +14,6 @@ from memopt.solver.offload.timing import most_on_host, stalled_seconds
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
-from tests.solver.problems import chain, random_problem, random_schedule, unet
 
 
 def place(problem: RematProblem, schedule: Schedule, cap_bytes: int, link: Link, haste: float = 1.0) -> Schedule | None:

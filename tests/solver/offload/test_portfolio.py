@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
 from memopt.solver.arrays import arrays_of
 from memopt.solver.link import Link
@@ -15,7 +16,6 @@ from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.offload.search import OffloadSearch
 from memopt.solver.problem import RematProblem
 from tests.solver.offloading import least_of_all, least_stalls, stays_of_all
-from tests.solver.problems import chain, random_problem, transformer, unet
 
 
 def assert_as_promised(

@@ -1,4 +1,4 @@
-"""The model zoo of the end-to-end tests: small, real models with fixed seeds, each with a batch that trains it."""
+"""Small, real models of fourteen kinds with fixed seeds, and batches that train them; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests import networks
+from examples.models import networks
 
 Scale = Literal["usual", "longer", "shorter"]
 Batch = dict[str, Any]
@@ -19,16 +19,16 @@ LENGTH: dict[Scale, float] = {"usual": 1.0, "longer": 1.5, "shorter": 0.5}
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model. `make()` gives it in train mode; `model(**batch())` gives the loss, or an object with `.loss`.
+    """A kind of model. `make()` returns one in train mode; `model(**batch(scale))` gives the loss or has it.
 
-    The scale lengthens sequences; where the length is fixed (images, sound) it changes the number of samples.
+    The scale of a batch is that of its sequences' length, or of its number of samples where the length is fixed.
     """
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[Scale], Batch]
     per_block_checkpoint: Callable[[nn.Module], None] | None = None
-    """Turns on checkpointing around each block, in place: what memopt is compared with."""
+    """Turns on checkpointing around each block, in place, for comparison."""
     rounding: str = ""
     """Why gradients differ by rounding (up to 1e-6 of the largest) once torch.compile captures the model, although
     nothing is recomputed; empty where they are bitwise equal."""
@@ -42,14 +42,14 @@ class Family:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss, whether the model returns it bare, as `.loss`, or first in a tuple."""
+    """Return the loss, which a model returns as a tensor, as `.loss`, or first in a tuple."""
     if isinstance(output, Tensor):
         return output
     return output[0] if type(output) is tuple else output.loss
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with all dropout off, also where it stands in the configuration as a number."""
+    """Switch all dropout off, in place, also where modules hold its probability as a number; return the model."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""The networks of the zoo that no library here ships; each returns its loss from keyword inputs."""
+"""The models of the families that are not in Hugging Face's library; they return their loss from keyword inputs."""
 
 from __future__ import annotations
 
