@@ -42,13 +42,13 @@ from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
 from memopt.optimizers import OPTIMIZER_PROPOSALS, Levers, Offer, TrainingFacts, price_levers, propose
 from memopt.planning.captured import Joined
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.planner import smallest
 from memopt.solver import Schedule
 
 RESULT = Path(__file__).parent / "results" / "articles.json"
 GB = 1e9
-HERE = DEFAULT_ALLOW - {"offload_activations"}
+HERE = DEFAULT_LEVERS - {"offload_activations"}
 CARD = "h100"
 ADAMW = partial(torch.optim.AdamW, fused=True)
 Batch = dict[str, Any]

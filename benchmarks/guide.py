@@ -27,7 +27,8 @@ from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.optimizers.low_rank import with_low_rank
-from memopt.planning.options import DEFAULT_ALLOW, check_options
+from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.planning.options import check_options
 from memopt.run.planned_call import PlannedCall
 
 RESULT = Path(__file__).parent / "results" / "guide.json"
@@ -69,7 +70,7 @@ MODELS: dict[str, tuple[float, Callable[[], nn.Module]]] = {
     "Qwen2.5-72B": (72.7, lambda: qwen(8192, 29568, 80, 64, 8)),
 }
 EXACT = "exact levers"
-HERE = DEFAULT_ALLOW - {"offload_activations"}
+HERE = DEFAULT_LEVERS - {"offload_activations"}
 Needs = dict[str, float]
 """GB of 1024³ bytes by what is allowed."""
 

@@ -28,7 +28,7 @@ from benchmarks.real_models import integers
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import BudgetError
 from memopt.optimizers.low_rank import RANK, with_low_rank
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 
 RESULT = Path(__file__).parent / "results" / "llama_24gb.json"
 CARD, CARD_GB, LENGTH = "rtx-4090", 24, 2048
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
     "device": CARD,
     "outputs": "loss_only",
     "optimizer": torch.optim.AdamW,
-    "allow": DEFAULT_ALLOW - {"offload_activations"},
+    "allow": DEFAULT_LEVERS - {"offload_activations"},
 }
 LLAMA_2_7B = LlamaConfig(
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,

@@ -34,7 +34,7 @@ from memopt.errors import GIB, BudgetError
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
 from memopt.optimizers import OPTIMIZER_IN_BACKWARD
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 
 RESULT = Path(__file__).parent / "results" / "total_budget.json"
 SHARES = (0.5, 0.35, 0.25)
@@ -120,7 +120,7 @@ def train(
     model, batch = MODELS[name]()
     # What is to be pulled about the optimiser is decided on one sample, since TrainStep splits the batch as it must.
     whole = batch if trainer is by_loop else split(batch, samples_of(batch))[0]
-    sample = whole if allow != DEFAULT_ALLOW else None
+    sample = whole if allow != DEFAULT_LEVERS else None
     memopt.optimize(model, budget_gb, example_inputs=sample, allow=allow, **OPTIONS)
     proposals = memopt.plan_of(model).proposals if sample else ()
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
@@ -139,17 +139,17 @@ def train(
 def rows_of(name: str, share: float, plain_gb: float) -> list[Row]:
     budget_gb = share * plain_gb
     try:
-        return [train(name, share, budget_gb, DEFAULT_ALLOW, None)]
+        return [train(name, share, budget_gb, DEFAULT_LEVERS, None)]
     except BudgetError as error:
         refused = error.with_traceback(None)  # which holds the model that was refused
     rows = [
         Row(name, share, budget_gb, "refused", refused.smallest_gb, (), None, None, None, False),
-        train(name, refused.smallest_gb / plain_gb, refused.smallest_gb, DEFAULT_ALLOW, refused),
+        train(name, refused.smallest_gb / plain_gb, refused.smallest_gb, DEFAULT_LEVERS, refused),
     ]
     if refused.proposals:
-        rows.append(train(name, share, budget_gb, DEFAULT_ALLOW | set(refused.proposals[0]), refused))
+        rows.append(train(name, share, budget_gb, DEFAULT_LEVERS | set(refused.proposals[0]), refused))
     if nbytes := refused.smallest_with.get((OPTIMIZER_IN_BACKWARD,)):
-        allow, least_gb = DEFAULT_ALLOW | {OPTIMIZER_IN_BACKWARD}, 1.001 * nbytes / GIB
+        allow, least_gb = DEFAULT_LEVERS | {OPTIMIZER_IN_BACKWARD}, 1.001 * nbytes / GIB
         rows.append(train(name, least_gb / plain_gb, least_gb, allow, refused, by_loop))
     return rows
 

@@ -35,11 +35,11 @@ from benchmarks.gpu_models import LARGE, Batch, library
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 64
-PROPOSALS = DEFAULT_ALLOW | {"bf16_parameters", "low_bit_optimizer"}
+PROPOSALS = DEFAULT_LEVERS | {"bf16_parameters", "low_bit_optimizer"}
 SIZES = {False: {**LARGE, "image_size": 224, "patch_size": 16}, True: {
     "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512, "image_size": 64,
     "patch_size": 8,
@@ -145,7 +145,7 @@ def by_memopt(recipe: str, peak_gb: float, *, small: bool, steps: int) -> Row:
     """Train by memopt within a budget, or within the smallest that works if that is larger."""
     model, whole = make(small=small), batch(BATCH, small=small)
     budget_gb = peak_gb + UNSEEN / GIB
-    for allow, least in ((DEFAULT_ALLOW, False), (PROPOSALS, False), (PROPOSALS, True)):
+    for allow, least in ((DEFAULT_LEVERS, False), (PROPOSALS, False), (PROPOSALS, True)):
         try:
             example = split(whole, BATCH)[0] if allow is PROPOSALS else whole
             options: dict[str, Any] = {"optimizer": torch.optim.Adam, "precision": "bf16", "allow": allow}

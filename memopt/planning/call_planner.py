@@ -133,7 +133,7 @@ class CallPlanner:
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
         if self.fuses and not all(joint.fused for joint in joints):
             notes += (NOT_FUSED,)
-        notes += self.options.notes(self.card.name)
+        notes += self.options.notes(self.device().type)
         return Captured(
             type(self.model).__name__,
             joints,
@@ -166,7 +166,7 @@ class CallPlanner:
         proposing = self.proposing
         offers = proposing.offers if advise else proposing.offers_allowed
         offered = partial(offers, gradients_held=situation.gradients_held)
-        notes = (*self.options.notes(self.card.name), *proposing.notes)
+        notes = (*self.options.notes(self.device().type), *proposing.notes)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, offered, notes=notes)
 
     def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rung], Candidate | None]:
@@ -235,7 +235,7 @@ class CallPlanner:
     @cached_property
     def backend(self) -> str:
         """What compiles planned graphs: "aten" or "inductor"."""
-        return backend_for(self.options.backend, self.card.name)
+        return backend_for(self.options.backend, self.device().type)
 
     @property
     def fuses(self) -> bool:

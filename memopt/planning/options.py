@@ -21,7 +21,6 @@ from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
-DEFAULT_ALLOW = DEFAULT_LEVERS
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 
@@ -97,20 +96,21 @@ class Options:
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
 
-    def notes(self, card_name: str) -> tuple[str, ...]:
-        """What every plan and refusal under these options says, for a card of that name in the hardware table."""
+    def notes(self, device_type: str) -> tuple[str, ...]:
+        """What every plan and refusal under these options says, planned for on a device of that type."""
         notes = recompute_note(self.allow)
-        if self.hardware is not None and self.backend == "auto":
-            where = "a CPU" if card_name == "cpu" else "a CUDA card"
-            backend = backend_for(self.backend, card_name)
-            notes += (f"planned for backend {backend!r}, which backend='auto' means on {where}",)
+        if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
+            notes += (
+                "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
+                "backend='auto' means 'inductor': give backend='inductor' to plan for that",
+            )
         return notes
 
 
-def backend_for(backend: Backend, card_name: str) -> Literal["aten", "inductor"]:
-    """The backend that runs a step on a card of that name: "auto" means "aten" on "cpu", "inductor" on all others."""
+def backend_for(backend: Backend, device_type: str) -> Literal["aten", "inductor"]:
+    """The backend that runs a step on a device of that type: "auto" means "inductor" on "cuda", "aten" elsewhere."""
     if backend == "auto":
-        return "aten" if card_name == "cpu" else "inductor"
+        return "inductor" if device_type == "cuda" else "aten"
     return backend
 
 

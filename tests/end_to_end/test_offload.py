@@ -16,8 +16,8 @@ from examples.models.families import BY_NAME, causal_batch
 from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
+from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.make_plan import make_plan
-from memopt.planning.options import DEFAULT_ALLOW
 from memopt.planning.region_schedule import RegionSchedule
 from passes import ApplySchedule
 from passes.ops.offload_ops import host_memory
@@ -95,7 +95,7 @@ def test_beside_the_other_levers(linked: None) -> None:
     inputs, plain = causal_batch("usual"), train_step(GPT2(), causal_batch("usual"))
     options: dict[str, Any] = {**FP32, "outputs": "loss_only"}
     budget_gb = 0.3 * memopt.plan(GPT2(), 1000, inputs, **options).plain_peak_gb
-    for allow in (DEFAULT_ALLOW, DEFAULT_ALLOW - {"recompute"}):
+    for allow in (DEFAULT_LEVERS, DEFAULT_LEVERS - {"recompute"}):
         model = memopt.optimize(GPT2(), budget_gb, **options, allow=allow)
         offloaded = train_step(model, inputs)
         made = memopt.plan_of(model)

@@ -12,7 +12,7 @@ import memopt
 from examples.models.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
 from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 from passes.graphs.module_path import module_path
 
 SLOW = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_families(family: Family, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-eager", "moe"])
 def test_with_all_levers(name: str) -> None:
-    train_in_16_bits(BY_NAME[name], "bf16", DEFAULT_ALLOW)
+    train_in_16_bits(BY_NAME[name], "bf16", DEFAULT_LEVERS)
 
 
 def train_in_16_bits(family: Family, precision: str, allow: Collection[str]) -> None:

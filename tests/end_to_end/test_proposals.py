@@ -16,7 +16,7 @@ from examples.models.families import BY_NAME, Batch
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from memopt.planning.options import DEFAULT_ALLOW
+from memopt.planning.levers import DEFAULT_LEVERS
 from tests.smallest import smallest_gb
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
@@ -180,7 +180,7 @@ def test_a_card_has_a_host_to_go_to() -> None:
     with pytest.raises(BudgetError) as error:
         memopt.plan(model, budget, batch(), device="t4", **OPTIONS)
     assert ("offload_optimizer",) in error.value.proposals
-    allow = {*DEFAULT_ALLOW, "offload_optimizer"}
+    allow = {*DEFAULT_LEVERS, "offload_optimizer"}
     plan = memopt.plan(model, budget, batch(), device="t4", allow=allow, **OPTIONS)
     assert plan.proposals == ("offload_optimizer",)
     assert plan.account.optimizer_state < 1024

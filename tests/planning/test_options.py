@@ -122,27 +122,22 @@ def test_wrong_options(wrong: dict[str, Any], kind: type[Exception], words: str)
         check_options(1, **wrong)
 
 
-def test_the_backend_is_chosen_by_the_card() -> None:
+def test_the_backend_is_chosen_by_the_device_at_hand() -> None:
     assert backend_for("auto", "cpu") == "aten"
-    assert backend_for("auto", "h100") == backend_for("auto", "rtx-4090") == "inductor"
-    for card in ("cpu", "h100"):
-        assert [backend_for(backend, card) for backend in BACKENDS[1:]] == list(BACKENDS[1:])
+    assert backend_for("auto", "cuda") == "inductor"
+    for device_type in ("cpu", "cuda"):
+        assert [backend_for(backend, device_type) for backend in BACKENDS[1:]] == list(BACKENDS[1:])
 
 
-def test_a_plan_for_another_card_says_its_backend() -> None:
+def test_a_plan_for_a_card_that_is_not_here_says_its_backend() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
     batch = torch.zeros(2, 4), torch.zeros(2, 4)
-    note = "planned for backend '{}', which backend='auto' means on {}"
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "allow": {"recompute"}}
+    note = "planned for plain operators (backend 'aten')"
 
-    def plan(**options: Any) -> memopt.Plan:
-        return memopt.plan(model, 1, batch, loss_fn=mse_loss, precision="fp32", effort="fast", **options)
+    def says(**more: Any) -> bool:
+        return any(note in each for each in memopt.plan(model, 1, batch, **options, **more).notes)
 
-    on_h100 = plan(device="h100")
-    assert note.format("inductor", "a CUDA card") in on_h100.notes
-    assert on_h100.captured is not None
-    assert on_h100.captured.regions[0].fused
-    assert note.format("aten", "a CPU") in plan(device="cpu").notes
-    for named in (plan(device="h100", backend="aten"), plan()):
-        assert not [text for text in named.notes if "backend" in text]
-        assert named.captured is not None
-        assert not named.captured.regions[0].fused
+    assert says(device="h100") is not torch.cuda.is_available()
+    assert not says()
+    assert not says(device="h100", backend="aten")
