@@ -83,4 +83,5 @@ def _takes_dtype(operator: Any) -> bool:
 
 
 def _eligible(value: Any) -> bool:
+    """Whether autocast casts a value: a floating-point tensor that is not fp64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64

@@ -68,6 +68,8 @@ def observe(run: Callable[[], Any]) -> tuple[Observed, ...]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the results of operators whose output may depend on data."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observed: list[Observed] = []
@@ -83,6 +85,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
+    """Whether the size or the value of an operator's result may depend on data."""
     if torch.Tag.data_dependent_output in op.tags:
         return True
     if op is torch.ops.aten.index.Tensor:  # tagged for masks, used mostly with integers
@@ -102,6 +105,7 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 
 
 def _dimension(value: Any, name: str) -> int | None:
+    """The dimension of a value's tensor that has the symbol's size; None where the value is the number itself."""
     first = value[0] if isinstance(value, (tuple, list)) else value
     if not isinstance(first, torch.Tensor):
         return None

@@ -44,4 +44,5 @@ def not_compiled(failure: InductorFailed) -> CaptureError:
 
 
 def _as_compiled(compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Any:
+    """The compiled graph itself: for a region without gradients inductor compiles the forward."""
     return compiled

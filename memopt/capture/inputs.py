@@ -35,7 +35,7 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
     raise TypeError(
-        f"example_inputs must be a tuple (positional) or a dict (keywords) of what the model takes, "
+        f"example_inputs must be a tuple (positional) or a dict (keywords) of the model's arguments, "
         f"not {_kind(example_inputs)}"
     )
 
@@ -132,4 +132,5 @@ def _with_replacements(call: Call, make: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _kind(value: Any) -> str:
+    """A value's type for an error message, with the length of a tuple or list."""
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")

@@ -127,6 +127,7 @@ class JointGraph:
 
 
 def _normalises_batch(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is a forward batch normalisation in training mode."""
     forward = "batch_norm" in name and "backward" not in name and "no_training" not in name
     # (input, weight, bias, running_mean, running_var, training, …); without running statistics (input, …, training, …)
     return forward and True in args

@@ -14,7 +14,7 @@ from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import Rehearsal, rehearse
-from memopt.compat.fakes import new_fake_mode
+from memopt.compat.fakes import FakeTensorMode, new_fake_mode
 
 
 class _Recorded(Exception):
@@ -54,20 +54,26 @@ def capture_on_fakes(
             reason = str(broken)
         else:
             reason = PASSED_OVER
-        rehearsal = Rehearsal(ids)
-
-        def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            with rehearsal.between.planned():
-                region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
-            return lambda *values: rehearsal.run(region, values)
-
-        parts = compile_call(
-            training_call(model, loss_fn, narrowed.dtype if narrowed else None), record_part, whole=False
-        )
-        return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
 PASSED_OVER = "torch.compile passes it over"
+
+
+def _capture_regions(
+    model: nn.Module, forward: Callable[..., Any], call: Call, ids: dict[int, int], reason: str, mode: FakeTensorMode
+) -> CapturedCall:
+    """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code once."""
+    args, kwargs = call
+    rehearsal = Rehearsal(ids)
+
+    def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with rehearsal.between.planned():
+            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
+        return lambda *values: rehearsal.run(region, values)
+
+    parts = compile_call(forward, record_part, whole=False)
+    return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
 
 
 def _real_ids(fakes: Fakes) -> dict[int, int]:

@@ -55,6 +55,7 @@ class _Interpreter(fx.Interpreter):
         return results
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, with the mark of the author's autocast and with the data-dependent sizes of Dynamo's trace."""
         if self.modes.authored:
             # Tracers copy this entry to every node that they create for `n`.
             n.meta["custom"] = {**n.meta.get("custom", {}), AUTHOR_AUTOCAST: True}
@@ -73,6 +74,7 @@ class _Interpreter(fx.Interpreter):
         return view
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Set grad mode and autocast as the call says; trace any other call."""
         if isinstance(target, HigherOrderOperator):
             return self.call_higher_order(target, args, kwargs)
         if sets_grad_mode(target):
@@ -101,6 +103,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _placeholders(module: fx.GraphModule) -> set[str]:
+    """The names of a graph's inputs."""
     return {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
 
 

@@ -88,7 +88,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """The decision that must have passes to run has none for a region; `notes` say what it examined."""
+    """The decision that must have passes to run has none for a region; `notes` give its reasons."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))

@@ -132,7 +132,9 @@ class CapturedCall:
         """Notes on the capture for the plan."""
         if self.whole:
             return ()
-        return (f"captured in {len(self.runs)} regions, since {self.break_reason}; what runs between is not planned",)
+        return (
+            f"captured in {len(self.runs)} regions, since {self.break_reason}; eager code between them is not planned",
+        )
 
     @classmethod
     def of(cls, region: RecordedRegion) -> CapturedCall:

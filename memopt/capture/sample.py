@@ -94,6 +94,8 @@ class _Sample:
 
 
 class _StandIn(torch.autograd.Function):
+    """Runs a region without gradients; its outputs require gradients where the model's do."""
+
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], differentiable: tuple[bool, ...], *arguments: Any) -> Any:
         # Detached, because autograd takes an output that is an input for one that was written over.

@@ -127,7 +127,7 @@ def trace_call(
         if traced[id(run.region)].differentiated
     )
     if not joints:
-        raise CaptureError("what it returns depends on no trainable parameter")
+        raise CaptureError("its result depends on no trainable parameter")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints

@@ -19,4 +19,5 @@ def compile_as_aten(joint: JointGraph, cut: Cut) -> Emitted:
 
 
 def _uncompiled(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A half as a function of its inputs in one list, run operator by operator."""
     return boxed(module)

@@ -106,6 +106,8 @@ def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | N
 
 
 def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled half as a function that takes its inputs in one list, run without autocast."""
+
     def run(arguments: list[Any]) -> Any:
         with without_autocast():
             return compiled(arguments)

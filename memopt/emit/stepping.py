@@ -37,7 +37,7 @@ def nodes_before_steps(
         if before is not None:
             late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
             found[position - joint.forward_outputs] = late
-    assert len(found) == len(numbers), "a plan steps what its schedule cannot"
+    assert len(found) == len(numbers), "a plan steps a parameter that its schedule cannot step"
     return found
 
 

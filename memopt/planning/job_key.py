@@ -151,6 +151,7 @@ def _source_file(kind: Any) -> Path | None:
 
 @functools.cache
 def _file_digest(file: Path) -> str:
+    """A hash of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -78,8 +78,8 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
 
 
 def _with_overhead(joined: Joined, schedule: Schedule, bare: Account, peaks: AllocatorPeaks, held: int) -> Account:
-    """The account with the allocator's overhead: rounding is what it allocates above the step's requests, fragmentation
-    what it holds (`held`) above its allocations."""
+    """The account with the allocator's overhead. Rounding is the excess of its allocations over the step's requests,
+    and fragmentation the excess of the bytes `held` over its allocations."""
     asked = breakdown(joined.problem, schedule, replace(bare, lowering=0)).peak_bytes - bare.context
     allocated = max(asked, peaks.allocated_bytes)
     return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
@@ -92,6 +92,7 @@ def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _blocks_of(total: int, sizes: Sequence[int]) -> Iterator[int]:
+    """The blocks of `_split_into`, one by one; `sizes` are positive."""
     left = total
     for size in cycle(sizes):
         if size > left:

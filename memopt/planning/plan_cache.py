@@ -105,6 +105,7 @@ def _drop_the_oldest() -> None:
 
 
 def _age(file: Path) -> Any:
+    """The time of a file's last change in seconds; 0 where the file is gone."""
     with contextlib.suppress(OSError):
         return file.stat().st_mtime
     return 0.0

@@ -79,6 +79,7 @@ class _StepPositions:
 
     @classmethod
     def of(cls, joined: Joined, schedule: Schedule) -> _StepPositions:
+        """The positions of a schedule's steps and of the evaluations that they wait for."""
         at: dict[int, int] = {}
         last: dict[int, int] = {}
         steps_waiting: dict[int, list[int]] = {}

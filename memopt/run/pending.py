@@ -23,8 +23,8 @@ from memopt.solver import Schedule
 
 @dataclass(eq=False)
 class PendingForward:
-    """A planned forward whose backward has not run yet. Other forwards and gradients may be there by then than the plan
-    assumes: see `before_backward`."""
+    """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
+    does not include: see `before_backward`."""
 
     plan: Plan
     model: weakref.ref[nn.Module]
@@ -116,6 +116,7 @@ class PendingForwards:
         return [forward for forward in self._alive if not forward.done]
 
     def add(self, forward: PendingForward) -> None:
+        """Add a forward that has just run."""
         self._alive.add(forward)
 
 

@@ -46,7 +46,7 @@ class PlannedCall:
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing
-        gradients; `advise`: a refusal says what else would help.
+        gradients; `advise`: a refusal suggests further changes.
 
         Raises `BudgetError`, `CaptureError`.
         """
