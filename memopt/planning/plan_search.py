@@ -89,8 +89,8 @@ class PlanSearch:
         return self._fastest() if self._plans else self._with_offer()
 
     def _offload(self) -> None:
-        """Plan the lever sets with offloading, except those whose step without any overhead takes at least as long as
-        the best plan."""
+        """Plan the lever sets with offloading, except those whose step takes at least as long as the best plan even
+        with nothing recomputed or offloaded."""
 
         def step_seconds(step: Candidate) -> float:
             return step[1].joined(accumulating=step[2].gradients_held).problem.seconds

@@ -25,7 +25,7 @@ def settled(
 ) -> tuple[Joined, Solution]:
     """The first solution in which no operator reads a parameter after its step and which holds at most `most_bytes`
     once each step comes right after the operators that it waits for, with its problem: the given one, or one that
-    leaves more steps to the end."""
+    leaves more steps to the end. After `ROUNDS` attempts all steps are left to the end."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -44,9 +44,9 @@ def settled(
 
 
 def settle(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
-    """The schedule with each step moved to right after the last evaluation that reads the parameter or its gradient,
-    where it is emitted; and the numbers of the inputs whose step must be left to the end, because they are read after
-    it. If there are any, the schedule is returned unchanged."""
+    """The schedule with each step right after the last evaluation that reads the parameter or its gradient, which is
+    where it is emitted; and the numbers of the inputs whose step must be left to the end, because no such position is
+    valid. If there are any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
