@@ -1,4 +1,5 @@
-"""Grad mode and autocast while operators are traced: carried out, and written into the graph as `detach` and `to`."""
+"""Applies grad mode and autocast while operators are traced, and writes them into the graph as `detach` and `to`
+calls."""
 
 from __future__ import annotations
 
@@ -25,22 +26,24 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Untraceable(Exception):
-    """A region keeps its meaning only at Dynamo's level; says why, after "since"."""
+    """A region would lose its meaning as an operator graph and stays at Dynamo's level. The message completes "since
+    …"."""
 
 
 class AuthorModes:
-    """Sees each operator as the author called it, before the tracer does.
+    """Handles each operator as the model's author called it, before the tracer records it.
 
-    Under `no_grad` it hands the operator detached arguments. Under autocast it has the dispatcher's own autocast kernel
-    run, whose casts and final call are then traced one by one; composites that autocast reaches into are taken apart.
-    Autocast's cache is kept too: one cast for all uses of a weight decides in which type its gradients are summed.
-    `planned_for` "cuda" casts on the CPU as CUDA's autocast would.
+    Under `no_grad` the operator gets detached arguments. Under autocast the dispatcher's own autocast kernel runs, and
+    its casts and its final call are traced one by one; composite operators that autocast reaches into are decomposed.
+    Autocast's cache is reproduced as well: one cast shared by all uses of a weight determines the dtype in which its
+    gradients are summed. With `planned_for` "cuda", operators on CPU tensors are cast as CUDA's autocast would cast
+    them.
     """
 
     def __init__(self, mode: FakeTensorMode, planned_for: str = "") -> None:
         self.mode, self.planned_for = mode, planned_for
         self.authored: list[torch.autocast] = []
-        """The autocast blocks of the model itself that are open."""
+        """The open autocast blocks of the model itself, outermost first."""
         self._ambient = autocast_is_on()
         self._caching = [torch.is_autocast_cache_enabled()]
         self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -50,7 +53,7 @@ class AuthorModes:
     def enter_autocast(
         self, device: str, dtype: torch.dtype | None = None, enabled: bool = True, cache: bool | None = None
     ) -> None:
-        """The model opens an autocast block."""
+        """Open an autocast block of the model; the arguments are those of `torch.autocast`."""
         block = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
         with without_torch_functions():
             block.__enter__()  # type: ignore[no-untyped-call]
@@ -58,7 +61,7 @@ class AuthorModes:
         self._caching.append(self._caching[0] if cache is None else cache)
 
     def leave_autocast(self) -> None:
-        """The model closes the block that it opened last."""
+        """Close the model's innermost autocast block."""
         with without_torch_functions():
             self.authored.pop().__exit__(None, None, None)
         self._caching.pop()
@@ -66,12 +69,13 @@ class AuthorModes:
             self._casts.clear()
 
     def leave_all(self) -> None:
+        """Close all autocast blocks of the model that are still open."""
         while self.authored:
             self.leave_autocast()
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle one operator: `trace(func, args, kwargs)` puts a call into the graph; under `within` the calls of a
-        kernel come back here."""
+        """Handle one operator call and return its result. `trace(func, args, kwargs)` records a call in the graph;
+        under the context `within`, the calls that a kernel makes come back to this method."""
         if not torch.is_grad_enabled():
             args, kwargs = self._without_gradients(trace, func, args, kwargs)
         device = _autocast_device(args, kwargs)
@@ -83,11 +87,12 @@ class AuthorModes:
         kernel = autocast_kernel(func, device)
         if kernel is None:
             kernel = composite_kernel(func)
-            if kernel is None or not self._reached(func, device, args, kwargs):
+            if kernel is None or not self._autocast_changes(func, device, args, kwargs):
                 return trace(func, args, kwargs)
         return self._within(within, kernel, args, kwargs)
 
     def _within(self, within: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a kernel under the context `within` and return its result."""
         outer, self._in_kernel = self._in_kernel, True
         try:
             with within:
@@ -96,7 +101,8 @@ class AuthorModes:
             self._in_kernel = outer
 
     def _cached_cast(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """A call from inside of an autocast kernel: a weight that was cast before is taken from the cache."""
+        """Trace a call made inside an autocast kernel; the cast of a weight that was cast to the same dtype before is
+        taken from the cache."""
         if func is not aten.to.dtype or not self._caching[-1] or not _is_weight(args[0]):
             return trace(func, args, kwargs)
         weight, dtype = args[0], args[1]
@@ -105,7 +111,8 @@ class AuthorModes:
         return self._casts[id(weight), dtype][1]
 
     def _without_gradients(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments of a call under `no_grad`, each that requires a gradient detached."""
+        """The arguments of a call under `no_grad`, with every tensor that requires a gradient detached. Raises
+        `Untraceable` where the call writes into such a tensor."""
         if func is aten.detach.default:
             return args, kwargs
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
@@ -122,33 +129,36 @@ class AuthorModes:
         return tree_map(detach, args), tree_map(detach, kwargs)
 
     def _check_write(self, func: Any, written: Any) -> None:
+        """Raise `Untraceable` where `func` would write into a tensor that requires a gradient or that shares storage
+        with a detached one."""
         kept = {_storage(value) for value, _ in self._detached.values()}
         for value in tree_leaves(written):
             if isinstance(value, torch.Tensor) and (value.requires_grad or _storage(value) in kept):
                 raise Untraceable(f"{func} writes under no_grad into a value that requires a gradient")
 
-    def _reached(self, func: Any, device: str, args: Any, kwargs: Any) -> bool:
-        """Whether autocast changes what a composite computes: the same calls on the same types if not. Operands of
-        several types may be such as only its casts bring together."""
+    def _autocast_changes(self, func: Any, device: str, args: Any, kwargs: Any) -> bool:
+        """Whether autocast changes what a composite operator computes: it does if the composite makes other calls, or
+        the same calls on other dtypes. A composite that fails without autocast, because only the casts give its
+        operands one dtype, counts as changed."""
 
         def calls(*, enabled: bool) -> list[tuple[Any, ...]]:
             with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), _Calls() as calls:
-                given = tree_map(_stripped, (args, kwargs))
+                given = tree_map(_detached, (args, kwargs))
                 dtype = torch.get_autocast_dtype(device)
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     func(*given[0], **given[1])
             return calls.seen
 
-        reached = calls(enabled=True)
+        with_casts = calls(enabled=True)
         try:
             with failing_on_fakes():
-                return reached != calls(enabled=False)
+                return with_casts != calls(enabled=False)
         except RuntimeError:
             return True
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down operators and the types that they are given."""
+    """Records the operators that are called and the dtypes of their tensor arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,13 +176,13 @@ def autocast_is_on() -> bool:
 
 
 def autocast_state() -> str:
-    """The autocast that is active, as text."""
+    """A text that identifies the active autocast: device types, dtypes and cache; empty without autocast."""
     types = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
     return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
 
 
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
-    """The device whose autocast a call falls under."""
+    """The type of the device whose autocast applies to a call; None where none does."""
     on = [device for device in reversed(_DEVICES) if torch.is_autocast_enabled(device)]
     if not on:
         return None
@@ -181,11 +191,11 @@ def _autocast_device(args: Any, kwargs: Any) -> str | None:
 
 
 def _is_weight(value: torch.Tensor) -> bool:
-    """What autocast's cache takes: an fp32 leaf that requires a gradient and is no view."""
+    """Whether autocast's cache takes a tensor: an fp32 leaf that requires a gradient and is not a view."""
     return value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not is_view(value)
 
 
-def _stripped(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""CUDA's autocast on CPU tensors: what a step under `torch.autocast` casts on a card that is not at hand."""
+"""CUDA's autocast applied to CPU tensors: plans for a GPU that is not present need the casts that it would make."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
-# Composites that reach a listed operator, unlike those that only view or copy.
+# Composite operators that call an operator of these lists; the others only view or copy.
 _REACH_A_LIST = frozenset(
     {
         "cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm",
@@ -22,8 +22,9 @@ _REACH_A_LIST = frozenset(
 
 
 def cuda_autocast_kernel(operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
-    """What autocast with `low` does on CUDA with an operator of aten: casts, then the operator, or the calls that it is
-    made of; None where it leaves it alone."""
+    """A function that computes an operator as autocast with the dtype `low` does on CUDA: casts and then the operator,
+    or the operators that it decomposes into. None where autocast leaves the operator as it is, or where it is not an
+    ATen operator."""
     name = operator.overloadpacket.__name__
     if operator.namespace != "aten":
         return None
@@ -39,6 +40,8 @@ def cuda_autocast_kernel(operator: Any, low: torch.dtype) -> Callable[..., Any] 
 
 
 def _casting(operator: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """The operator with `cast` applied to each floating-point tensor argument except fp64 ones."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
             args, kwargs = tree_map(lambda value: cast(value) if _eligible(value) else value, (args, kwargs))
@@ -48,6 +51,8 @@ def _casting(operator: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Cal
 
 
 def _with_dtype(operator: Any) -> Callable[..., Any]:
+    """The operator with `dtype=torch.float32` unless the caller gives a dtype."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         names = [argument.name for argument in schema_of(operator).arguments]
         given = kwargs.get("dtype") or (args[names.index("dtype")] if names.index("dtype") < len(args) else None)
@@ -61,6 +66,8 @@ def _with_dtype(operator: Any) -> Callable[..., Any]:
 
 
 def _promoting(operator: Any) -> Callable[..., Any]:
+    """The operator with its tensor arguments cast to fp32 where one of them is in fp32."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
         if torch.float32 not in types:
@@ -76,4 +83,5 @@ def _takes_dtype(operator: Any) -> bool:
 
 
 def _eligible(value: Any) -> bool:
+    """Whether autocast casts a value: a floating-point tensor that is not fp64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64

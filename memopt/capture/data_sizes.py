@@ -1,4 +1,5 @@
-"""Sizes that depend on data (the tokens that an expert gets): seen on a batch, planned for with a margin, guarded."""
+"""Sizes that depend on data, such as the number of tokens that an expert gets: observed on a batch, planned for with a
+margin, and checked at run time."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of, plain_symbol
 
 MARGIN = 1.25
-"""Plans allow for a quarter more than was seen; a batch with more than that is planned anew."""
-_MASKS = (torch.bool, torch.uint8)
+"""Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
+_MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one op with a data-dependent result gave: its name, and the shape or the number."""
+    """The result of one operator call with a data-dependent result: the operator's name, and the result's shape or
+    number."""
 
     op: str
     result: tuple[int, ...] | int
@@ -29,9 +31,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Values of a graph's data-dependent symbols, by name: as `seen`, and the `allowed` most that is planned for.
+    """Values of a graph's data-dependent symbols by name: `seen` holds the observed values, `allowed` the upper limits
+    that the plan accounts for.
 
-    Symbols that neither knows count as the largest they may be.
+    Symbols in neither mapping count as their largest possible value.
     """
 
     seen: Mapping[str, int] = field(default_factory=dict)
@@ -39,25 +42,25 @@ class DataSizes:
 
     @classmethod
     def of(cls, seen: Mapping[str, int], before: DataSizes | None = None) -> DataSizes:
-        """Allow a margin above what is seen now, and no less than `before`."""
+        """Sizes with a margin above those seen now, and limits at least as high as those in `before`."""
         least = before.allowed if before else {}
         return cls(seen, {name: max(math.ceil(size * MARGIN), least.get(name, 0)) for name, size in seen.items()})
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan should know of them."""
+        """Notes for the plan about the sizes that it allows for; empty without data-dependent sizes."""
         if not self.allowed:
             return ()
         sizes = ", ".join(f"{name} ≤ {most} (seen {self.seen.get(name)})" for name, most in self.allowed.items())
-        return (f"sizes that depend on data are planned for up to {sizes}; a batch with more is planned anew",)
+        return (f"sizes that depend on data are planned for up to {sizes}; a batch with more is planned again",)
 
 
 class SizeOutgrown(Exception):
-    """A batch has more of something than the plan allows for; raised before the memory for it is taken."""
+    """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
 
 
 def observe(run: Callable[[], Any]) -> tuple[Observed, ...]:
-    """Run a forward without gradients and note what its data-dependent ops give. Leaves its traces in buffers and
-    generators: the caller undoes them."""
+    """Run a forward without gradients and return the results of its data-dependent operators in order. The run changes
+    buffers and random generators; the caller restores them."""
     recorder = _Recorder()
     with plain_tensors(), torch.no_grad(), recorder:
         run()
@@ -65,6 +68,8 @@ def observe(run: Callable[[], Any]) -> tuple[Observed, ...]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the results of operators whose output may depend on data."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observed: list[Observed] = []
@@ -80,16 +85,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
+    """Whether the size or the value of an operator's result may depend on data."""
     if torch.Tag.data_dependent_output in op.tags:
         return True
     if op is torch.ops.aten.index.Tensor:  # tagged for masks, used mostly with integers
-        return any(index is not None and index.dtype in _MASKS for index in args[1])
+        return any(index is not None and index.dtype in _MASK_DTYPES for index in args[1])
     return torch.Tag.dynamic_output_shape in op.tags
 
 
 def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None]]]:
-    """The nodes that bring data-dependent symbols, each with their names and the dimension that shows them (None: the
-    node is itself the number)."""
+    """The nodes whose values introduce data-dependent symbols. Each comes with the names of its new symbols and the
+    dimension of its tensor that has that size, or None where the node's value is itself the number."""
     known: set[str] = set()
     for node in graph.nodes:
         names = data_symbols_of(node.meta.get("val")) - known
@@ -99,6 +105,7 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 
 
 def _dimension(value: Any, name: str) -> int | None:
+    """The dimension of a value's tensor that has the symbol's size; None where the value is the number itself."""
     first = value[0] if isinstance(value, (tuple, list)) else value
     if not isinstance(first, torch.Tensor):
         return None
@@ -106,14 +113,15 @@ def _dimension(value: Any, name: str) -> int | None:
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data to look at."""
+    """Whether a tensor has data: it is neither fake nor on "meta"."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:
-    """The values of a joint graph's symbols, from what the same forward was observed to give, op by op in order.
+    """The values of a joint graph's data-dependent symbols, from the results `observed` in a run of the same forward,
+    matched operator by operator in order.
 
-    None where graph and observation do not go together.
+    None where graph and observations do not match.
     """
     remaining = list(observed)
     values: dict[str, int] = {}
@@ -131,7 +139,8 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
-    """Have a forward graph stop with `SizeOutgrown` where a size is above what is allowed. Edits the graph."""
+    """Add a check to a forward graph for each symbol with a limit, which raises `SizeOutgrown` above it. Edits the
+    graph."""
     for node, symbols in list(new_symbols(forward.graph)):
         for name, dimension in symbols.items():
             if name in allowed:
@@ -141,7 +150,7 @@ def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
 
 @fx.node.has_side_effect
 def check_size(value: Any, dimension: int | None, most: int) -> None:
-    """Raise `SizeOutgrown` if the number, or the tensor's size, is above `most`."""
+    """Raise `SizeOutgrown` if the number `value`, or the tensor's size in `dimension`, is above `most`."""
     first = value[0] if isinstance(value, (tuple, list)) else value
     size = first if dimension is None else first.shape[dimension]
     if size > most:

@@ -1,4 +1,4 @@
-"""Has Dynamo record the regions of a training call, by a backend of ours."""
+"""Captures the regions of a training call with Dynamo, through a backend function."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _numbers = itertools.count()
 def training_call(
     model: nn.Module, loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """The function that is captured: the model's own call, hooks included, or its loss on `(inputs, targets)`.
+    """The function to capture: the model's own call with its hooks, or its loss on `(inputs, targets)`.
 
-    It has a code object of its own, since Dynamo keeps and counts compilations by code object. `floats`: as for
+    It has a code object of its own, because Dynamo keeps and counts compilations by code object. `floats` is as for
     `loss_call`.
     """
     run = plain_call(model)  # not the model itself, whose call is memopt's by now
@@ -37,8 +37,8 @@ def training_call(
 
 
 def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None, floats: torch.dtype | None = None) -> Any:
-    """What is called in training: `run` itself, or the loss of its output. `floats`, if given, is the dtype that the
-    model takes its fp32 inputs in."""
+    """The function called in training: `run` itself, or with `loss_fn` the loss of its output. `floats`, if given, is
+    the dtype that fp32 inputs are cast to."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = in_dtype((args, kwargs), floats)
@@ -55,39 +55,40 @@ def loss_call(run: Callable[..., Any], loss_fn: Callable[..., Any] | None, float
 
 
 class GraphBreak(CaptureError):
-    """The call cannot be captured as one graph."""
+    """The call cannot be captured as one graph; the message is Dynamo's reason."""
 
 
 class TooManyShapes(CaptureError):
-    """Dynamo keeps as many compilations of the call as it may."""
+    """Dynamo holds the maximal number of compilations of the call."""
 
 
 class _Compilations:
-    """The compiled regions of a call. They live here and not with Dynamo: what hangs on a code object is invisible to
-    the garbage collector, so that a model that its own compiled regions refer to would never die."""
+    """The compiled regions of a call. The caller owns them rather than Dynamo: the garbage collector does not see
+    objects attached to a code object, so a model that its own compiled regions refer to would never be freed."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.regions: list[Callable[..., Any]] = []
 
 
-def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
+def _weak_backend(compilations: _Compilations) -> Backend:
+    """A backend for Dynamo that refers to the compiled regions weakly."""
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
-    owner = weakref.ref(compilations, _died.append)
+    owner = weakref.ref(compilations, _freed.append)
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        kept = owner()
-        assert kept is not None
-        kept.regions.append(kept.backend(graph_module, inputs))
-        number = len(kept.regions) - 1
+        alive = owner()
+        assert alive is not None
+        alive.regions.append(alive.backend(graph_module, inputs))
+        number = len(alive.regions) - 1
 
         def region(*args: Any) -> Any:
             alive = owner()
             assert alive is not None
             try:
                 return alive.regions[number](*args)
-            except DynamoError as failure:  # of tracing the region's backward: no graph break, so not Dynamo's to tell
+            except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(f"a captured region cannot be differentiated: {in_brief(failure)}") from failure
 
         return region
@@ -97,26 +98,27 @@ def _as_seen_by_dynamo(compilations: _Compilations) -> Backend:
 
 
 _owners: weakref.WeakKeyDictionary[Backend, weakref.ref[_Compilations]] = weakref.WeakKeyDictionary()
-_died: list[weakref.ref[_Compilations]] = []
+_freed: list[weakref.ref[_Compilations]] = []
 
 
-def _drop_the_dead() -> None:
-    """Have Dynamo forget what belonged to models that are gone."""
-    if _died:
-        _died.clear()
+def _drop_freed() -> None:
+    """Remove the compilations of models that were freed from Dynamo's caches."""
+    if _freed:
+        _freed.clear()
         drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
 
 
 def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> Callable[..., Any]:
-    """`call`, compiled region by region by `backend`; `whole`: as one region or not at all (`GraphBreak`).
+    """`call`, compiled region by region with `backend`, or with `whole` as one region; the result raises `GraphBreak`
+    where that is impossible.
 
-    Raises what `backend` raises, and `TooManyShapes`.
+    It also raises what `backend` raises, and `TooManyShapes`.
     """
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
-    _drop_the_dead()
+    _drop_freed()
     compilations = _Compilations(backend)
-    compiled = compile_with(_as_seen_by_dynamo(compilations), call, whole=whole)
+    compiled = compile_with(_weak_backend(compilations), call, whole=whole)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
@@ -134,14 +136,14 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
             if not whole:
                 raise
             reason = in_brief(failure)
-        gc.collect()  # what Dynamo leaves of a failed compilation refers to itself and to the inputs
+        gc.collect()  # a failed compilation leaves reference cycles that hold the inputs
         raise GraphBreak(reason)
 
     return run
 
 
 def in_brief(error: BaseException) -> str:
-    """What an error says, without torch's advice on debugging."""
+    """An error's message on one line of at most 200 characters, without torch's advice on debugging."""
     text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]

@@ -1,4 +1,5 @@
-"""A model whose parameters are, for the length of a block, fakes: planned without its memory."""
+"""Replaces a model's parameters and buffers by fake tensors temporarily, so that it can be planned without its
+memory."""
 
 from __future__ import annotations
 
@@ -17,25 +18,27 @@ Fakes = Mapping[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Narrowed:
-    """Has a model planned as if its fp32 parameters, and its fp32 inputs, were of another dtype."""
+    """Has a model planned as if its fp32 parameters and inputs had another dtype."""
 
     dtype: torch.dtype
     kept: frozenset[int]
-    """The `id`s of parameters that stay as they are."""
+    """The `id`s of parameters that keep their dtype."""
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        turned = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32 and id(tensor) not in self.kept
-        return self.dtype if turned else tensor.dtype
+        """The dtype that a parameter or buffer is planned with."""
+        narrows = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32 and id(tensor) not in self.kept
+        return self.dtype if narrows else tensor.dtype
 
 
 @contextmanager
 def fake_parameters(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: Narrowed | None = None
 ) -> Iterator[Fakes]:
-    """Swap parameters and buffers for fakes on `device`, tied ones for one fake; yields which fake stands for which.
+    """Replace parameters and buffers by fake tensors on `device` for the length of the block; yields real tensor →
+    fake. A tensor used in several places gets one fake.
 
-    At the end every module has its attributes as before, also those that the forward has set meanwhile: where a forward
-    breaks into regions, its Python runs once on fakes.
+    At the end all attributes of all modules are restored, including those that the forward set meanwhile: where a
+    forward breaks into regions, its Python code runs once on fakes.
     """
     fakes: dict[torch.Tensor, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []

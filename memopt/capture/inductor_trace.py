@@ -1,4 +1,4 @@
-"""The joint graph of a region as inductor's own passes and decompositions leave it, right before it is cut."""
+"""The joint graph of a region after inductor's own passes and decompositions, right before it is partitioned."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from passes import copy_graph_module
 
 
 class _JointGraphTraced(Exception):
-    """The joint graph is there: compilation goes no further."""
+    """Ends inductor's compilation once the joint graph is traced."""
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int]:
-    """The joint graph of a region, and how many of its first results are the forward's; None without gradients.
+    """A region's joint graph and the number of its leading results that are the forward's; None and 0 for a region
+    without gradients.
 
-    To be called in the tracing context of the region. Raises `CaptureError` where inductor gives up.
+    It must be called in the region's tracing context. Raises `CaptureError` where inductor fails.
     """
     found: list[tuple[fx.GraphModule, int]] = []
 
-    def look(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
+    def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         found.append((joint, num_fwd_outputs))
         raise _JointGraphTraced
 
     try:
-        with suppress(_JointGraphTraced):  # inductor takes over what it compiles
-            compile_by_inductor(copy_graph_module(module), list(inputs), look, _as_compiled, lambda: "no plan")
+        with suppress(_JointGraphTraced):  # a copy, because inductor changes the module that it compiles
+            compile_by_inductor(copy_graph_module(module), list(inputs), take_joint, _as_compiled, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     return found[0] if found else (None, 0)
 
 
 def not_compiled(failure: InductorFailed) -> CaptureError:
-    """What a user is told of a region that inductor gives up on."""
+    """The error for a user whose region inductor failed to compile."""
     reason = " ".join(str(failure).split())[:300]
     return CaptureError(f"inductor does not compile it: {reason}; give optimize backend='aten'")
 
 
 def _as_compiled(compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Any:
+    """The compiled graph itself: for a region without gradients inductor compiles the forward."""
     return compiled

@@ -1,4 +1,4 @@
-"""Example inputs: as the user gives them, as the arguments of a call, and as fakes on the planned device."""
+"""Example inputs: as the user gives them, as the arguments of a call, and as fake tensors on the planned device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
-    """Positional and keyword arguments from a batch: a dict is keywords, a tuple positional, a tensor the only one.
+    """The positional and keyword arguments for a batch: a dict becomes keywords, a tuple or list positional arguments,
+    a tensor the only argument.
 
     With a loss function (`with_targets`) a batch is the pair `(inputs, targets)` and becomes two positional arguments.
+    Raises `TypeError` for anything else.
     """
     if with_targets:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
@@ -33,18 +35,19 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
     raise TypeError(
-        f"example_inputs must be a tuple (positional) or a dict (keywords) of what the model takes, "
+        f"example_inputs must be a tuple (positional) or a dict (keywords) of the model's arguments, "
         f"not {_kind(example_inputs)}"
     )
 
 
 def tensors_in(call: Call) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments, however nested."""
+    """The tensors among the arguments, in order, from nested containers too."""
     return (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
 
 
 def call_signature(call: Call) -> str:
-    """What captures of two calls can differ by: shapes, types and devices of tensors, and all other arguments."""
+    """A text that differs between calls that may be captured differently: shapes, strides, dtypes and devices of
+    tensors, and all other arguments."""
 
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -55,23 +58,24 @@ def call_signature(call: Call) -> str:
 
 
 def in_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """The same inputs, however nested, with those in fp32 turned to `dtype`; as they are without one."""
+    """The same inputs, nested as they are, with fp32 tensors cast to `dtype`; unchanged where `dtype` is None."""
 
-    def turned(leaf: Any) -> Any:
+    def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
 
-    return inputs if dtype is None else tree_map(turned, inputs)
+    return inputs if dtype is None else tree_map(cast, inputs)
 
 
 def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) -> None:
-    """Raise `ValueError` where an input lies on another device than the model's parameters.
+    """Raise `ValueError` where an input is on another device than the model's parameters.
 
-    Scalars may lie anywhere, as in torch. `meta_allowed`: nothing is run, so inputs or model may be on "meta".
+    Scalar tensors may be on any device, as in torch. With `meta_allowed`, for calls that are planned and not run,
+    inputs or model may be on "meta".
     """
     home = next(model.parameters()).device
     for tensor in tensors_in(call):
-        planned_only = meta_allowed and "meta" in (home.type, tensor.device.type)
-        if tensor.device != home and tensor.dim() > 0 and not planned_only:
+        only_planned = meta_allowed and "meta" in (home.type, tensor.device.type)
+        if tensor.device != home and tensor.dim() > 0 and not only_planned:
             raise ValueError(
                 f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is on {home}; "
                 f"move one of them with .to(…)"
@@ -79,14 +83,15 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
 
 
 def on_meta(call: Call) -> Call:
-    """The same arguments with tensors that hold nothing; one for a tensor given twice."""
-    return _with_stand_ins(
-        call, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+    """The same arguments with "meta" tensors in place of tensors; a tensor given twice gets one replacement."""
+    return _with_replacements(
+        call, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     )
 
 
 def with_zeros(call: Call, device: torch.device) -> Call:
-    """The same arguments with zeros on `device` for tensors that have no values; one for a tensor given twice."""
+    """The same arguments with zeros on `device` in place of fake and "meta" tensors; a tensor given twice gets one
+    replacement."""
 
     def values(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
@@ -94,34 +99,38 @@ def with_zeros(call: Call, device: torch.device) -> Call:
         zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
         return zeros.requires_grad_(tensor.requires_grad)
 
-    return _with_stand_ins(call, values)
+    return _with_replacements(call, values)
 
 
 def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
-    """The same arguments with fakes for tensors; one fake for a tensor given twice."""
-    return _with_stand_ins(
-        call, lambda each: to_fake(mode, each, device if each.device.type == "meta" else each.device)
+    """The same arguments with fake tensors in place of tensors, "meta" ones on `device`; a tensor given twice gets one
+    fake."""
+    return _with_replacements(
+        call, lambda tensor: to_fake(mode, tensor, device if tensor.device.type == "meta" else tensor.device)
     )
 
 
 def same_tensors(call: Call) -> list[int]:
-    """For each tensor of a call the place where it stands first."""
+    """For each tensor of a call its number among the distinct tensors: a tensor given twice has the same number
+    twice."""
     places: dict[int, int] = {}
-    return [places.setdefault(id(each), len(places)) for each in tensors_in(call)]
+    return [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(call)]
 
 
-def _with_stand_ins(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+def _with_replacements(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with `make(tensor)` in place of each tensor, made once per distinct tensor."""
     made: dict[int, torch.Tensor] = {}
 
-    def stand_in(leaf: Any) -> Any:
+    def replaced(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = make(leaf)
         return made[id(leaf)]
 
-    return tree_map(stand_in, call)
+    return tree_map(replaced, call)
 
 
 def _kind(value: Any) -> str:
+    """A value's type for an error message, with the length of a tuple or list."""
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")

@@ -1,4 +1,4 @@
-"""Captures a training call of a model that has no values, or is to keep them: on fakes, which hold no memory."""
+"""Captures a training call on fake tensors: for a model without values, or one whose values must not change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import Rehearsal, rehearse
-from memopt.compat.fakes import new_fake_mode
+from memopt.compat.fakes import FakeTensorMode, new_fake_mode
 
 
 class _Recorded(Exception):
-    """The one region of the call is recorded: the call need not go on."""
+    """Ends a call once its only region is recorded."""
 
 
 def capture_on_fakes(
@@ -30,10 +30,10 @@ def capture_on_fakes(
     differentiate_all: bool,
     narrowed: Narrowed | None = None,
 ) -> CapturedCall:
-    """Capture one training call on fakes that lie on `device`; nothing is allocated, nothing of the model changes.
+    """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
-    `narrowed` has parameters and inputs captured in another dtype than they have. Where the forward breaks into
-    regions, its Python runs once on fakes. Raises `CaptureError`.
+    With `narrowed`, parameters and inputs are captured in another dtype than they have. Where the forward breaks into
+    regions, its Python code runs once on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
     to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)
@@ -54,22 +54,28 @@ def capture_on_fakes(
             reason = str(broken)
         else:
             reason = PASSED_OVER
-        rehearsal = Rehearsal(ids)
-
-        def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            with rehearsal.between.planned():
-                region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
-            return lambda *values: rehearsal.run(region, values)
-
-        parts = compile_call(
-            training_call(model, loss_fn, narrowed.dtype if narrowed else None), record_part, whole=False
-        )
-        return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
 PASSED_OVER = "torch.compile passes it over"
 
 
+def _capture_regions(
+    model: nn.Module, forward: Callable[..., Any], call: Call, ids: dict[int, int], reason: str, mode: FakeTensorMode
+) -> CapturedCall:
+    """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code once."""
+    args, kwargs = call
+    rehearsal = Rehearsal(ids)
+
+    def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with rehearsal.between.planned():
+            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
+        return lambda *values: rehearsal.run(region, values)
+
+    parts = compile_call(forward, record_part, whole=False)
+    return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+
+
 def _real_ids(fakes: Fakes) -> dict[int, int]:
-    """`id` of a fake → that of the tensor that it stands for."""
+    """`id` of a fake tensor → `id` of the real tensor that it replaces."""
     return {id(fake): id(real) for real, fake in fakes.items()}

@@ -1,4 +1,4 @@
-"""Traces Dynamo's graph of a region into operators, with grad mode and autocast written out."""
+"""Traces Dynamo's graph of a region into an operator graph, with grad mode and autocast written out."""
 
 from __future__ import annotations
 
@@ -22,56 +22,59 @@ _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "un
 
 
 def trace_operators(graph_module: fx.GraphModule, inputs: Sequence[Any], planned_for: str = "") -> fx.GraphModule:
-    """The region in operators, its inputs in the same order and under readable names.
+    """The region as an operator graph, with its inputs in the same order under readable names.
 
-    To be called in a Dynamo backend, in the modes that are active when the region runs. Raises `Untraceable`.
+    It must be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable`.
     """
     mode, fakes = fresh_fakes(inputs)
     modes = AuthorModes(mode, planned_for)
-    reader = _Reader(graph_module, mode, modes)
+    interpreter = _Interpreter(graph_module, mode, modes)
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored also where the trace ends early
         try:
-            traced = pre_dispatch_graph(reader.read, mode, fakes)
+            traced = pre_dispatch_graph(interpreter.trace, mode, fakes)
         finally:
             modes.leave_all()
-    _check_gradients(graph_module, reader.differentiable)
+    _check_gradients(graph_module, interpreter.differentiable)
     return _named(traced, graph_module)
 
 
-class _Reader(fx.Interpreter):
-    """Runs Dynamo's graph under a tracer. What sets a mode is carried out and not traced."""
+class _Interpreter(fx.Interpreter):
+    """Interprets Dynamo's graph under a tracer. Calls that set a mode are executed and not traced."""
 
     def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode, modes: AuthorModes) -> None:
         super().__init__(graph_module)
         self.mode, self.modes = mode, modes
         self.differentiable: list[bool] = []
-        """Of each result, whether a gradient may come to it."""
+        """For each result, whether it requires a gradient."""
 
-    def read(self, *inputs: Any) -> Any:
+    def trace(self, *inputs: Any) -> Any:
+        """Run the graph on the tracer's inputs and return its results."""
         with before_tracing(self.modes.see):
             results = self.run(*inputs)
-        self.differentiable = [isinstance(each, torch.Tensor) and each.requires_grad for each in results]
+        self.differentiable = [isinstance(result, torch.Tensor) and result.requires_grad for result in results]
         return results
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, with the mark of the author's autocast and with the data-dependent sizes of Dynamo's trace."""
         if self.modes.authored:
-            # Tracers copy this entry to every node that they make for `n`.
+            # Tracers copy this entry to every node that they create for `n`.
             n.meta["custom"] = {**n.meta.get("custom", {}), AUTHOR_AUTOCAST: True}
         result = super().run_node(n)
         rebind_data_sizes(self.mode, n, result)
         return result
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What changes a tensor's shape in place gives another tensor here, which is the first one from then on: a node
-        has one shape."""
+        """A method that changes a tensor's shape in place is traced as its out-of-place version, and the new value
+        replaces the old one from then on, because a node has one shape."""
         inputs = self.graph.find_nodes(op="placeholder")
-        if target not in _VIEWS_IN_PLACE or any(self.env.get(each) is args[0] for each in inputs):
+        if target not in _VIEWS_IN_PLACE or any(self.env.get(node) is args[0] for node in inputs):
             return super().call_method(target, args, kwargs)
         view = super().call_method(target.removesuffix("_"), args, kwargs)
         self.env.update((node, view) for node, value in self.env.items() if value is args[0])
         return view
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Set grad mode and autocast as the call says; trace any other call."""
         if isinstance(target, HigherOrderOperator):
             return self.call_higher_order(target, args, kwargs)
         if sets_grad_mode(target):
@@ -85,11 +88,13 @@ class _Reader(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inline the author's activation checkpoints; trace other higher-order operators as one opaque node. Raises
+        `Untraceable` under autocast and `no_grad`."""
         if is_checkpoint(target):
-            # What is kept is the plan's to say, so that the author's checkpoint is run through.
+            # The plan decides what is recomputed, so the author's checkpoint is inlined.
             inner, *rest = args
             own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
-            return _Reader(inner, self.mode, self.modes).run(*rest, *own.values())
+            return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
         if autocast_is_on():
             raise Untraceable(f"{target} runs under autocast, whose casts inside of it cannot be written out")
         if not torch.is_grad_enabled():
@@ -98,11 +103,12 @@ class _Reader(fx.Interpreter):
 
 
 def _placeholders(module: fx.GraphModule) -> set[str]:
+    """The names of a graph's inputs."""
     return {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
 
 
 def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool]) -> None:
-    """Raise `Untraceable` unless gradients flow to the same results as in Dynamo's graph."""
+    """Raise `Untraceable` unless the same results require gradients as in Dynamo's graph."""
     (expected,) = graph_module.graph.output_node().args
     for node, flows in zip(expected, differentiable, strict=True):  # type: ignore[arg-type]
         known = node.meta.get("example_value") if isinstance(node, fx.Node) else None
@@ -111,7 +117,7 @@ def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool
 
 
 def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The traced module with inputs named after the model's attributes."""
+    """The traced module with its inputs named after the model's attributes."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     sources = iter(graph_module.graph.find_nodes(op="placeholder"))
@@ -127,7 +133,8 @@ def _named(traced: fx.GraphModule, graph_module: fx.GraphModule) -> fx.GraphModu
 
 
 def readable(name: str) -> str:
-    """`blocks_0_norm_weight` for `l_run_self_modules_blocks_modules_0_modules_norm_parameters_weight_`."""
+    """A short name for one of Dynamo's inputs: `blocks_0_norm_weight` for
+    `l_run_self_modules_blocks_modules_0_modules_norm_parameters_weight_`."""
     for prefix in ("l_run_self_", "l_self_", "l_kwargs_", "l_args_", "l_"):
         name = name.removeprefix(prefix) if name.startswith(prefix) else name
     for word in ("modules_", "parameters_", "buffers_"):

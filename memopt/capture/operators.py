@@ -1,4 +1,5 @@
-"""A captured region as an operator graph, which passes rewrite: it stands between Dynamo's graph and the joint one."""
+"""A captured region as an operator graph, which passes rewrite: the stage between Dynamo's graph and the joint
+graph."""
 
 from __future__ import annotations
 
@@ -20,63 +21,64 @@ from passes.graphs.node_facts import OPERATOR_OVERLOAD
 @dataclass(frozen=True)
 class OperatorGraph:
     """The forward of a region in ATen operators as its author called them: `linear`, `layer_norm`,
-    `scaled_dot_product_attention`, `cross_entropy_loss` are whole, and nothing is differentiated yet.
+    `scaled_dot_product_attention` and `cross_entropy_loss` are single nodes, and nothing is differentiated yet.
 
-    Nodes are inputs (in Dynamo's order), constants, calls of operators, arithmetic on sizes, and the output. Grad mode
-    and autocast are written out: a value that `no_grad` reads comes by `detach`, one that autocast casts by `to`.
-    Higher-order operators (an `autograd.Function` with its own backward) are one opaque node each, with inner graphs as
-    attributes: what it is given must keep its type.
+    The nodes are inputs (in Dynamo's order), constants, operator calls, arithmetic on sizes, and the output. Grad mode
+    and autocast are written out: a value read under `no_grad` goes through `detach`, one that autocast casts through
+    `to`. A higher-order operator (an `autograd.Function` with its own backward) is one opaque node with its inner
+    graphs as attributes; the dtypes of its arguments must not change.
     """
 
     module: fx.GraphModule = field(repr=False)
     parameter_inputs: frozenset[int]
-    """Which of the inputs, counted from 0, are parameters."""
+    """The inputs, numbered from 0, that are parameters."""
     notes: tuple[str, ...] = ()
     author_typed: frozenset[str] = frozenset()
-    """Names of the nodes inside of `torch.autocast` blocks that the model itself opens: their types are its author's
-    choice, also where he turns autocast off."""
+    """Names of the nodes inside `torch.autocast` blocks that the model itself opens. Their dtypes are the author's
+    choice, also in blocks that disable autocast."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done to a region's operator graph, and why."""
+    """The passes to run on a region's operator graph, with the reasons."""
 
     pipeline: Pipeline
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """By name of a node in the graph that was decided on."""
+    """Node name in the graph that was decided on → why its passes change it."""
     notes: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
-    """The user's rules that say nothing of this region; one that says nothing of any is refused."""
+    """The user's rules that match nothing in this region; a rule that matches nothing in any region is an error."""
     exact: frozenset[str] = frozenset()
-    """Nodes whose types are somebody's wish: what the backward reads of them keeps all of its bits."""
+    """Names of nodes whose dtypes somebody asked for: the values that their backward reads keep full precision."""
 
 
 Decide: TypeAlias = Callable[[OperatorGraph], Decision]
-"""Which passes are to run on a region. Called anew for each capture of it: the same graph must get the same passes."""
+"""Returns the passes to run on a region. It is called again for each capture, and must return the same passes for the
+same graph."""
 
 
 DecideJoint: TypeAlias = Callable[[fx.GraphModule, int], Pipeline]
-"""Which passes are to run on a canonical joint graph with so many outputs of its forward."""
+"""Returns the passes to run on a canonical joint graph, given also the number of its forward's outputs."""
 
 
 @dataclass(frozen=True)
 class Rewriting:
-    """What is to be done to every region of a model; false where there is nothing to do."""
+    """The passes to run on every region of a model; false where there are none."""
 
     deciders: tuple[Decide, ...] = ()
-    """Asked one after another, each on the graph that the one before has left."""
+    """Called one after another, each with the graph that the passes before it produced."""
     joint: DecideJoint | None = None
-    """Which passes run on the joint graph."""
+    """Decides the passes to run on the joint graph."""
     autocast: torch.dtype | None = None
-    """Regions that have no operator graph run under autocast with this dtype."""
+    """The autocast dtype under which regions without an operator graph run."""
     planned_for: str = ""
-    """The type of device whose autocast counts, if not that of the tensors."""
+    """The device type whose autocast rules apply; empty: that of the tensors."""
     replaces_autocast: bool = False
-    """Whether autocast that the caller has switched on is off in the model: its types are decided here."""
+    """Whether the caller's autocast is disabled inside the model, because these passes choose the dtypes."""
     needed: str = ""
-    """The label of a decision that has to find something to do, if any: else all this is for nothing."""
+    """The label of a decision that must have passes to run, or empty: without any, `NothingToRewrite` is raised."""
     reinplace: bool = False
-    """Whether results of the backward are written over operands that die there."""
+    """Whether results of the backward overwrite operands that die there."""
 
     def __bool__(self) -> bool:
         return bool(self.deciders)
@@ -86,7 +88,7 @@ NOTHING = Rewriting()
 
 
 class NothingToRewrite(Exception):
-    """The decision that was needed finds nothing to do in a region; `notes` say what it looked at."""
+    """The decision that must have passes to run has none for a region; `notes` give its reasons."""
 
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__("; ".join(notes))
@@ -98,10 +100,10 @@ _EXACT = "memopt_exact"
 
 @dataclass(frozen=True)
 class Operators:
-    """What became of one region on its operator graph."""
+    """The rewriting of one region's operator graph: its stages and the decisions behind them."""
 
     stages: tuple[fx.GraphModule, ...] = ()
-    """As captured, and after each pass; empty where the region stayed at Dynamo's level."""
+    """The graph as captured and after each pass; empty where the region has no operator graph."""
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
     author_typed: frozenset[str] = frozenset()
@@ -109,22 +111,22 @@ class Operators:
 
     @property
     def pipeline(self) -> Pipeline:
-        """All passes that ran."""
+        """All passes that ran, as one pipeline."""
         return Pipeline(tuple(decision.pipeline for decision in self.decisions))
 
     @property
     def unmatched(self) -> frozenset[str]:
-        """The user's rules that say nothing of this region."""
+        """The user's rules that match nothing in this region."""
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
 
     def check_needed(self, label: str) -> None:
-        """Raise `NothingToRewrite` if no decision of that label runs any pass."""
+        """Raise `NothingToRewrite` if no decision with this label has any pass."""
         labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
         if label and not any(len(decision.pipeline) for decision in labelled):
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def reasons(self, name: str) -> Mapping[str, str]:
-        """Why passes do what they do, by node, for what `span` knows under that name."""
+        """Node name → why the passes of that name change the node; the names are those that `span` takes."""
         named = [
             decision
             for decision in self.decisions
@@ -133,31 +135,31 @@ class Operators:
         return {node: reason for decision in named for node, reason in decision.reasons.items()}
 
     def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-        """The graph before and after the passes, or the nested pipeline, of that name; None where there is none."""
+        """The graphs before and after the passes, or the nested pipeline, of that name; None where there is none."""
         positions = [number for number, names in enumerate(_names(self.pipeline)) if name in names]
         return (self.stages[positions[0]], self.stages[positions[-1] + 1]) if positions else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `span` knows, in the order of the passes."""
+        """The names that `span` takes, in the order of the passes."""
         return tuple(dict.fromkeys(name for names in _names(self.pipeline) for name in names))
 
 
 def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """For each pass that runs its name, and those of the pipelines that it is in but for the outermost."""
+    """For each pass that runs, its own name preceded by the names of the nested pipelines that contain it."""
     found: list[tuple[str, ...]] = []
-    for each in pipeline:
-        names = (*outer, each.name)
-        found += _names(each, names) if isinstance(each, Pipeline) else [names]
+    for member in pipeline:
+        names = (*outer, member.name)
+        found += _names(member, names) if isinstance(member, Pipeline) else [names]
     return found
 
 
 def operator_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], parameter_inputs: frozenset[int], planned_for: str = ""
 ) -> OperatorGraph:
-    """Trace the graph that Dynamo recorded of a region into operators, in the region's tracing context.
+    """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 
-    Autocast casts as on the type of device that is planned for. Raises `Untraceable` where its meaning would be lost.
+    Autocast casts as on the device type `planned_for`. Raises `Untraceable` where the region's meaning would be lost.
     """
     module = trace_operators(graph_module, inputs, planned_for)
     _check_targets(module.graph)
@@ -165,39 +167,39 @@ def operator_graph(
 
 
 def needs_operators(graph_module: fx.GraphModule) -> bool:
-    """Whether autocast is at work in a region: its casts are then written out, since AOTAutograd would cast a weight
-    for each use, and sum its gradients in another type than the plain model does."""
+    """Whether autocast is active in a region, so that its casts must be written out: AOTAutograd would cast a weight
+    once per use and so sum its gradients in another dtype than the plain model does."""
     return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
-    """Run the passes that are decided for a graph.
+    """Run the passes that the deciders return for a graph.
 
-    Raises `PassError`, and `NothingToRewrite`, before later ones run, where the decision of the label that is `needed`
-    has none.
+    Raises `PassError`. Raises `NothingToRewrite` as soon as the decision with the label `needed` turns out to have no
+    passes.
     """
     stages, decisions = [graph.module], []
 
-    def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
+    def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
         stages.append(after)
 
     for decide in deciders:
         decisions.append(decide(replace(graph, module=stages[-1])))
         if needed and decisions[-1].pipeline.label == needed:
             Operators(decisions=tuple(decisions)).check_needed(needed)
-        Pipeline((decisions[-1].pipeline,), observer=keep)(stages[-1])
+        Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
     notes = (note for decision in decisions for note in decision.notes)
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:
-    """The rewritten graph as AOTAutograd is to trace it, constants as plain attributes: it would take buffers for
-    inputs, and number all the others anew. What is made of nodes that are `exact` says so (`is_exact`)."""
+    """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
+    inputs and renumber the others. Nodes traced from a node in `Decision.exact` are marked (see `is_exact`)."""
     module = copy_graph_module(operators.stages[-1])
     exact = frozenset(name for decision in operators.decisions for name in decision.exact)
     for node in module.graph.nodes:
         if node.name in exact:
-            # Tracers copy this entry to all that they make of a node, its backward included.
+            # Tracers copy this entry to every node that they create for this one, in the backward too.
             node.meta["custom"] = {**node.meta.get("custom", {}), _EXACT: True}
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
@@ -206,7 +208,7 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
 
 
 def is_exact(node: fx.Node) -> bool:
-    """Whether a node of a joint graph comes from one whose types are somebody's wish."""
+    """Whether a joint graph's node was traced from a node in `Decision.exact`."""
     return _EXACT in node.meta.get("custom", {})
 
 
@@ -219,6 +221,7 @@ def _check_targets(graph: fx.Graph) -> None:
 
 
 def _is_operator(node: fx.Node) -> bool:
+    """Whether a call is of an ATen or higher-order operator or of arithmetic on sizes."""
     if isinstance(node.target, (OPERATOR_OVERLOAD, HigherOrderOperator)):
         return True
     module = getattr(node.target, "__module__", "")
@@ -226,7 +229,7 @@ def _is_operator(node: fx.Node) -> bool:
 
 
 def _take_marks(graph: fx.Graph) -> frozenset[str]:
-    """Names of the nodes that tracing marked as inside of the author's own autocast; removes the marks."""
+    """Names of the nodes that tracing marked as inside the author's own autocast; removes the marks."""
     marked: set[str] = set()
     for node in graph.nodes:
         custom = node.meta.get("custom")

@@ -1,4 +1,4 @@
-"""The outputs of a captured region: which of them are differentiated, and what holds memory until they are."""
+"""The outputs of a captured region: which of them are differentiated, and which forwards wait for their backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memopt.errors import UnplannedGradientError
 
 
 def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Take the outputs that are not scalars out of differentiation, where a scalar (the loss) is among them.
+    """Detach the outputs that are not scalars, provided that a scalar (the loss) is among the differentiable outputs.
 
-    Autograd would otherwise materialise a zero gradient as large as each (the logits of a language model, every key
-    and value of its cache) and the graph would carry them through the backward. Edits the graph; returns the positions
-    of the outputs concerned. A gradient that does come to them is an error: see `hand_out`.
+    Otherwise autograd would materialise a zero gradient for each of them (the logits of a language model, every key and
+    value of its cache) and the graph would carry it through the backward. Edits the graph; returns the positions of the
+    detached outputs. A gradient that does arrive at one of them is an error: see `hand_out`.
     """
     output = graph_module.graph.output_node()
     results = output.args[0]
@@ -42,19 +42,20 @@ def _requires_grad(value: Any) -> bool:
 
 
 class Awaited(Protocol):
-    """A forward whose backward is still to come."""
+    """A forward whose backward has not run yet."""
 
     def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """The backward of a region with these leaves is about to run. Raises to forbid it."""
+        """Called before the backward of a region with these leaves runs; it raises to prevent it."""
 
     def after_backward(self) -> None:
-        """The forward needs to wait no longer."""
+        """Called when the forward's saved values are no longer needed."""
 
 
 def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: Awaited) -> tuple[Any, ...]:
-    """Give a region's outputs to its caller, tied to `forward` until their backward has run.
+    """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
-    An output in `undifferentiated` requires a gradient, as in the plain model, and refuses one when it comes.
+    An output in `undifferentiated` requires a gradient, as in the plain model, but its backward raises
+    `UnplannedGradientError`.
     """
     handled = [
         position
@@ -70,14 +71,14 @@ def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: 
 
 
 class _HandOut(torch.autograd.Function):
-    """The identity, placed where a region's outputs meet the caller's graph."""
+    """The identity between a region's outputs and the caller's autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, forward: Awaited, refusing: tuple[bool, ...], *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.refusing = forward, refusing
         ctx.shapes = [tuple(value.shape) for value in values]
-        # Detached, not returned as they are: autograd would call them views and forbid `loss /= steps`.
+        # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
         return tuple(value.detach() for value in values)
 
     @staticmethod
@@ -101,7 +102,7 @@ class _HandOut(torch.autograd.Function):
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:
-    """The leaves that a region read whose outputs were handed out."""
+    """The leaf tensors that the regions behind these outputs read."""
     regions = {edge for edge, _ in hand_out.next_functions if edge is not None}
     edges = [edge for region in regions for edge, _ in region.next_functions]
     return [edge.variable for edge in edges if hasattr(edge, "variable")]

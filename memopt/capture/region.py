@@ -1,4 +1,4 @@
-"""A region of a training call as Dynamo recorded it: what planning starts from."""
+"""The regions of a training call as Dynamo recorded them, from which planning starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from memopt.compat.dynamo import capture_settings, tracing_again
 
 @dataclass(eq=False)
 class RecordedRegion:
-    """One graph of a training call's forward, and what is needed to trace it outside of Dynamo's callback.
+    """One graph of a training call's forward, with the context to trace it in outside Dynamo's callback.
 
-    A region is recorded once and compared by identity. It owns the operator graphs that were traced of it.
+    A region is recorded once and compared by identity. It owns the operator graphs that were traced from it.
     """
 
     graph_module: fx.GraphModule
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
     undifferentiated: frozenset[int]
-    """Positions of the outputs that require gradients in the plain model and get none here."""
+    """Positions of the outputs that require gradients in the plain model and are detached here."""
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
-    """By the type of device that is planned for and the autocast at hand: two or three of them at most."""
+    """By the device type that is planned for and the active autocast: two or three entries at most."""
 
     @classmethod
     def record(
@@ -42,11 +42,11 @@ class RecordedRegion:
         differentiate_all: bool,
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend. Edits the graph: unless `differentiate_all`, its outputs but the loss
-        are detached.
+        """Record a region, in Dynamo's backend. Edits the graph: all outputs but the loss are detached unless
+        `differentiate_all`.
 
-        `inputs` are what Dynamo hands to the backend; where they are fakes, `real_ids` maps the `id` of a fake
-        parameter to that of the model's own.
+        `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
+        fake parameter to that of the model's own.
         """
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         known = real_ids or {}
@@ -60,26 +60,26 @@ class RecordedRegion:
 
     @property
     def differentiable(self) -> bool:
-        """Whether gradients flow through it."""
+        """Whether any of its outputs requires a gradient."""
         (results,) = self.graph_module.graph.output_node().args
         values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @property
     def inputs(self) -> list[Any]:
-        """The fakes that Dynamo traced the region with."""
+        """The fake inputs that Dynamo traced the region with."""
         return [node.meta["example_value"] for node in self.graph_module.graph.find_nodes(op="placeholder")]
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which the region may be traced and compiled, as within Dynamo's callback."""
+        """A context in which the region can be traced and compiled as inside Dynamo's callback."""
         with capture_settings(), self.tracing_context():
             yield
 
     def operator_graph(self, planned_for: str = "") -> OperatorGraph:
-        """The region in operators; autocast casts as on the type of device `planned_for`. Traced once.
+        """The region as an operator graph, traced once; autocast casts as on the device type `planned_for`.
 
-        Raises `Untraceable` where its meaning would be lost.
+        Raises `Untraceable` where the region's meaning would be lost.
         """
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
@@ -90,7 +90,7 @@ class RecordedRegion:
 
 
 def parameter_numbers(inputs: Sequence[Any]) -> frozenset[int]:
-    """Which of a region's inputs are trainable parameters."""
+    """Numbers of a region's inputs that are trainable parameters."""
     return frozenset(
         number for number, value in enumerate(inputs) if isinstance(value, nn.Parameter) and value.requires_grad
     )
@@ -102,11 +102,11 @@ class RegionRun:
 
     region: RecordedRegion
     parameter_ids: Mapping[int, int]
-    """Number of an input that is a trainable parameter → `id` of the parameter that this run was given."""
+    """Number of an input that is a trainable parameter → `id` of the parameter passed to this run."""
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
-        """The run of a region on these inputs; `real_ids` as for `RecordedRegion.record`."""
+        """The run of a region on these inputs; `real_ids` is as for `RecordedRegion.record`."""
         known = real_ids or {}
         ids = {number: id(inputs[number]) for number in parameter_numbers(inputs)}
         return cls(region, {number: known.get(parameter, parameter) for number, parameter in ids.items()})
@@ -120,7 +120,7 @@ class CapturedCall:
     break_reason: str = ""
     """Why the forward breaks into several regions; empty for a call that is one region."""
     between_bytes: int = 0
-    """The most that the eager code between the regions holds at once."""
+    """The peak of the bytes that eager code between the regions holds."""
 
     @property
     def whole(self) -> bool:
@@ -129,10 +129,12 @@ class CapturedCall:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the plan should know of the capture."""
+        """Notes on the capture for the plan."""
         if self.whole:
             return ()
-        return (f"captured in {len(self.runs)} regions, since {self.break_reason}; what runs between is not planned",)
+        return (
+            f"captured in {len(self.runs)} regions, since {self.break_reason}; eager code between them is not planned",
+        )
 
     @classmethod
     def of(cls, region: RecordedRegion) -> CapturedCall:
@@ -140,9 +142,9 @@ class CapturedCall:
         return cls((RegionRun(region, region.parameter_ids),))
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
-        """For each run the numbers of the parameters whose gradients it may add to `.grad` itself: no hook waits for
-        them (`hooked` holds `id`s), and no other run reads them, since autograd sums the gradients of several runs
-        before it adds them."""
+        """For each run, the numbers of the parameters whose gradients it may add to `.grad` itself: those that no hook
+        waits for (`hooked` holds `id`s) and that no other run reads, since autograd sums the gradients of several runs
+        before it accumulates them."""
         readers = Counter(parameter for run in self.runs for parameter in set(run.parameter_ids.values()))
         return tuple(
             frozenset(
@@ -155,5 +157,5 @@ class CapturedCall:
 
     @property
     def graph(self) -> fx.GraphModule | None:
-        """What Dynamo made of a call that is one region; None for one in several regions."""
+        """Dynamo's graph of a call that is one region; None for a call in several regions."""
         return self.runs[0].region.graph_module if self.whole else None

@@ -1,5 +1,5 @@
-"""A first pass over a training call whose forward breaks into regions: which of them run, in what order, and what the
-eager code between them holds."""
+"""A first run of a training call whose forward breaks into regions: records which regions run, in what order, and the
+bytes that the eager code between them holds."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from memopt.training_state import TrainingState
 
 
 class Rehearsal:
-    """Takes note of the runs of regions while a call's Python runs once.
+    """Records the runs of regions while a call's Python code runs once.
 
-    Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph without
-    gradients, its gradients hold nothing of use. Operators between regions run as they are.
+    Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
+    gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are.
     """
 
     def __init__(self, real_ids: Mapping[int, int] | None = None) -> None:
@@ -31,14 +31,14 @@ class Rehearsal:
         self.runs: list[RegionRun] = []
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
-        """Run a region on its inputs and take note of it, unless nothing is differentiated through it."""
+        """Run a region on its inputs and record the run, unless no gradient flows through the region."""
         if not region.differentiable:
             return region.graph_module(*inputs)
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
         return stand_in(region.graph_module, self.between, inputs)
 
     def differentiate(self, outputs: Any) -> None:
-        """Run the backward of what the call returned: eager code holds memory there too."""
+        """Run the backward of the call's outputs, since eager code holds memory there too."""
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
         with self.between.planned():
@@ -53,19 +53,19 @@ def rehearse(
     reason: str,
     mode: AbstractContextManager[Any] | None = None,
 ) -> CapturedCall:
-    """The regions that `run` goes through, which is to hand each of their runs to `rehearsal`.
+    """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `rehearsal`.
 
-    `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError`,
-    also where no region runs.
+    `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
+    the run fails or contains no region.
     """
     try:
         with mode or nullcontext(), rehearsal.between:
             rehearsal.differentiate(run())
     except Exception as failure:
-        further = in_brief(failure)
-        on_fakes = "running past it on fakes failed" if mode else "running past it failed"
-        both = reason if further == reason else f"{reason}; {on_fakes}: {further}"
-        raise CaptureError(cannot_capture(model, both)) from failure
+        error = in_brief(failure)
+        where = "running past it on fakes failed" if mode else "running past it failed"
+        reasons = reason if error == reason else f"{reason}; {where}: {error}"
+        raise CaptureError(cannot_capture(model, reasons)) from failure
     if not rehearsal.runs:
         raise CaptureError(cannot_capture(model, reason))
     return CapturedCall(tuple(rehearsal.runs), reason, rehearsal.between.peak_bytes)
@@ -73,7 +73,7 @@ def rehearse(
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """After the block gradients, buffers, generators, and the attributes of all modules are as before it."""
+    """Restores gradients, buffers, random generators and the attributes of all modules after the block."""
     state = TrainingState.of(model)
     before = [(table, dict(table)) for module in model.modules() for table in (vars(module), module._parameters)]
     try:
@@ -89,8 +89,8 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 
 def cannot_capture(model: nn.Module, reason: str) -> str:
-    """What a user is told of a forward that no graph can be had of."""
+    """The error for a user whose model's forward cannot be captured."""
     return (
-        f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; mend the model there, or add "
-        "'plain' to allow to run it unplanned"
+        f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; change the model there, or "
+        "add 'plain' to allow to run it unplanned"
     )

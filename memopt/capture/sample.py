@@ -1,4 +1,4 @@
-"""Runs the forward of a training call on its real values, region by region on operator graphs, without gradients."""
+"""Runs the forward of a training call on real values, region by region on operator graphs, without gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memopt.capture.region import RecordedRegion
 from memopt.training_state import TrainingState, on_host
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
-"""Runs a region's operator graph on real inputs, and returns its results."""
+"""Runs a region's operator graph on real inputs and returns its outputs."""
 
 
 class _Done(Exception):
-    """The one region of the call has run: its results are of no use."""
+    """Ends a call once its only region has run: its outputs are not needed."""
 
 
 def run_sample(
@@ -35,42 +35,43 @@ def run_sample(
 ) -> None:
     """Have `run_region` run each region of a training call's forward, in order, once for every run of it.
 
-    The regions and their operator graphs are those that planning the same call captures. Where the forward breaks into
-    regions, its Python runs once between them. Buffers, generators, inputs and what modules hold are afterwards as they
-    were. Raises what the model and `run_region` raise, and `CaptureError`.
+    The regions and operator graphs are those that planning captures for the same call. Where the forward breaks into
+    regions, its Python code runs once between them. Buffers, random generators, inputs and module attributes are
+    restored afterwards. Raises what the model and `run_region` raise, and `CaptureError`.
     """
     sample = _Sample(run_region, rewriting, differentiate_all=differentiate_all)
     args, kwargs = call
-    with _undone(model, call):
+    with _state_restored(model, call):
         try:
             compile_call(training_call(model, loss_fn), sample.whole, whole=True)(*args, **kwargs)
         except _Done:
             return
         except GraphBreak:
             pass
-        with _attributes_kept(model):
+        with _attributes_restored(model):
             compile_call(training_call(model, loss_fn), sample.region, whole=False)(*args, **kwargs)
 
 
 class _Sample:
-    """Backends that run what they are given to compile by `run_region`."""
+    """Dynamo backends that run each region with `run_region` instead of compiling it."""
 
     def __init__(self, run_region: RunRegion, rewriting: Rewriting, *, differentiate_all: bool) -> None:
         self.run_region, self.rewriting, self.differentiate_all = run_region, rewriting, differentiate_all
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend for a call that is one region: runs it here, so that nothing of the model's Python is done."""
+        """The backend for a call that is one region: runs it here, so that none of the model's Python code runs."""
         run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)
         raise _Done
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend for one of several regions: its results require gradients where the model's do, but hold none."""
+        """The backend for one of several regions: its outputs require gradients where the model's do, but have no
+        backward."""
         run = self._runner(graph_module, inputs, differentiate_all=True) or graph_module.forward
         (results,) = graph_module.graph.output_node().args
         known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
-        differentiable = tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in known)
+        differentiable = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in known)
 
         def region(*args: Any) -> Any:
             stand_in: Any = _StandIn.apply
@@ -81,7 +82,7 @@ class _Sample:
     def _runner(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
     ) -> Callable[..., Any] | None:
-        """What runs a region's operator graph; None where it has none."""
+        """A function that runs a region's operator graph; None where it has none."""
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all)
         if not torch.is_grad_enabled():
             return None
@@ -93,12 +94,14 @@ class _Sample:
 
 
 class _StandIn(torch.autograd.Function):
+    """Runs a region without gradients; its outputs require gradients where the model's do."""
+
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], differentiable: tuple[bool, ...], *arguments: Any) -> Any:
-        # Detached: autograd would take an output that is an input for one that was written over.
-        results = [each.detach() if isinstance(each, torch.Tensor) else each for each in run(*arguments)]
-        tensors = [each for each, flows in zip(results, differentiable, strict=True) if not flows]
-        ctx.mark_non_differentiable(*(each for each in tensors if isinstance(each, torch.Tensor)))
+        # Detached, because autograd takes an output that is an input for one that was written over.
+        results = [value.detach() if isinstance(value, torch.Tensor) else value for value in run(*arguments)]
+        constant = [value for value, flows in zip(results, differentiable, strict=True) if not flows]
+        ctx.mark_non_differentiable(*(value for value in constant if isinstance(value, torch.Tensor)))
         return tuple(results)
 
     @staticmethod
@@ -107,8 +110,8 @@ class _StandIn(torch.autograd.Function):
 
 
 @contextmanager
-def _undone(model: nn.Module, call: Call) -> Iterator[None]:
-    """Buffers, generators and the tensors of the call are at the end as they were."""
+def _state_restored(model: nn.Module, call: Call) -> Iterator[None]:
+    """Restores buffers, random generators and the tensors of the call after the block."""
     state = TrainingState.of(model)
     inputs = [(tensor, tensor._version, on_host(tensor)) for tensor in tensors_in(call)]
     try:
@@ -122,8 +125,8 @@ def _undone(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """The attributes of all modules are at the end those that they were."""
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restores the attributes of all modules after the block."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
         before += [(table, dict(table)) for table in (vars(module), module._parameters, module._buffers)]

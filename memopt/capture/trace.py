@@ -1,4 +1,4 @@
-"""From a recorded region to its joint graph: rewritten by passes, then differentiated by AOTAutograd or inductor."""
+"""Traces a recorded region into its joint graph: passes rewrite it, then AOTAutograd or inductor differentiates it."""
 
 from __future__ import annotations
 
@@ -32,32 +32,33 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, eq=False)
 class RegionTrace:
-    """What a region's joint graph was traced from, and what makes its halves callable again."""
+    """The source of a region's joint graph, from which its halves are compiled."""
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
-    """What was differentiated: Dynamo's graph, or the operator graph after the passes."""
+    """The differentiated module: Dynamo's graph, or the operator graph after the passes."""
     backend: str
     """"aten" or "inductor": whose decompositions the joint graph has."""
     autocast: torch.dtype | None
-    """The dtype of the autocast that the region runs under, where casts of our own could not be inserted."""
+    """The autocast dtype that the region runs under where casts could not be inserted by passes."""
     rewritten: bool
+    """Whether `module` is an operator graph, with all casts written out."""
     aot: AotTrace | None = field(default=None, repr=False)
-    """For plain operators; inductor traces once more when it compiles."""
+    """AOTAutograd's trace for the "aten" backend; inductor traces again when it compiles."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the region is traced and compiled."""
-        with self.region.tracing(), self._fence():
+        """A context in which the region is traced and compiled."""
+        with self.region.tracing(), self._autocast():
             yield
 
     def run_without_gradients(self, *inputs: Any) -> Any:
-        """The outputs of a region that nothing is differentiated through, operator by operator."""
-        with self._fence():
+        """The outputs of a region that no gradient flows through, run operator by operator."""
+        with self._autocast():
             return self.module(*inputs)
 
-    def _fence(self) -> AbstractContextManager[Any]:
-        """No autocast around a graph that has its casts in it; the plan's around one that could not get them."""
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """No autocast around a graph that has its casts written out; the plan's autocast around one that has not."""
         if self.rewritten:
             return without_autocast()
         if self.autocast is None or autocast_is_on():
@@ -68,16 +69,17 @@ class RegionTrace:
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:
-    """What compiles a region: sizes that depend on data are guarded by calls that only plain operators can hold."""
+    """The backend for a region: "aten" where it has sizes that depend on data, because they are checked by calls that
+    inductor cannot compile, else `wanted`."""
     values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
     return "aten" if any(map(data_symbols_of, values)) else wanted
 
 
 def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
-    """The joint graph of a region after what `rewriting` does to its operator graph; one without gradients has none in
-    it (`JointGraph.differentiated`).
+    """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
+    (`JointGraph.differentiated` is false).
 
-    Raises `PassError`, and `NothingToRewrite` where the decision that is needed finds nothing to do.
+    Raises `PassError`, and `NothingToRewrite` where the needed decision has no passes.
     """
     backend = backend_of(region, backend)
     operators = _rewritten_operators(region, rewriting)
@@ -109,8 +111,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
 def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "aten") -> tuple[JointGraph, ...]:
     """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
 
-    Raises `CaptureError` where there is nothing to differentiate, `PassError`, and `NothingToRewrite` where the
-    decision that is needed has nothing to do in any region.
+    Raises `CaptureError` where no gradient flows to any parameter, `PassError`, and `NothingToRewrite` where the
+    needed decision has no passes in any region.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     backend = backend if captured.whole else "aten"
@@ -118,7 +120,7 @@ def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "ate
     traced = {number: trace(region, regional, backend) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
-        raise CaptureError("what it returns depends on no trainable parameter")
+        raise CaptureError("its result depends on no trainable parameter")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints
@@ -138,7 +140,7 @@ def accumulating(
 
 
 def _check_needed(joints: Sequence[JointGraph], label: str) -> None:
-    """Raise `NothingToRewrite` if the needed decision found nothing to do in any region."""
+    """Raise `NothingToRewrite` if the decision with this label has no passes in any region."""
     idle: list[NothingToRewrite] = []
     for joint in joints:
         try:
@@ -150,7 +152,7 @@ def _check_needed(joints: Sequence[JointGraph], label: str) -> None:
 
 
 def _rewritten_operators(region: RecordedRegion, rewriting: Rewriting) -> Operators | None:
-    """The region's operator graph, rewritten; None where nothing asks for one."""
+    """The region's rewritten operator graph; None where neither passes nor autocast need one."""
     if not torch.is_grad_enabled() or not (rewriting or needs_operators(region.graph_module)):
         return None
     try:

@@ -1,1 +1,1 @@
-"""From a planned joint graph to code that runs: cut by its schedule, and compiled by one backend or the other."""
+"""Turns a planned joint graph into callable code: partitioned by its schedule and compiled by one of two backends."""

@@ -1,4 +1,5 @@
-"""Halves run operator by operator, as they stand: bitwise the plain model's numbers, and the memory of the plan."""
+"""The "aten" backend: both halves run operator by operator, so results equal the plain model's bit for bit and memory
+is as planned."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from memopt.emit.emitted import Cut, Emitted
 
 
 def compile_as_aten(joint: JointGraph, cut: Cut) -> Emitted:
-    """The region with its halves as plain ATen operators. To be called in the context of its trace."""
-    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _as_it_stands))
+    """The region with its halves as plain ATen operators. It must be called in the context of the region's trace."""
+    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _uncompiled))
 
 
-def _as_it_stands(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def _uncompiled(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A half as a function of its inputs in one list, run operator by operator."""
     return boxed(module)

@@ -1,4 +1,4 @@
-"""Makes planned regions callable, by the backend that their joint graphs were traced for."""
+"""Makes planned regions callable, with the backend that their joint graphs were traced for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from memopt.planning.region_schedule import RegionSchedule
 
 
 def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
-    """The regions of a planned call as functions, one for each run; runs of one region with one schedule share theirs.
+    """The regions of a planned call as functions, one per run; runs of one region with the same schedule share a
+    function.
 
-    `accumulation` is asked in each backward whether gradients may be added to `.grad` one by one. Raises `CaptureError`
-    where inductor gives up.
+    `accumulation` says in each backward whether gradients may be added to `.grad` one by one. Raises `CaptureError`
+    where inductor fails to compile a region.
     """
     captured = plan.captured
     assert captured is not None, "a plan from a file has no graphs to emit"
@@ -29,7 +30,7 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
     for joint, schedule in zip(captured.regions, plan.regions, strict=True):
         key = id(joint.trace), joint.parameter_inputs, schedule
         if key not in made:
-            # Code that is compiled takes a copy of a gradient that it cannot add to one that is there.
+            # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
             adds = plan.account.gradients_held or not joint.fused
             sizes = captured.data_sizes.allowed if len(plan.regions) == 1 else {}
             made[key] = emit_region(joint, schedule, accumulation if adds else None, sizes)
@@ -45,9 +46,9 @@ def emit_region(
     accumulation: Accumulation | None,
     allowed_sizes: Mapping[str, int],
 ) -> Emitted:
-    """One region as a function of its inputs, differentiable by the halves that its schedule cuts it into.
+    """One region as a function of its inputs, differentiable through the halves into which its schedule partitions it.
 
-    Its forward raises `SizeOutgrown` where a size that depends on data is above what is allowed.
+    Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`.
     """
 
     def cut() -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -1,4 +1,4 @@
-"""What emission gives: a region that can be called."""
+"""The result of emission: a callable region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from memopt.planning.footprint import Footprint
 
 Cut: TypeAlias = Callable[[], tuple[fx.GraphModule, fx.GraphModule]]
-"""Gives the forward and the backward module of a region."""
+"""Returns the forward and the backward module of a region."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,4 +20,4 @@ class Emitted:
 
     run: Callable[..., Any] = field(repr=False)
     footprint: Footprint | None = None
-    """What its halves hold as compiled; None where that is what the plan says."""
+    """The bytes that its compiled halves hold; None where these are the plan's own figures."""

@@ -1,4 +1,4 @@
-"""What a lowered region holds, half by half, found by a dry run of its code."""
+"""The bytes that a compiled region holds in its forward and backward, found by a dry run of the generated code."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from passes.graphs.node_facts import is_tangent
 
 @dataclass(frozen=True)
 class Half:
-    """A forward or a backward: the code that inductor wrote for it, and the inputs of the graph that it is of."""
+    """A forward or a backward: the code that inductor generated, and the inputs of the graph that it was generated
+    from."""
 
     source: str = field(repr=False)
     inputs: Sequence[fx.Node] = field(repr=False)
 
 
 def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
-    """Run both halves dry; the forward's first `outputs` results are its caller's, who holds them to the end."""
+    """The bytes that both halves hold in a dry run. The forward's first `outputs` results belong to its caller, who
+    keeps them until the backward ends."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
-    device = next((each.device.type for each in given if isinstance(each, torch.Tensor)), "cpu")
+    device = next((value.device.type for value in given if isinstance(value, torch.Tensor)), "cpu")
     ledger = Ledger(device)
     ledger.know(given)
     results = list(dry_run(forward.source, list(given), mode, ledger))
@@ -47,13 +49,13 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """What the backward is called with: what was saved, in the order of the forward's results, and tangents."""
+    """The arguments of the backward: the saved values, in the order of the forward's results, and the tangents."""
     remaining, gradients = iter(saved), iter(tangents)
     return [next(gradients) if is_tangent(node) else next(remaining) for node in backward.inputs]
 
 
 def _fresh(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake like the one in a graph, in the mode of the dry run, with memory of its own."""
+    """A fake tensor like the given one, in the mode of the dry run, with storage of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     with mode:

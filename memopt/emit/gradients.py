@@ -1,4 +1,4 @@
-"""Gradients added to `.grad` inside the backward graph, as soon as each is there."""
+"""Adds gradients to `.grad` inside the backward graph, as soon as each is computed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 @dataclass
 class Accumulation:
-    """Whether gradients may be added to `.grad` one by one. Not while several forwards wait for their backward:
-    autograd then sums their gradients first, and adding them singly would round differently."""
+    """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
+    backward: autograd then sums their gradients first, and adding them singly would round differently."""
 
     allowed: bool = True
 
 
 class AccumulateGradient(nn.Module):
-    """Adds a gradient to its parameter's `.grad` and gives None, where autograd would do only that with it; gives None
-    too where nobody waits for it (`backward(inputs=…)` of others); else passes it on: the first gradient, one that a
-    hook looks at, `torch.autograd.grad`.
+    """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do only that with it. It also
+    returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
+    the gradient: the first one, one that a hook reads, one for `torch.autograd.grad`.
 
-    The parameter is input `position` (among tensors) of the very call whose backward runs: one region serves many
-    calls, with other parameters each.
+    The parameter is input `position` (counted among tensors) of the call whose backward runs, because one region serves
+    calls with different parameters.
     """
 
     def __init__(self, accumulation: Accumulation, position: int) -> None:
@@ -39,12 +39,13 @@ class AccumulateGradient(nn.Module):
         return self.take(gradient, *self.receiver())
 
     def receiver(self) -> tuple[torch.Tensor | None, Fate]:
-        """In the backward: the parameter, and what becomes of its gradient."""
+        """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
+        the input is not a leaf."""
         parameter = current_leaf(self.position)
         return parameter, Fate.RETURNED if parameter is None else fate_of_gradient(parameter)
 
     def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
-        """None, or what is passed on."""
+        """None where the gradient is dropped or added to `.grad`; else the gradient."""
         if fate is Fate.DROPPED:
             return None
         if (
@@ -60,7 +61,7 @@ class AccumulateGradient(nn.Module):
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient; `stepped`: another one than that which steps it."""
+    """Whether a hook waits for the parameter's gradient; with `stepped`, a hook other than the one that steps it."""
     late = len(post_accumulate_hooks(parameter))
     if stepped and len(stepping_hooks(parameter)) == 1:
         late -= 1
@@ -68,12 +69,12 @@ def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
 
 
 class StepParameter(AccumulateGradient):
-    """Steps its parameter by the gradient and gives None, where autograd would do only that with it: hand it to the
-    hook of an `OptimizerInBackward`. Does as `AccumulateGradient` says else, so that autograd itself steps by what is
-    passed on.
-    """
+    """Steps its parameter with the gradient, by calling the hook of an `OptimizerInBackward`, and returns None, where
+    autograd would do only that with it. Otherwise it behaves as `AccumulateGradient`, and autograd itself steps with a
+    gradient that is returned."""
 
     def take(self, gradient: torch.Tensor, parameter: torch.Tensor | None, fate: Fate) -> torch.Tensor | None:
+        """None where the gradient is dropped, added to `.grad` or used for a step; else the gradient."""
         if (
             parameter is not None
             and fate is Fate.ACCUMULATED
@@ -87,7 +88,8 @@ class StepParameter(AccumulateGradient):
 
 
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:
-    """The hook that steps the parameter, if there is nothing else to do with this gradient, the first and whole one."""
+    """The hook that steps the parameter, where autograd would do nothing else with this gradient, which must be the
+    first one and match the parameter's dtype and shape; else None."""
     hooks = stepping_hooks(parameter)
     whole = (
         parameter.grad is None
@@ -99,6 +101,7 @@ def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook
 
 
 def _only_added(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether autograd would do nothing with the gradient but add it to the parameter's `.grad`."""
     held = parameter.grad
     return (
         held is not None
@@ -115,31 +118,32 @@ def accumulate_in_place(
     accumulation: Accumulation,
     steps: Mapping[int, Collection[str]] | None = None,
 ) -> None:
-    """Put an `AccumulateGradient` behind each gradient of a parameter, right where it is computed. Edits the graph.
+    """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
-    For the positions in `steps` it is a `StepParameter`, behind all the nodes too that are named there: those that read
-    the parameter, which has its new value from then on.
+    Positions in `steps` get a `StepParameter` instead, after all nodes that `steps` names: those that read the
+    parameter, which has its new value from then on.
     """
     graph = backward.graph
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     steps = steps or {}
-    gradients = {position: _raised(results[position]) for position in inputs}
-    # Those of later results first: of two behind the same node the earlier result's comes first.
+    gradients = {position: _with_raised_views(results[position]) for position in inputs}
+    # Later results are inserted first, so that calls after the same node are in the order of the results.
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
         kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
         backward.add_submodule(f"{name}_{number}", kind(accumulation, number))
-        with graph.inserting_after(_last(graph, gradient, steps.get(position, ()))):
+        with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
         node.meta = dict(gradient.meta)
         results[position] = node
     output.args = (tuple(results),)
 
 
-def _last(graph: fx.Graph, gradient: fx.Node, names: Collection[str]) -> fx.Node:
-    """The last of the gradient and the named nodes; with one that returns several values, the last of these."""
+def _insertion_point(graph: fx.Graph, gradient: fx.Node, names: Collection[str]) -> fx.Node:
+    """The last of the gradient and the named nodes in graph order; after a node with several results, the last
+    `getitem` of them."""
     if not names:
         return gradient
     last = next(node for node in reversed(graph.nodes) if node is gradient or node.name in names)
@@ -148,13 +152,14 @@ def _last(graph: fx.Graph, gradient: fx.Node, names: Collection[str]) -> fx.Node
     return last
 
 
-def _raised(gradient: object) -> fx.Node:
+def _with_raised_views(gradient: object) -> fx.Node:
+    """A result as a node, with its views moved up by `_raise_views`."""
     assert isinstance(gradient, fx.Node)
     return _raise_views(gradient)
 
 
 def _raise_views(gradient: fx.Node) -> fx.Node:
-    """Move the views that lead to a gradient right behind the memory that they view; returns the gradient."""
+    """Move the views that lead to a gradient to right after the node that makes their storage; returns the gradient."""
     chain = [gradient]
     while chain[-1].op == "call_function" and len(chain[-1].all_input_nodes) == 1 and _is_chained(chain[-1]):
         chain.append(chain[-1].all_input_nodes[0])
@@ -166,4 +171,5 @@ def _raise_views(gradient: fx.Node) -> fx.Node:
 
 
 def _is_chained(node: fx.Node) -> bool:
+    """Whether a node only views or selects a result of its input."""
     return is_view(node) or node.target is operator.getitem

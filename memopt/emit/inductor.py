@@ -1,4 +1,4 @@
-"""Halves compiled by inductor, torch.compile's own backend, with what they then hold."""
+"""The "inductor" backend: halves compiled by torch.compile's own backend, with the bytes that they then hold."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from passes import copy_graph_module, format_graph
 
 
 def compile_by_backend(joint: JointGraph, cut: Cut) -> Emitted:
-    """The region with its halves as kernels of inductor's, which fuse elementwise operators: what lies between fused
-    operators is never held, and kernels come in an order of inductor's.
+    """The region with its halves compiled by inductor. It fuses elementwise operators, so that values between fused
+    operators are never materialised, and it chooses the order of the kernels.
 
-    To be called in the context of its trace. Raises `CaptureError` where inductor gives up.
+    It must be called in the context of the region's trace. Raises `CaptureError` where inductor fails.
     """
     halves = _Halves(cut, joint.forward_outputs)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
-        # Inductor takes over what it compiles, and a region may be compiled again by another plan.
+        # A copy, because inductor changes the module, and another plan may compile the region again.
         run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, halves.plan_hash)
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
@@ -42,18 +42,18 @@ def compile_by_backend(joint: JointGraph, cut: Cut) -> Emitted:
 
 @dataclass
 class _Halves:
-    """What one compilation comes to: the halves as cut and as compiled."""
+    """Collects the halves of one compilation, as partitioned and as compiled."""
 
     cut: Cut
     outputs: int
-    """How many results of the forward are its caller's."""
+    """The number of the forward's results that belong to its caller."""
     forward: Half | None = None
     backward: Half | None = None
     handing: Handing | None = None
     hash: str = ""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        """The halves as planned: the joint graph is the one that was planned for, traced once more."""
+        """The halves as planned. The joint graph that inductor passes is the planned one, traced again."""
         assert num_fwd_outputs == self.outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
         self.handing = Handing(backward)
@@ -65,10 +65,11 @@ class _Halves:
         return forward, backward
 
     def plan_hash(self) -> str:
-        """Names the plan by which the region was cut; a region without gradients has none."""
+        """A key for inductor's cache: a hash of both halves; "no plan" for a region without gradients."""
         return self.hash or "no plan"
 
     def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
+        """Take note of a compiled half, and return the function to run for it."""
         half = Half(compiled.source_code, inputs)
         if is_backward:
             self.backward = half
@@ -77,33 +78,36 @@ class _Halves:
         return _boxed(compiled)
 
     def footprint(self) -> Footprint | None:
-        """None for a region without gradients, and where the dry run meets what it does not know."""
+        """The bytes that the compiled halves hold; None for a region without gradients, and where the dry run fails."""
         if self.forward is None or self.backward is None:
             return None
         try:
             return footprint(self.forward, self.backward, self.outputs)
-        except Exception as failure:  # the code is of another version of inductor: anything may be in it
+        except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
-                f"memopt cannot tell what inductor's code holds, and goes by its plan ({reason})", stacklevel=2
+                f"memopt cannot tell how many bytes inductor's code holds, and assumes those of its plan ({reason})",
+                stacklevel=2,
             )
             return None
 
 
 def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:
-    """A compiled backward whose gradients are taken as they come."""
+    """A compiled backward whose gradients go to the modules of `handing` as soon as each is computed."""
     if handing is None or not handing.modules:
         return compiled
 
     def run(arguments: list[Any]) -> Any:
-        with handing.active() as handed_on:
+        with handing.active() as returned:
             computed = compiled(arguments)
-            return handing.results(computed, handed_on)
+            return handing.results(computed, returned)
 
     return run
 
 
 def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled half as a function that takes its inputs in one list, run without autocast."""
+
     def run(arguments: list[Any]) -> Any:
         with without_autocast():
             return compiled(arguments)

@@ -1,4 +1,5 @@
-"""Gradients added to `.grad` inside a compiled backward: inductor runs no modules, but it does run operators."""
+"""Adds gradients to `.grad` inside a compiled backward: inductor compiles no module calls, so an operator makes
+them."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from memopt.emit.gradients import AccumulateGradient
 
 
 class _Running(threading.local):
-    """The backward that runs in this thread."""
+    """The modules and results of the backward that runs in this thread."""
 
     def __init__(self) -> None:
-        self.takes: Sequence[Callable[[Tensor], Tensor | None]] = ()
-        self.handed_on: dict[int, Tensor] = {}
+        self.takers: Sequence[Callable[[Tensor], Tensor | None]] = ()
+        self.returned: dict[int, Tensor] = {}
 
 
 _running = _Running()
@@ -27,11 +28,11 @@ _running = _Running()
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
-    """Gives a gradient to the module of that number of the running backward; the result is empty, since the memory of
-    the gradient is free from then on. What the module passes on is set aside, as a copy for that reason."""
-    handed_on = _running.takes[number](gradient)
-    if handed_on is not None:
-        _running.handed_on[number] = handed_on.clone()
+    """Pass a gradient to the module of that number in the running backward. The result is empty, so that the gradient's
+    memory is free afterwards; a gradient that the module returns is therefore kept as a clone."""
+    returned = _running.takers[number](gradient)
+    if returned is not None:
+        _running.returned[number] = returned.clone()
     return gradient.new_empty(0)
 
 
@@ -41,7 +42,7 @@ def _(gradient: Tensor, number: int) -> Tensor:
 
 
 class Handing:
-    """The modules of a backward graph that take its gradients, replaced by operators. Edits the graph."""
+    """Replaces the modules of a backward graph that take gradients by calls of `hand_gradient`. Edits the graph."""
 
     def __init__(self, backward: fx.GraphModule) -> None:
         self.modules: list[AccumulateGradient] = []
@@ -50,7 +51,7 @@ class Handing:
         results = backward.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.numbers = [_number(result) for result in results]
-        """For each result of the backward its module's number; -1 for what goes by none."""
+        """For each result of the backward the number of its module; -1 for a result without one."""
         backward.delete_all_unused_submodules()
         backward.recompile()
 
@@ -69,20 +70,20 @@ class Handing:
 
     @contextmanager
     def active(self) -> Iterator[dict[int, Tensor]]:
-        """In this block the backward runs; gives what its modules pass on, by number."""
-        before = _running.takes, _running.handed_on
-        # Asked now: inside of an operator autograd does not answer.
-        takes = [functools.partial(_take, module, *module.receiver()) for module in self.modules]
-        _running.takes, _running.handed_on = takes, {}
+        """A block in which the backward runs; yields module number → gradient that the module returned."""
+        before = _running.takers, _running.returned
+        # Asked here, because autograd does not know its current node inside an operator.
+        takers = [functools.partial(_take, module, *module.receiver()) for module in self.modules]
+        _running.takers, _running.returned = takers, {}
         try:
-            yield _running.handed_on
+            yield _running.returned
         finally:
-            _running.takes, _running.handed_on = before
+            _running.takers, _running.returned = before
 
-    def results(self, computed: Sequence[Tensor | None], handed_on: dict[int, Tensor]) -> list[Tensor | None]:
-        """What the backward gives to autograd: nothing for a gradient that was taken."""
+    def results(self, computed: Sequence[Tensor | None], returned: dict[int, Tensor]) -> list[Tensor | None]:
+        """The results for autograd of a backward that returned `computed`: None for a gradient that a module took."""
         pairs = zip(self.numbers, computed, strict=True)
-        return [handed_on.get(number) if number >= 0 else result for number, result in pairs]
+        return [returned.get(number) if number >= 0 else result for number, result in pairs]
 
 
 def _take(module: AccumulateGradient, parameter: Tensor | None, fate: Fate, gradient: Tensor) -> Tensor | None:
@@ -90,6 +91,7 @@ def _take(module: AccumulateGradient, parameter: Tensor | None, fate: Fate, grad
 
 
 def _number(result: object) -> int:
+    """The number of the module that a result was passed to; -1 for a result without one."""
     if isinstance(result, fx.Node) and result.target is torch.ops.memopt.hand_gradient.default:
         number = result.args[1]
         assert isinstance(number, int)

@@ -1,4 +1,4 @@
-"""From a joint graph and its schedule to the forward and backward modules that AOTAutograd runs."""
+"""Partitions a joint graph by its schedule into the forward and backward modules that AOTAutograd runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from passes.graphs.node_facts import is_tangent
 def partition(
     joint: JointGraph, schedule: RegionSchedule, accumulation: Accumulation | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward modules of a region, operands written over where it says so. With `accumulation`,
-    gradients are added to `.grad` in place, and parameters stepped where the schedule says so."""
+    """The forward and backward modules of a region, with operands overwritten where the graph says so
+    (`JointGraph.reuses`). With `accumulation`, gradients are added to `.grad` in place, and parameters are stepped
+    where the schedule says so."""
     scheduled = scheduled_graph(joint, schedule)
     saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
     forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
@@ -34,7 +35,8 @@ def partition(
 
 
 def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What the forward has and the backward reads or returns: tensors, those on the host among them, and sizes."""
+    """The forward's values that the backward reads or returns: tensors, including those offloaded to the host, and
+    sizes."""
     results = graph.output_node()
     returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
     tensors: list[fx.Node] = []
@@ -48,4 +50,5 @@ def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], lis
 
 
 def _is_backward(node: fx.Node) -> bool:
+    """Whether the schedule puts a node into the backward."""
     return node.meta.get("partitioner_tag") == BACKWARD

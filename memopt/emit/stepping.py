@@ -1,4 +1,4 @@
-"""Where a scheduled region's parameters are stepped: behind the last of all evaluations that read them."""
+"""The positions at which a scheduled region's parameters are stepped: after the last node that reads them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from passes.apply_schedule import BACKWARD
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """Position of the gradient among the backward's results → names of the backward's nodes that read the parameter's
-    memory or the gradient's, under whatever name, evaluations that are repeated included.
+    """Position of a gradient among the backward's results → names of the backward's nodes that read the storage of the
+    parameter or of the gradient through any alias, recomputed nodes included.
 
-    `numbers` are those of the inputs to step. It is told from the scheduled graph alone, so that what was planned is
-    not trusted. `backward` is what was extracted of it.
+    `numbers` are those of the inputs to step. `backward` is the half extracted from the scheduled graph. The names come
+    from the scheduled graph alone, so that an error of the planner cannot go unnoticed.
     """
     if not numbers:
         return {}
@@ -37,16 +37,16 @@ def nodes_before_steps(
         if before is not None:
             late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
             found[position - joint.forward_outputs] = late
-    assert len(found) == len(numbers), "a plan steps what its schedule cannot"
+    assert len(found) == len(numbers), "a plan steps a parameter that its schedule cannot step"
     return found
 
 
 def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where a parameter that is stepped in the backward shares its memory with another input of the
-    region: what reads that is not known to read the parameter."""
+    """Raise `ValueError` where a parameter that is stepped in the backward shares storage with another input of the
+    region: nodes that read that input are not known to read the parameter."""
     if not numbers:
         return
-    held = Counter(storage_key(each) for each in inputs if isinstance(each, torch.Tensor))
+    held = Counter(storage_key(value) for value in inputs if isinstance(value, torch.Tensor))
     for number in numbers:
         assert isinstance(inputs[number], nn.Parameter)
         if held[storage_key(inputs[number])] > 1:
@@ -58,7 +58,7 @@ def check_own_memory(inputs: Sequence[Any], numbers: Sequence[int]) -> None:
 
 
 def sharing_memory(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose memory is that of another parameter or of a buffer, too."""
+    """The parameters that share their storage with another parameter or a buffer."""
     tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
-    held = Counter(storage_key(each) for each in tensors)
-    return [each for each in model.parameters() if held[storage_key(each)] > 1]
+    held = Counter(storage_key(tensor) for tensor in tensors)
+    return [parameter for parameter in model.parameters() if held[storage_key(parameter)] > 1]

@@ -93,7 +93,7 @@ class CallPlanner:
             except NothingToRewrite as nothing:
                 search.skip(levers, nothing.notes)
                 continue
-            plan = search.weigh(levers, step, account)
+            plan = search.consider(levers, step, account)
             if plan is not None:
                 return plan
         return search.best()[0]

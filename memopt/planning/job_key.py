@@ -1,4 +1,4 @@
-"""Keys for all that a plan depends on: the same key in another process means the same plan."""
+"""Keys for everything that a plan depends on: equal keys in different processes mean equal plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN_SOURCES = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
 @dataclass(frozen=True)
 class Job:
-    """A training call, and what a plan for it is made by."""
+    """A training call, with everything that determines its plan."""
 
     model: nn.Module
     call: Call
@@ -39,13 +39,13 @@ class Job:
     card: Hardware
     loss_fn: Callable[..., Any] | None
     further: object
-    """What else the plan depends on, by its `repr`."""
+    """Other values that the plan depends on, identified by their `repr`."""
 
     def key(self, graph_module: fx.GraphModule) -> str | None:
-        """Of the call as Dynamo captured it.
+        """The key of the call as Dynamo captured it.
 
-        None for what cannot be told from something else in another process: an optimiser made by a function, sizes that
-        may change.
+        None where another process cannot recognise the call: for an optimiser made by a function, or sizes that may
+        change.
         """
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
@@ -53,25 +53,28 @@ class Job:
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
     def sketch(self) -> str | None:
-        """Of the call before it is captured, by the model's structure, plain attributes and source, which is what
-        Dynamo most likely makes the same graph of: whoever goes by it asks for the `key` before anything runs."""
+        """The key of the call before it is captured, made from the model's structure, plain attributes and source, for
+        which Dynamo most likely captures the same graph. A plan found by a sketch must be checked against `key` before
+        it runs."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         kinds = {kind for module in modules.values() for kind in type(module).__mro__}
         kinds |= {type(self.loss_fn)} if isinstance(self.loss_fn, nn.Module) else set()
         function = self.loss_fn if inspect.isfunction(self.loss_fn) else None
-        sources = sorted({_file_digest(source) for each in (*kinds, function) if (source := _source_file(each))})
+        sources = sorted({_file_digest(source) for kind in (*kinds, function) if (source := _source_file(kind))})
         call = call_signature(self.call), same_tensors(self.call)
         return self._hash(attributes, sources, call, getattr(self.loss_fn, "__qualname__", None))
 
     def _hash(self, *parts: object) -> str | None:
+        """The hash of everything but the call's graph, and of `parts`; None where something has no text that is equal
+        in all processes."""
         options, state, card = self.options, self.state, self.card
         optimizer = _optimizer(options.optimizer)
         text = repr((
             own_digest(),
             _torch(),
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
-            [(name, _value(each), id(each) in state.hooked) for name, each in self.model.named_parameters()],
+            [(name, _value(value), id(value) in state.hooked) for name, value in self.model.named_parameters()],
             account_of(self.model, tensors_in(self.call), None, card),
             (state.gradients_held, state.other_forwards),
             optimizer,
@@ -85,15 +88,15 @@ class Job:
 
 
 def graph_text(graph_module: fx.GraphModule) -> str:
-    """Operators, arguments, shapes, types and strides of a graph and those inside of it, without comments: those say
-    where in the source a node is from."""
+    """Operators, arguments, shapes, dtypes and strides of a graph and its inner graphs, without comments, which contain
+    source positions."""
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
     return re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)
 
 
 @functools.cache
 def own_digest() -> str:
-    """Of memopt's and the passes' own source."""
+    """A hash of the source of memopt and its passes."""
     digest = hashlib.sha256()
     for folder in _OWN_SOURCES:
         for file in sorted(folder.rglob("*.py")):
@@ -102,7 +105,7 @@ def own_digest() -> str:
 
 
 def _torch() -> tuple[Any, ...]:
-    """What kernels, and with them workspaces and graphs, are chosen by."""
+    """Versions and settings of torch that determine which kernels run, and with them workspaces and graphs."""
     backends = torch.backends
     return (
         sys.version_info[:2],
@@ -119,35 +122,41 @@ def _torch() -> tuple[Any, ...]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's forward may ask for beside its parameters; of functions and the like only that they are there."""
-    own = {name: each for name, each in vars(module).items() if not name.startswith("_")}
-    return {name: (_plain(each), _inner(each)) for name, each in own.items()}
+    """The attributes that a module's forward may read besides its parameters; functions and the like by their type
+    only."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: (_text(value), _attribute_texts(value)) for name, value in own.items()}
 
 
-def _inner(value: Any) -> dict[str, Any]:
-    """A configuration may not print all that it holds; strings have another hash in each process."""
-    return {name: _plain(each) for name, each in getattr(value, "__dict__", {}).items() if "hash" not in name}
+def _attribute_texts(value: Any) -> dict[str, Any]:
+    """The texts of a value's own attributes, since a configuration may not print all of them; hashes are left out, as
+    hashes of strings differ between processes."""
+    return {name: _text(inner) for name, inner in getattr(value, "__dict__", {}).items() if "hash" not in name}
 
 
-def _plain(value: Any) -> Any:
+def _text(value: Any) -> Any:
+    """A value's `repr`, or its type's name where the `repr` contains an address."""
     text = repr(value)
     return type(value).__qualname__ if " at 0x" in text else text
 
 
 @functools.cache
 def _source_file(kind: Any) -> Path | None:
+    """The source file of a class or function; None for torch's own, and where there is no file."""
     try:
         return None if kind is None or kind.__module__.startswith("torch.") else Path(inspect.getfile(kind))
     except (OSError, TypeError):
-        return None  # built in, or typed into an interpreter
+        return None  # built in, or defined in an interactive session
 
 
 @functools.cache
 def _file_digest(file: Path) -> str:
+    """A hash of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _value(value: Any) -> Any:
+    """A tensor's shape, strides, dtype, device type and kind; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
@@ -155,7 +164,7 @@ def _value(value: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any | None:
-    """What an optimiser's bytes depend on; None where that cannot be told."""
+    """The facts that an optimiser's memory depends on; None where they cannot be told."""
     if optimizer is None or isinstance(optimizer, str):
         return (optimizer,)
     if isinstance(optimizer, type):
@@ -169,19 +178,24 @@ def _optimizer(optimizer: Any) -> Any | None:
 
 
 def _source(kind: type) -> str:
-    """Of a class that torch's version says nothing about."""
+    """The source of a class that is not torch's; the text of an address, which prevents a key, where there is none."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):
-        return f"{kind!r} at 0x0>"  # typed into an interpreter: not to be told from others
+        return f"{kind!r} at 0x0>"  # defined in an interactive session
 
 
 def _group(group: Mapping[str, Any], state: Mapping[Any, Any]) -> Any:
+    """The settings of a parameter group and the facts about its state."""
     parameters: Sequence[torch.Tensor] = group["params"]
-    held = [{name: _value(each) for name, each in state.get(one, {}).items() if name != "step"} for one in parameters]
+    held = [
+        {name: _value(value) for name, value in state.get(parameter, {}).items() if name != "step"}
+        for parameter in parameters
+    ]
     return _settings({name: value for name, value in group.items() if name != "params"}), held
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a learning rate the type: its value changes from step to step and says nothing about bytes."""
+    """The settings with only the types of learning rates, whose values change from step to step and do not affect
+    memory."""
     return {name: type(value) if name in ("lr", "initial_lr") else value for name, value in settings.items()}

@@ -1,4 +1,5 @@
-"""What a step holds on a card beside what it asks for: the allocator's rounding and fragmentation, by a replay."""
+"""The bytes that a step holds on a GPU beyond those it allocates: the allocator's rounding and fragmentation, found by
+a replay of its allocations."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from memopt.solver import Schedule
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
-    """The account with the least that the allocator must hold beyond what it hands out; as it is on the CPU.
+    """The account with the least overhead of the allocator with which the step completes; without any on the CPU.
 
-    A process with this much, and no more, completes its steps: where the card is full, the allocator gives back what
-    lies free in whole segments. `expandable`: whether segments grow; None: as the environment says.
+    A process with that much memory and no more completes its steps, because an allocator on a full card returns free
+    segments. `expandable` says whether segments are expandable; None takes the setting from the environment.
     """
     bare = without_allocator(account)
     if not account.context:
@@ -29,64 +30,69 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     setting = expandable_segments() if expandable is None else expandable
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
-        blocks = _blocks(joined, bare)
+        blocks = _step_blocks(joined, bare)
         least, peaks = least_limit(joined.problem, schedule, blocks, expandable_segments=setting)
-        joined.on_cards[key] = _with(joined, schedule, bare, peaks, least)
+        joined.on_cards[key] = _with_overhead(joined, schedule, bare, peaks, least)
     found = joined.on_cards[key]
     return replace(bare, rounding=found.rounding, fragmentation=found.fragmentation)
 
 
 def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
-    """The account with what the allocator comes to hold of a budget, from which it gives nothing back before it must;
-    None where it needs more. What is lowered beside the schedule is not replayed."""
+    """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
+    segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed."""
     bare = without_allocator(account)
     if not account.context:
         return bare
     limit = budget_bytes - account.context - account.lowering
-    blocks, setting = _blocks(joined, bare), expandable_segments()
+    blocks, setting = _step_blocks(joined, bare), expandable_segments()
     try:
         peaks = replay(joined.problem, schedule, blocks, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
-    fitted = _with(joined, schedule, bare, peaks, peaks.reserved_bytes)
+    fitted = _with_overhead(joined, schedule, bare, peaks, peaks.reserved_bytes)
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 
 def without_allocator(account: Account) -> Account:
+    """The account with no overhead of the allocator."""
     return replace(account, rounding=0, fragmentation=0)
 
 
 def expandable_segments() -> bool:
-    """Whether torch's allocator is told, by its environment, to grow segments rather than to take new ones."""
+    """Whether the environment configures torch's allocator with expandable segments."""
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     return re.search(r"expandable_segments\s*:\s*True", settings) is not None
 
 
-def _blocks(joined: Joined, account: Account) -> StepBlocks:
-    """The account's sums in blocks: parameters, buffers and inputs as they are given, all else in such sizes too."""
+def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
+    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, all else in the same
+    sizes."""
     there = account.parameters + account.buffers + account.inputs
-    held = _filled(account.gradients if account.gradients_held else 0, joined.given)
+    held = _split_into(account.gradients if account.gradients_held else 0, joined.given)
     eager = (account.other_forwards, account.between_regions)
     return StepBlocks(
-        resident=(*_filled(there, joined.given), *library_workspaces(joined.major), *held, *eager),
-        state=_filled(account.optimizer_state, joined.given),
-        temporaries=_filled(account.optimizer_temporaries, joined.given),
+        resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
+        state=_split_into(account.optimizer_state, joined.given),
+        temporaries=_split_into(account.optimizer_temporaries, joined.given),
     )
 
 
-def _with(joined: Joined, schedule: Schedule, bare: Account, peaks: AllocatorPeaks, held: int) -> Account:
-    """What the allocator hands out, and holds, above what the step is counted to ask for."""
+def _with_overhead(joined: Joined, schedule: Schedule, bare: Account, peaks: AllocatorPeaks, held: int) -> Account:
+    """The account with the allocator's overhead. Rounding is the excess of its allocations over the step's requests,
+    and fragmentation the excess of the bytes `held` over its allocations."""
     asked = breakdown(joined.problem, schedule, replace(bare, lowering=0)).peak_bytes - bare.context
     allocated = max(asked, peaks.allocated_bytes)
     return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
 
 
-def _filled(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`total` bytes in blocks of `sizes`, over and over in this order while they fit, and the rest as one."""
-    return tuple(_filling(total, [size for size in sizes if size > 0]))
+def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, and the rest as
+    one block."""
+    return tuple(_blocks_of(total, [size for size in sizes if size > 0]))
 
 
-def _filling(total: int, sizes: Sequence[int]) -> Iterator[int]:
+def _blocks_of(total: int, sizes: Sequence[int]) -> Iterator[int]:
+    """The blocks of `_split_into`, one by one; `sizes` are positive."""
     left = total
     for size in cycle(sizes):
         if size > left:

@@ -1,4 +1,4 @@
-"""Plans on disk: the second start of the same job plans nothing."""
+"""A cache of plans on disk, so that the second start of the same job plans nothing."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from memopt.planning.plan_file import as_json, fields_from
 from memopt.solver import Offload, Schedule
 
 _MOST = 256
-"""How many files are kept: the newest."""
+"""The number of files that are kept, the newest ones."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan that was made before."""
+    """A plan from the cache."""
 
     plan: Plan
-    """Without graphs."""
-    rung: int
-    """Which rung of the ladder it is on."""
+    """The plan, without graphs."""
+    lever_set: int
+    """The index of its lever set among the planner's lever sets."""
     footprint: Footprint | None = None
-    """What its graphs hold once they are lowered, where that is found by lowering them."""
+    """The bytes that its compiled graphs hold, where these are found by compiling."""
 
     def live(self, captured: Callable[[], Captured]) -> Plan:
-        """The plan with the graphs that it is for, which are captured when somebody looks at them."""
+        """The plan with its graphs, which `captured` captures on first use."""
         return with_graphs(self.plan, captured)
 
 
 def is_on() -> bool:
-    """Whether jobs have keys, so that plans are looked up and kept: not with `MEMOPT_CACHE=0` in the environment."""
+    """Whether jobs have keys, so that plans are read and written: not with `MEMOPT_CACHE=0` in the environment."""
     return os.environ.get("MEMOPT_CACHE", "1") != "0"
 
 
 def find(key: str | None) -> Kept | None:
-    """What was kept under a key; None for nothing, or nothing that can be read."""
+    """The plan stored under a key; None where there is none, or where the file cannot be read."""
     values = read_json(_path(key)) if key is not None else None
     if not isinstance(values, dict):
         return None
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # damaged, or of another version
-        offloads = tuple(Offload(**each) for each in values["schedule"]["offloads"])
+        offloads = tuple(Offload(**fields) for fields in values["schedule"]["offloads"])
         schedule = Schedule(tuple(values["schedule"]["evaluations"]), offloads)
         plan = replace(Plan(**fields_from(values["plan"])), schedule=schedule)
-        lowered = values["footprint"]
-        return Kept(plan, int(values["rung"]), None if lowered is None else Footprint(**lowered))
+        footprint = values["footprint"]
+        return Kept(plan, int(values["lever_set"]), None if footprint is None else Footprint(**footprint))
     return None
 
 
 def keep(key: str | None, kept: Kept) -> None:
-    """Keep a plan under a key. A folder that cannot be written to keeps nothing."""
+    """Store a plan under a key. Nothing happens where the folder is not writable."""
     if key is None:
         return
     assert kept.plan.schedule is not None
     values = {
-        "rung": kept.rung,
+        "lever_set": kept.lever_set,
         "plan": as_json(kept.plan),
         "schedule": asdict(kept.plan.schedule),
         "footprint": None if kept.footprint is None else asdict(kept.footprint),
@@ -73,36 +73,39 @@ def keep(key: str | None, kept: Kept) -> None:
 
 
 def find_by(sketch: str | None) -> Kept | None:
-    """What was kept under the key that a sketch led to last time."""
+    """The plan stored under the key that was last noted for a sketch (`Job.sketch`)."""
     key = read_json(_path(sketch)) if sketch is not None else None
     return find(key) if isinstance(key, str) else None
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Remember which key a sketch leads to."""
+    """Store the key that a sketch led to."""
     if sketch is not None and key is not None:
         with contextlib.suppress(OSError):
             write_json(_path(sketch), key)
 
 
 def drop(key: str | None) -> None:
-    """Forget a plan that turned out to be another step's."""
+    """Delete a plan that turned out to belong to another step."""
     if key is not None:
         with contextlib.suppress(OSError):
             _path(key).unlink(missing_ok=True)
 
 
 def _path(key: str) -> Path:
+    """The file of a key."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
 def _drop_the_oldest() -> None:
+    """Delete all but the newest `_MOST` files."""
     files = sorted((cache_folder() / "plans").glob("*.json"), key=_age, reverse=True)
     for file in files[_MOST:]:
         file.unlink(missing_ok=True)
 
 
 def _age(file: Path) -> Any:
+    """The time of a file's last change in seconds; 0 where the file is gone."""
     with contextlib.suppress(OSError):
         return file.stat().st_mtime
     return 0.0

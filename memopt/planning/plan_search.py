@@ -1,4 +1,4 @@
-"""Weighs sets of levers, and proposals about the optimiser, against each other: the fastest plan that fits."""
+"""Searches lever sets and optimiser proposals for the plan with the shortest step that fits the budget."""
 
 from __future__ import annotations
 
@@ -20,88 +20,91 @@ from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
 from memopt.show.rows import ReceiptRow
 
 Candidate = tuple[Rung, Captured, Account]
-"""Some levers, the call as they make it, and what the step holds beside its graph."""
+"""A lever set, the call rewritten by it, and the account of its step."""
 
-# How many offers a refusal describes.
+# The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
 
 
 @dataclass
 class PlanSearch:
-    """The plans for one call, rung by rung from below."""
+    """The search for the best plan of one call, over lever sets in the order in which they are tried."""
 
     budget_bytes: int
     effort: Effort
     allowed: frozenset[str] = frozenset()
-    """Proposals that may be pulled where no rung fits."""
+    """Proposals that may be chosen where no lever set fits without them."""
     offers: Callable[[], Sequence[Offer]] = tuple
-    """All proposals in the order of their price."""
-    narrowed: Callable[[Rung], Candidate | None] = lambda rung: None
-    """The step on a rung with narrower parameters, for offers that need it; None where it cannot be captured."""
+    """All combinations of proposals, the cheapest first."""
+    narrowed: Callable[[Rung], Candidate | None] = lambda levers: None
+    """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
+    captured."""
     advice: Callable[[Sequence[Candidate]], Sequence[str]] = lambda steps: ()
-    """What else would help, in a sentence each, asked for where nothing that may be pulled does."""
+    """Further changes that would help, one sentence each, asked for where no allowed proposal does."""
     notes: tuple[str, ...] = ()
-    """What the plan, or the refusal, has to say anyway."""
+    """Notes for the plan or the refusal."""
     _steps: list[Candidate] = field(default_factory=list)
     _plans: list[tuple[Plan, Rung]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
-    _narrow: dict[int, Candidate | None] = field(default_factory=dict)
-    """By the `id` of the rung."""
+    _narrowed_by_id: dict[int, Candidate | None] = field(default_factory=dict)
+    """By the `id` of the lever set."""
     _idle: set[str] = field(default_factory=set)
-    """Levers that found nothing to do: rungs above have them in name only."""
+    """Levers that have nothing to change in this call; later lever sets contain them in name only."""
 
     def __post_init__(self) -> None:
         self._notes |= dict.fromkeys(self.notes)
 
-    def skip(self, rung: Rung, notes: tuple[str, ...]) -> None:
-        """The newest lever of a rung finds nothing to do, as the notes say."""
-        self._idle.add(rung.levers[-1])
+    def skip(self, levers: Rung, notes: tuple[str, ...]) -> None:
+        """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""
+        self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
-    def weigh(self, rung: Rung, captured: Captured, account: Account) -> Plan | None:
-        """The plan on a rung, if it leaves no reason to climb any further; None where others are to be tried.
-
-        Nothing waits on the host yet.
-        """
-        self._steps.append((rung, captured, account))
-        self._rows[rung.levers] = plain_row(rung.levers[-1] if rung.levers else "", captured, account)
+    def consider(self, levers: Rung, captured: Captured, account: Account) -> Plan | None:
+        """Plan a lever set without offloading. Returns the plan if it is good enough to end the search, None where
+        further sets should be tried."""
+        self._steps.append((levers, captured, account))
+        self._rows[levers.levers] = plain_row(levers.levers[-1] if levers.levers else "", captured, account)
         try:
             plan = make_plan(captured, account, self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
             self._refused.append(error)
             return None
-        self._plans.append((plan, rung))
-        if rung.next_is_faster or plan.added_time > LITTLE:
+        self._plans.append((plan, levers))
+        if levers.next_is_faster or plan.added_time > LITTLE:
             return None
-        faster = all(_seconds(plan) <= _seconds(other) for other, below in self._plans if below.next_is_faster)
-        return self._with_receipt(plan, rung) if faster else None
+        faster = all(
+            _seconds(plan) <= _seconds(other) for other, other_levers in self._plans if other_levers.next_is_faster
+        )
+        return self._with_receipt(plan, levers) if faster else None
 
     def best(self) -> tuple[Plan, Rung]:
-        """The plan with the shortest step of all that were weighed, with and without values that wait on the host, and
-        its rung.
+        """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
-        Where none fits, those with the first offer that is allowed and helps. Raises `BudgetError` where none does,
-        with the smallest budget of all, and with the cheapest offers that would help.
+        Where none fits, the plan with the first allowed combination of proposals that helps. Raises `BudgetError` where
+        none does, with the smallest budget of all and the cheapest combinations that would help.
         """
         self._offload()
         return self._fastest() if self._plans else self._with_offer()
 
     def _offload(self) -> None:
-        """Plan the rungs with values that wait on the host, unless the step alone takes longer than the best plan."""
+        """Plan the lever sets with offloading, except those whose step takes at least as long as the best plan even
+        with nothing recomputed or offloaded."""
 
         def step_seconds(step: Candidate) -> float:
             return step[1].joined(accumulating=step[2].gradients_held).problem.seconds
 
-        for rung, captured, account in sorted(self._steps, key=step_seconds):
+        for levers, captured, account in sorted(self._steps, key=step_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
-            if captured.link is None or step_seconds((rung, captured, account)) >= best:
+            if captured.link is None or step_seconds((levers, captured, account)) >= best:
                 continue
             with contextlib.suppress(BudgetError):
-                self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), rung))
+                self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
 
     def _with_offer(self) -> tuple[Plan, Rung]:
+        """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
+        `BudgetError`."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[Offer, int]] = []
         for offer in self.offers():
@@ -132,61 +135,70 @@ class PlanSearch:
         )
 
     def _with(self, offer: Offer, steps: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The steps as an offer is taken on them."""
+        """The candidates with an offer's proposals applied."""
         for step in steps:
             taken = self._narrowed(step[0]) if offer.narrows else step
             if taken is not None:
-                rung, captured, account = taken
-                yield rung, captured.stepping_by(offer.stepping), account
+                levers, captured, account = taken
+                yield levers, captured.stepping_by(offer.stepping), account
 
     def _is_hopeless(self, offer: Offer) -> bool:
-        """Whether what is held all the time is above the budget."""
+        """Whether the resident bytes alone exceed the budget in every candidate."""
         return all(offer.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
-    def _narrowed(self, rung: Rung) -> Candidate | None:
-        if id(rung) not in self._narrow:
-            self._narrow[id(rung)] = self.narrowed(rung)
-        return self._narrow[id(rung)]
+    def _narrowed(self, levers: Rung) -> Candidate | None:
+        """The lever set's candidate with narrower parameters, captured once; None where it cannot be captured."""
+        if id(levers) not in self._narrowed_by_id:
+            self._narrowed_by_id[id(levers)] = self.narrowed(levers)
+        return self._narrowed_by_id[id(levers)]
 
     def _least(self, offer: Offer) -> BudgetError | None:
-        """What would be refused with an offer: the smallest budget, and what holds it up. Narrow parameters are tried
-        on the rung that holds least with wide ones; None where they cannot be."""
+        """The refusal with an offer's proposals: the smallest budget, and what dominates it. Narrower parameters are
+        tried on the lever set with the smallest budget only; None where they cannot be captured."""
         steps = [min(self._steps, key=_smallest)] if offer.narrows else self._steps
-        found = [_smallest((rung, each, offer.adjusted(account))) for rung, each, account in self._with(offer, steps)]
+        found = [
+            _smallest((levers, captured, offer.adjusted(account)))
+            for levers, captured, account in self._with(offer, steps)
+        ]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, offer: Offer) -> tuple[Plan, Rung]:
-        for rung, captured, account in self._with(offer, self._steps):
+        """The best plan with an offer's proposals, and its lever set."""
+        for levers, captured, account in self._with(offer, self._steps):
             try:
                 plan = make_plan(captured, offer.adjusted(account), self.budget_bytes, self.effort)
             except BudgetError:
                 continue
-            self._plans.append((replace(plan, proposals=offer.names), rung))
-        plan, rung = self._fastest()
+            self._plans.append((replace(plan, proposals=offer.names), levers))
+        plan, levers = self._fastest()
         notes = (*map(str, offer.proposals), *_on_steps(plan))
-        return replace(plan, notes=plan.notes + notes), rung
+        return replace(plan, notes=plan.notes + notes), levers
 
     def _fastest(self) -> tuple[Plan, Rung]:
-        plan, rung = min(self._plans, key=lambda each: _seconds(each[0]))
-        return self._with_receipt(plan, rung), rung
+        """The plan with the shortest step, and its lever set."""
+        plan, levers = min(self._plans, key=lambda planned: _seconds(planned[0]))
+        return self._with_receipt(plan, levers), levers
 
-    def _with_receipt(self, plan: Plan, rung: Rung) -> Plan:
-        rows = [row for levers, row in self._rows.items() if levers == rung.levers[: len(levers)]]
+    def _with_receipt(self, plan: Plan, levers: Rung) -> Plan:
+        """The plan with its receipt, its levers and all notes."""
+        rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
         rows += schedule_rows(plan)
-        fresh = tuple(note for note in self._notes if note not in plan.notes)
-        pulled = tuple(lever for lever in rung.levers if lever not in self._idle)
-        pulled += (REINPLACE,) if writes_over(plan) else ()
-        pulled += (OFFLOAD_ACTIVATIONS,) if plan.moved_bytes else ()
-        return replace(plan, levers=pulled, receipt=tuple(rows), notes=plan.notes + fresh)
+        new = tuple(note for note in self._notes if note not in plan.notes)
+        used = tuple(lever for lever in levers.levers if lever not in self._idle)
+        used += (REINPLACE,) if writes_over(plan) else ()
+        used += (OFFLOAD_ACTIVATIONS,) if plan.moved_bytes else ()
+        return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
 
 
 def _smallest(step: Candidate) -> tuple[int, str]:
+    """The smallest budget in bytes for a candidate, and what dominates it."""
     _, captured, account = step
     return smallest(captured.joined(accumulating=account.gradients_held), account)
 
 
 def _on_steps(plan: Plan) -> tuple[str, ...]:
-    """How many parameters are stepped before the backward's end."""
+    """A note on the number of parameters that are stepped before the backward's end; empty where the backward steps
+    none."""
     captured = plan.captured
     if captured is None or captured.stepping is None:
         return ()
@@ -195,7 +207,7 @@ def _on_steps(plan: Plan) -> tuple[str, ...]:
 
 
 def _seconds(plan: Plan) -> float:
-    """The whole step's."""
+    """Seconds of the whole step."""
     return plan.step_seconds + plan.added_seconds
 
 

@@ -1,4 +1,4 @@
-"""From one problem and a budget to a schedule, and what is said of it region by region."""
+"""Turns a problem and a budget into a schedule, and splits the schedule into one per region."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.units import size
 from passes import HostStay
 
-# Recomputation that adds less than this share of the step is no reason to pull another lever.
+# Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
 LITTLE = 5e-3
-# How often a step is planned anew at most, where torch's allocator holds too much.
+# The maximal number of times that a step is solved while torch's allocator would exceed the budget.
 _ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a step may take, and how hard its schedule is looked for."""
+    """The account, the budget and the effort with which a step's schedule is solved for."""
 
     account: Account
     budget_bytes: int
     effort: Effort = DEFAULT_EFFORT
     tell: Callable[[str], None] | None = None
-    """Gets a line on how far the best effort has come."""
+    """Called with a line on the progress of the best effort."""
     offload: bool = True
-    """Values may wait on the host if there is a link to it."""
+    """Whether values may be offloaded if there is a link to the host."""
 
     @property
     def graph_bytes(self) -> int:
-        """What the resident bytes leave of the budget."""
+        """The budget in bytes without the resident bytes."""
         return self.budget_bytes - self.account.resident_bytes
 
     def refusal(self, joined: Joined) -> BudgetError:
+        """The error for a budget that no schedule fits, with the smallest budget that works."""
         return BudgetError(self.budget_bytes, *smallest(joined, self.account))
 
 
 def solve(joined: Joined, request: Request) -> Solution:
-    """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than a little,
-    and values may wait on the host.
+    """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
+    `LITTLE` of the step, and values may be offloaded.
 
     Raises `BudgetError`, also where the optimiser's own step is above the budget.
     """
     if request.account.optimizer_step_bytes(output_bytes(joined.problem)) > request.budget_bytes:
         raise request.refusal(joined)
     effort = request.effort
-    plain = _recomputing(joined, request)
+    plain = _recompute_only(joined, request)
     little = plain is not None and plain.added_seconds <= LITTLE * joined.problem.seconds
     if request.offload and joined.link is not None and not little:
         try:
@@ -69,8 +70,8 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
-    """`solve_settled`, again with less where torch's allocator would not keep the budget with what was found; and the
-    account with what the allocator comes to hold.
+    """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
+    overhead. It is solved again with fewer bytes while torch's allocator would exceed the budget.
 
     Raises `BudgetError`.
     """
@@ -89,7 +90,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
             return taken, solution, fitted
         needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
         allowance += max(needed - budget_bytes, budget_bytes // 256)
-    taken, solution = _tightest(joined, offload=request.offload)
+    taken, solution = _smallest_peak(joined, offload=request.offload)
     fitted = within(taken, solution.schedule, account, budget_bytes)
     if fitted is None:
         raise request.refusal(joined)
@@ -97,27 +98,28 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
 
 
 def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:
-    """As `solve`, with the problem that the solution is of: another one where some parameters cannot be stepped before
-    the end of a backward that evaluates so much again."""
+    """As `solve`, together with the problem that the solution is for: a different one where recomputed operators would
+    read some parameters after their step, so that these are stepped at the end of the backward. Raises
+    `BudgetError`."""
     if not joined.steps:
         return joined, solve(joined, request)
     try:
-        return settled(joined, lambda each: solve(each, request), request.graph_bytes)
+        return settled(joined, lambda problem: solve(problem, request), request.graph_bytes)
     except BudgetError:
         refusal = request.refusal(joined)
-        taken, solution = _tightest(joined, offload=request.offload)
+        taken, solution = _smallest_peak(joined, offload=request.offload)
         if solution.peak_bytes <= request.graph_bytes and refusal.smallest_bytes <= request.budget_bytes:
             return taken, solution
         raise refusal from None
 
 
-def _tightest(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
-    """The schedule of the smallest peak found, with the problem that it is of."""
-    return settled(joined, lambda each: each.smallest if offload else each.portfolio.smallest())
+def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Solution]:
+    """The solution with the smallest peak found, together with the problem that it is for."""
+    return settled(joined, lambda problem: problem.smallest if offload else problem.portfolio.smallest())
 
 
-def _recomputing(joined: Joined, request: Request) -> Solution | None:
-    """What recomputation alone makes of the budget, asked once; None where nothing fits."""
+def _recompute_only(joined: Joined, request: Request) -> Solution | None:
+    """The solution that recomputes and does not offload, solved once per request; None where none fits."""
     effort, tell = request.effort, request.tell
 
     def report(progress: Progress) -> None:
@@ -137,7 +139,7 @@ def _recomputing(joined: Joined, request: Request) -> Solution | None:
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
-    """What a person sees while the best plan is looked for."""
+    """A line for the user while the best plan is searched: added time so far, its lower bound, and seconds used."""
     added, bound = (
         seconds / step_seconds if step_seconds else 0.0
         for seconds in (progress.added_seconds, progress.lower_bound_seconds)
@@ -146,15 +148,15 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
 
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:
-    """The most that a step holds whose forward and backward hold `graph_peak_bytes` beside what is resident."""
+    """The peak in bytes of a step whose forward and backward hold `graph_peak_bytes` besides resident bytes."""
     after = account.optimizer_step_bytes(output_bytes(joined.problem))
     return max(graph_peak_bytes + account.resident_bytes, after)
 
 
 def smallest(joined: Joined, account: Account, *, expandable: bool | None = None) -> tuple[int, str]:
-    """The smallest budget in bytes that `solve` finds a schedule for, and what holds it up; for `expandable` see
-    `on_card`."""
-    taken, solution = _tightest(joined)
+    """The smallest budget in bytes for which `solve` finds a schedule, and a text on what dominates its peak;
+    `expandable` is as for `on_card`."""
+    taken, solution = _smallest_peak(joined)
     schedule = solution.schedule
     least = breakdown(taken.problem, schedule, on_card(taken, schedule, account, expandable=expandable))
     largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
@@ -162,7 +164,7 @@ def smallest(joined: Joined, account: Account, *, expandable: bool | None = None
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
-    """What hand-written checkpointing would reach, and what it would add."""
+    """The peak and added time of hand-written checkpointing recipes."""
     return tuple(
         Recipe(
             baseline.name,
@@ -174,7 +176,7 @@ def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
 
 
 def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[RegionSchedule, ...]:
-    """Each region's part of a joint schedule."""
+    """The part of a joint schedule that belongs to each region."""
     evaluations: list[list[str]] = [[] for _ in captured.regions]
     boundaries = [0] * len(captured.regions)
     remaining = [priced.problem.forward_ops for priced in joined.prices]
@@ -189,7 +191,7 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
             if remaining[region] == 0:
                 boundaries[region] = len(evaluations[region])
         seen.add(index)
-    stays = _stays(joined, schedule)
+    stays = _host_stays(joined, schedule)
     steps = tuple(sorted(step.number for step in joined.steps.values()))
     return tuple(
         RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())), steps)
@@ -197,25 +199,25 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
     )
 
 
-def _stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
-    """What each region has on the host, by its own evaluations.
+def _host_stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
+    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
 
-    What happens while another region runs is moved to the end of this one's forward, or to the start of its backward:
-    memory is then free sooner and longer than was planned.
+    An event while another region runs moves to the end of this region's forward or to the start of its backward: the
+    value's device memory is then free earlier, and for longer, than planned.
     """
     if not schedule.offloads:
         return {}
     regions = range(len(joined.prices))
-    before = [[0] for _ in regions]  # region → how many of its evaluations come before each position
+    before = [[0] for _ in regions]  # region → position in the schedule → number of the region's evaluations before it
     for index in schedule.evaluations:
         owner, local = joined.owner[index]
         for region in regions:
             before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
     values = [(region, value) for region in regions for value in joined.prices[region].values]
     stays: dict[int, list[HostStay]] = {}
-    for each in schedule.offloads:
-        region, value = values[each.storage]
-        place = before[region]
-        spots = (place[each.freed_before], place[each.fetch_from], place[each.back_before])
-        stays.setdefault(region, []).append(HostStay(value, place[each.out_after + 1] - 1, *spots))
+    for offload in schedule.offloads:
+        region, value = values[offload.storage]
+        own = before[region]
+        later = (own[offload.freed_before], own[offload.fetch_from], own[offload.back_before])
+        stays.setdefault(region, []).append(HostStay(value, own[offload.out_after + 1] - 1, *later))
     return stays

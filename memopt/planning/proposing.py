@@ -1,4 +1,5 @@
-"""Which proposals about the optimiser fit one model's training, and what plans count on once some are pulled."""
+"""The optimiser proposals that are possible for one model's training, and the effect on plans of those that were
+chosen."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 
 _NOT_FUSED = (
-    f"{OPTIMIZER_IN_BACKWARD!r} is not weighed: code that inductor compiles keeps no order between a parameter's step "
-    "and what reads the parameter; give optimize backend='aten'"
+    f"{OPTIMIZER_IN_BACKWARD!r} is not considered: code that inductor compiles keeps no order between a parameter's "
+    "step and the operators that read the parameter; give optimize backend='aten'"
 )
 
 
 @dataclass
 class Proposing:
-    """The proposals of one model on one card; `low` is the 16-bit dtype that steps compute in, if any."""
+    """The optimiser proposals for one model on one device; `low` is the 16-bit dtype that steps compute in, or None."""
 
     model: nn.Module
     options: Options
@@ -44,23 +45,23 @@ class Proposing:
     fused: bool = False
     """Whether calls are compiled by a backend that orders kernels itself."""
     pulled: Offer | None = None
-    """Every plan counts on it."""
+    """The chosen proposals, on which every plan is based; None without any."""
     decided: bool = False
-    """Whether the optimiser may be made already: nothing more is pulled then."""
+    """Whether the choice is final, because the optimiser may exist by now."""
 
     def decide(self, names: Collection[str]) -> None:
-        """Have every further plan count on these, and on no others."""
+        """Base every further plan on exactly these proposals."""
         levers = Levers.named(names)
         self.pulled = Offer.of(self.facts, levers) if names else None
         self.decided = True
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What may still be pulled."""
+        """The proposals that may still be chosen."""
         return frozenset() if self.decided else frozenset(OPTIMIZER_PROPOSALS) & self.options.allow
 
     def check_allowed(self) -> None:
-        """Raise `ValueError` where a proposal is allowed that makes no sense here."""
+        """Raise `ValueError` where an allowed proposal cannot work with this step."""
         if BF16_PARAMETERS in self.options.allow and self.low is not torch.bfloat16:
             raise ValueError(
                 f"{BF16_PARAMETERS!r} in allow needs a step in bf16, which precision={self.options.precision!r} is not "
@@ -75,20 +76,21 @@ class Proposing:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why something that is allowed is not weighed."""
+        """Why an allowed proposal is not considered."""
         return (_NOT_FUSED,) if self.fused and OPTIMIZER_IN_BACKWARD in self.allowed else ()
 
     def offers(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
-        """All that may still be taken, allowed or not, in the order of their price; `gradients_held`: in a call that
-        adds to gradients."""
+        """All possible combinations, allowed or not, the cheapest first; empty once some are chosen. `gradients_held`:
+        for a call that adds to existing gradients."""
         return offers(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
 
     def offers_allowed(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
-        """Those of them that may be pulled."""
+        """The combinations of allowed proposals, the cheapest first."""
         names = self._possible(gradients_held) & self.allowed
         return offers(self.facts, names) if names else ()
 
     def _possible(self, gradients_held: bool) -> frozenset[str]:
+        """The proposals that can work for the model, device and call."""
         idle = set()
         if self.fused or gradients_held or self.low is torch.float16 or _has_ranks():
             idle.add(OPTIMIZER_IN_BACKWARD)
@@ -100,20 +102,20 @@ class Proposing:
 
     @property
     def facts(self) -> TrainingFacts:
-        """What the optimiser trains, on which device."""
+        """The parameters that the optimiser trains, and on which device."""
         return TrainingFacts.of(self.model, self.options.optimizer, self.card)
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step with what was pulled."""
+        """The account of the step with the chosen proposals."""
         return account if self.pulled is None else self.pulled.adjusted(account)
 
     @property
     def stepping(self) -> Stepping | None:
-        """How the optimiser steps within the backward by what was pulled; None: after it."""
+        """How the optimiser steps within the backward under the chosen proposals; None where it steps after it."""
         return None if self.pulled is None else self.pulled.stepping
 
     def as_kept(self, captured: Captured, plan: Plan) -> Captured:
-        """A captured call with what a plan that was made before had pulled."""
+        """A captured call with the proposals of `plan`, a plan from the cache."""
         stepping = self.stepping
         if OPTIMIZER_IN_BACKWARD in plan.proposals:
             stepping = Offer.of(self.facts, Levers.named(plan.proposals)).stepping
@@ -121,40 +123,41 @@ class Proposing:
 
     @property
     def narrowed(self) -> Narrowed | None:
-        """How parameters and inputs are turned by what was pulled; None: they stay."""
+        """The cast of parameters and inputs under the chosen proposals; None where they keep their dtype."""
         return self.narrowing() if self.pulled is not None and self.pulled.narrows else None
 
     def narrowing(self) -> Narrowed:
-        """How bf16 parameters turn them."""
+        """The cast of parameters and inputs under the proposal for bf16 parameters."""
         return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.model))))
 
     @property
     def floats(self) -> torch.dtype | None:
-        """What the model takes its fp32 inputs in; None: they stay."""
+        """The dtype in which the model takes its fp32 inputs; None where they keep it."""
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
-        """Raise `ValueError` where plans count on parameters in another dtype than they have, or on an optimiser that
-        steps them in the backward and does not."""
+        """Raise `ValueError` where plans assume parameters in another dtype than they have, or an optimiser that steps
+        them in the backward and does not."""
         narrowed = self.narrowed
-        if narrowed and any(narrowed.dtype_of(each) != each.dtype for each in self.model.parameters()):
+        if narrowed and any(narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.model.parameters()):
             raise ValueError(
                 "the plan counts on parameters in bf16, and they are not yet: memopt.wrap_optimizer(model, optimizer) "
-                "turns them; train with what it returns"
+                "casts them; train with the optimizer that it returns"
             )
         if self.stepping is not None:
             self._check_stepping()
 
     def _check_stepping(self) -> None:
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        after = [each for each in trained if len(stepping_hooks(each)) != 1]
+        """Raise `ValueError` where a trained parameter is not stepped in the backward, or holds a gradient."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
             raise ValueError(
                 f"the plan counts on {OPTIMIZER_IN_BACKWARD}, and {len(after)} of {len(trained)} parameters, the first "
-                f"of shape {tuple(after[0].shape)}, are not stepped in the backward: train with what "
+                f"of shape {tuple(after[0].shape)}, are not stepped in the backward: train with the optimizer that "
                 "memopt.wrap_optimizer(model, optimizer) returns, for an optimizer of all trained parameters"
             )
-        if any(each.grad is not None for each in trained):
+        if any(parameter.grad is not None for parameter in trained):
             raise ValueError(
                 f"gradients are held from before, and the plan counts on {OPTIMIZER_IN_BACKWARD}, with which each "
                 "backward is a whole step; call optimizer.zero_grad() first"
@@ -162,6 +165,6 @@ class Proposing:
 
 
 def _has_ranks() -> bool:
-    """Whether other processes train the same model: each would step by gradients of its own."""
+    """Whether several processes train the model together: each would step with its own gradients."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,4 +1,5 @@
-"""Sets a plan's peak right once its graphs are lowered, and says what the next plan is to reckon with."""
+"""Corrects a plan's peak once its graphs are compiled, and determines the bytes that the next plan must leave for
+compilation."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from memopt.planning.plan import Plan
 from memopt.solver import simulate
 
 ROUNDS = 4
-"""How often a step is planned and lowered at most: each time is a compilation."""
-# Room that is left of the budget is used by another round from this share on, where the plan recomputes so much of the
-# step that it could pay.
+"""The maximal number of rounds of planning and compiling a step: each costs one compilation."""
+# Another round pays where this share of the budget is unused,
 _ROOM = 0.06
+# and the plan recomputes more than this share of the step.
 _ADDED = 0.01
 
 Made = TypeVar("Made")
 
 
-def as_lowered(plan: Plan, footprint: Footprint) -> Plan:
-    """The plan of one region with the peak that its lowered graphs have."""
+def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
+    """The plan of one region with the peak of its compiled graphs."""
     assert plan.joined is not None
     assert plan.captured is not None
     assert plan.schedule is not None
@@ -43,18 +44,19 @@ def as_lowered(plan: Plan, footprint: Footprint) -> Plan:
 
 @dataclass
 class Refit(Generic[Made]):
-    """Planning and lowering in rounds: tighter where lowering took the peak above the budget, looser where it left
-    room and the plan recomputes. `made` of a round is kept with its plan."""
+    """Rounds of planning and compiling: with fewer bytes after a compilation that exceeds the budget, with more after
+    one that leaves room though the plan recomputes. The compiled code of a round is kept with its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
-    """What the next plan is to reckon with as added by lowering, or as taken away where it is negative."""
+    """The bytes that the next plan must add to its peak for compilation; negative where compiled code holds less."""
     _fitting: list[tuple[Plan, Made]] = field(default_factory=list)
     _above: list[int] = field(default_factory=list)
+    """Peaks of the compiled plans that exceed the budget."""
     _tried: set[object] = field(default_factory=set)
 
     def judge(self, plan: Plan, made: Made) -> bool:
-        """Take note of a lowered plan; whether another round is worth its while."""
+        """Take note of a compiled plan; whether another round is worthwhile."""
         repeated = plan.regions in self._tried
         self._tried.add(plan.regions)
         room = self.budget_bytes - plan.ceiling_bytes
@@ -67,12 +69,13 @@ class Refit(Generic[Made]):
         return room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
 
     def best(self) -> tuple[Plan, Made]:
-        """The fitting plan that adds the least time. Raises `BudgetError` where none fits."""
+        """The fitting plan with the shortest step, and its compiled code. Raises `BudgetError` where none fits."""
         if not self._fitting:
-            why = f"what lowering makes of {len(self._above)} plans, each tighter than the one before"
+            why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
             raise BudgetError(self.budget_bytes, min(self._above), why, least=False)
-        return min(self._fitting, key=lambda each: each[0].step_seconds + each[0].added_seconds)
+        return min(self._fitting, key=lambda fitting: fitting[0].step_seconds + fitting[0].added_seconds)
 
     @property
     def fits(self) -> bool:
+        """Whether a compiled plan fits the budget."""
         return bool(self._fitting)

@@ -1,7 +1,8 @@
-"""Steps of parameters within a schedule: each right behind what it has to wait for, or left to the backward's end.
+"""Positions of parameter steps within a schedule: right after the operators that a step waits for, or at the end of the
+backward.
 
-A parameter changes when it is stepped, so that nothing may read it afterwards. The problem has each step behind the
-last op of the backward that does; what a schedule evaluates again may still read it later.
+A step changes its parameter, so nothing may read the parameter afterwards. The problem puts each step after the last
+backward operator that reads it; operators that a schedule recomputes may read it later.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ ROUNDS = 4
 def settled(
     joined: Joined, solve: Callable[[Joined], Solution], most_bytes: int | None = None
 ) -> tuple[Joined, Solution]:
-    """The first solution of a problem, or of one with more parameters left to the end, that steps none too early, and
-    holds `most_bytes` at most once each step comes right behind what it waits for."""
+    """The first solution in which no operator reads a parameter after its step and which holds at most `most_bytes`
+    once each step comes right after the operators that it waits for, with its problem: the given one, or one that
+    leaves more steps to the end. After `ROUNDS` attempts all steps are left to the end."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -35,57 +37,59 @@ def settled(
             peak = simulate(current.problem, schedule, ANY_LINK).peak_bytes
             if most_bytes is None or peak <= most_bytes:
                 return current, replace(solution, schedule=schedule, peak_bytes=peak)
-            late = _Places.of(current, solution.schedule).early()
+            late = _StepPositions.of(current, solution.schedule).early()
         current = joined.leaving(current.left | late)
     current = joined.leaving(joined.left | {step.number for step in joined.steps.values()})
     return current, solve(current)
 
 
 def settle(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
-    """The schedule with each step right behind the last evaluation that reads the parameter or its gradient, which is
-    where it is emitted; and the numbers of the inputs for which that cannot be: it reads them after their step. It
-    stays as it is where there are any."""
-    places = _Places.of(joined, schedule)
-    late = places.late()
+    """The schedule with each step right after the last evaluation that reads the parameter or its gradient, which is
+    where it is emitted; and the numbers of the inputs whose step must be left to the end, because no such position is
+    valid. If there are any, the schedule is returned unchanged."""
+    positions = _StepPositions.of(joined, schedule)
+    late = positions.late()
     if late:
         return schedule, late
-    order = places.order(len(schedule.evaluations))
+    order = positions.order(len(schedule.evaluations))
     evaluations = tuple(schedule.evaluations[position] for position in order)
     if evaluations == schedule.evaluations or not schedule.offloads:
         return replace(schedule, evaluations=evaluations), frozenset()
-    # Of the other evaluations the order is as before: what comes before or behind one of them still does.
-    steps = frozenset(places.at.values())
+    # The other evaluations keep their order, so an offload keeps its place relative to them.
+    steps = frozenset(positions.at.values())
     old = [position for position in order if position not in steps]
     new = [number for number, position in enumerate(order) if position not in steps]
-    moved = Schedule(evaluations, tuple(_remapped(stay, old, new) for stay in schedule.offloads))
+    moved = Schedule(evaluations, tuple(_remapped(offload, old, new) for offload in schedule.offloads))
     try:
         moved.check(joined.problem)
-    except ValueError:  # a stay on the host that began or ended at a step
-        return schedule, places.early()
+    except ValueError:  # an offload that began or ended at a step
+        return schedule, positions.early()
     return moved, frozenset()
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Positions in a schedule, by the op that is a step."""
+class _StepPositions:
+    """Positions in a schedule, by the operator that is a step."""
 
     steps: dict[int, PricedStep]
     at: dict[int, int]
+    """Position of the step itself."""
     last: dict[int, int]
-    """Of the last evaluation that reads the parameter or its gradient."""
+    """Position of the last evaluation that reads the parameter or its gradient."""
 
     @classmethod
-    def of(cls, joined: Joined, schedule: Schedule) -> _Places:
+    def of(cls, joined: Joined, schedule: Schedule) -> _StepPositions:
+        """The positions of a schedule's steps and of the evaluations that they wait for."""
         at: dict[int, int] = {}
         last: dict[int, int] = {}
-        waits: dict[int, list[int]] = {}
+        steps_waiting: dict[int, list[int]] = {}
         for op, step in joined.steps.items():
             for reader in step.after:
-                waits.setdefault(reader, []).append(op)
+                steps_waiting.setdefault(reader, []).append(op)
         for position, index in enumerate(schedule.evaluations):
             if index in joined.steps:
                 at[index] = position
-            for op in waits.get(index, ()):
+            for op in steps_waiting.get(index, ()):
                 last[op] = position
         return cls(joined.steps, at, last)
 
@@ -94,7 +98,7 @@ class _Places:
         return frozenset(self.steps[op].number for op, at in self.at.items() if self.last[op] > at)
 
     def early(self) -> frozenset[int]:
-        """Numbers of the inputs that could be stepped before other evaluations than now."""
+        """Numbers of the inputs whose step could come before evaluations that now precede it."""
         steps = set(self.at.values())
         return frozenset(
             self.steps[op].number
@@ -103,25 +107,26 @@ class _Places:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions in the order in which each step comes right behind what it waits for."""
-        behind: dict[int, list[int]] = {}
+        """The positions in the order in which each step comes right after the evaluations that it waits for."""
+        steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
-            behind.setdefault(self.last[op], []).append(self.at[op])
+            steps_after.setdefault(self.last[op], []).append(self.at[op])
         steps = frozenset(self.at.values())
         found: list[int] = []
         for position in range(evaluations):
-            found += [position] * (position not in steps) + behind.get(position, [])
+            found += [position] * (position not in steps) + steps_after.get(position, [])
         return found
 
 
-def _remapped(stay: Offload, old: list[int], new: list[int]) -> Offload:
-    """A stay on the host by the positions `new` of what was at `old`; what was at neither goes with its neighbours."""
+def _remapped(offload: Offload, old: list[int], new: list[int]) -> Offload:
+    """An offload with its positions `old` replaced by `new`; a position in neither list is replaced by that of its
+    neighbour."""
 
-    def behind(position: int) -> int:
+    def after(position: int) -> int:
         return new[max(0, bisect_right(old, position) - 1)]
 
     def before(position: int) -> int:
         return new[min(len(new) - 1, bisect_left(old, position))]
 
-    out_after, freed_before = behind(stay.out_after), before(stay.freed_before)
-    return Offload(stay.storage, out_after, freed_before, before(stay.fetch_from), before(stay.back_before))
+    out_after, freed_before = after(offload.out_after), before(offload.freed_before)
+    return Offload(offload.storage, out_after, freed_before, before(offload.fetch_from), before(offload.back_before))

@@ -1,4 +1,4 @@
-"""Forwards whose backward is still to come, and whether that backward fits the budget when it comes."""
+"""Forwards whose backward has not run yet, and the check that the backward fits the budget when it runs."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ from memopt.solver import Schedule
 
 @dataclass(eq=False)
 class PendingForward:
-    """One planned forward. Its backward may come in other company than the plan was made for: see `before_backward`."""
+    """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
+    does not include: see `before_backward`."""
 
     plan: Plan
     model: weakref.ref[nn.Module]
     hooked: frozenset[int]
-    """The `id`s of the parameters whose gradients are planned to be handed to hooks."""
+    """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
     beside: PendingForwards
     accumulation: Accumulation
     held_bytes: int
-    """What it holds until its backward, beside what is held anyway."""
+    """The bytes that it holds until its backward, without resident bytes."""
     regions_run: int = 0
     done: bool = False
     _backward: int = -1
     _extra_bytes: int = 0
 
     def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raise `BudgetError` where the backward of a region with these leaves would not fit as things are now."""
+        """Raise `BudgetError` where the backward of a region with these leaves would exceed the budget in the present
+        state."""
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()
-        self._extra_bytes += distinct_bytes(each for each in leaves if self._handed_on(each))
+        self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         waiting = sum(forward.held_bytes for forward in self.beside.waiting() if forward is not self)
         peak = self.plan.ceiling_bytes
         if keeps_graph():
@@ -55,12 +57,12 @@ class PendingForward:
             raise BudgetError(self.plan.budget_bytes, self.roomy_bytes(retained=keeps_graph()), reason, least=False)
 
     def after_backward(self) -> None:
-        """The autograd graph may still be there, but nothing is saved in it any more."""
+        """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
         self.done = True
 
     def roomy_bytes(self, *, retained: bool = False) -> int:
-        """A budget that leaves room for one more such forward in waiting and for gradients both held and made, and for
-        a `retained` graph: nothing is recomputed under it."""
+        """A budget with room for one more such forward that waits, for gradients both held and newly computed, and with
+        `retained` for a retained graph; nothing is recomputed under it."""
         joined, account = self.plan.joined, self.plan.account
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
@@ -72,25 +74,26 @@ class PendingForward:
         return peak - account.other_forwards + waiting + gradients
 
     def _held_unplanned(self) -> int:
-        """Gradients that were not there when the plan was made, and are now."""
+        """Bytes of the gradients that exist now and that the plan does not include."""
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return 0
         return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
     def _check_autocast(self) -> None:
-        """Warn where plain torch would compute something else: it casts in backwards, too, that run within autocast."""
+        """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such
+        backwards too."""
         captured = self.plan.captured
-        if autocast_is_on() and captured and any(each.author_typed for each in captured.operators):
+        if autocast_is_on() and captured and any(operators.author_typed for operators in captured.operators):
             warnings.warn(
                 "backward was called within torch.autocast on a model with autocast blocks of its own: plain torch "
-                "would compute their gradients in 16 bits, memopt keeps their types; call backward outside of it",
+                "would compute their gradients in 16 bits, memopt keeps their dtypes; call backward outside of it",
                 stacklevel=2,
             )
 
-    def _handed_on(self, leaf: torch.Tensor) -> bool:
-        """Whether the leaf's gradient comes beside its `.grad`, where the plan has it added, or is held to the end,
-        where the plan may have the leaf stepped by it before."""
+    def _needs_unplanned_memory(self, leaf: torch.Tensor) -> bool:
+        """Whether the leaf's gradient needs memory that the plan does not include: besides its `.grad`, where the plan
+        adds it in place, or to the end, where the plan steps the leaf earlier."""
         if any(region.steps for region in self.plan.regions) and id(leaf) not in self.hooked:
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
@@ -104,28 +107,33 @@ class PendingForward:
 
 @dataclass
 class PendingForwards:
-    """The forwards of a model that wait for their backward; one that is dropped leaves by itself."""
+    """The forwards of a model that wait for their backward; one that is freed disappears by itself."""
 
     _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
 
     def waiting(self) -> list[PendingForward]:
+        """The forwards whose backward has not run yet."""
         return [forward for forward in self._alive if not forward.done]
 
     def add(self, forward: PendingForward) -> None:
+        """Add a forward that has just run."""
         self._alive.add(forward)
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
-    """The step's peak where nothing that is saved for the backward is freed before its end.
+    """The step's peak in bytes where nothing saved for the backward is freed before the backward's end.
 
-    What is saved on the device and would go to the host in the backward stays, beside what comes back of it.
+    Values that are saved on the device and would be offloaded in the backward are kept there, in addition to their
+    fetched copies.
     """
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
     saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
-    storages = tuple(replace(each, kept=each.kept or number in saved) for number, each in enumerate(problem.storages))
-    late = [stay for stay in schedule.offloads if stay.storage in saved]
-    there = replace(schedule, offloads=tuple(stay for stay in schedule.offloads if stay.storage not in saved))
-    peak = breakdown(replace(problem, storages=storages), there, plan.account).peak_bytes
-    return peak + sum(problem.storages[stay.storage].bytes for stay in late)
+    storages = tuple(
+        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
+    )
+    late = [offload for offload in schedule.offloads if offload.storage in saved]
+    early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
+    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
+    return peak + sum(problem.storages[offload.storage].bytes for offload in late)

@@ -1,4 +1,4 @@
-"""What stands in for `model(…)` once the model is optimised: training calls as planned, all others as before."""
+"""Replaces `model(…)` once the model is optimised: training calls run as planned, all others as before."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from memopt.run.training import TrainingCalls
 
 
 class PlannedCall:
-    """Takes the place of a module's call, where `torch.nn.Module.compile` puts its own: not part of the module's state,
-    so copies and pickles of the model are plain models."""
+    """Takes the place of a module's call where `torch.nn.Module.compile` puts its own. It is not part of the module's
+    state, so copies and pickles of the model are plain models."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         check_model(model)
@@ -33,18 +33,20 @@ class PlannedCall:
         return self.forward(*args, **kwargs)
 
     def loss(self, inputs: Any, targets: Any) -> Any:
-        """The loss of `(inputs, targets)`, model and loss function in one planned region."""
+        """The loss of `(inputs, targets)`, with model and loss function in one planned region."""
         assert self.with_loss is not None
         if self.trains():
             return self.with_loss(inputs, targets)
         return self.with_loss.plain(inputs, targets)
 
     def trains(self) -> bool:
+        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and nothing
+        compiles it."""
         return torch.is_grad_enabled() and self.model.training and not torch.compiler.is_compiling()
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
-        """Plan a training call ahead of its first run, on fakes; `gradients_held`: as one that adds to gradients;
-        `advise`: have a refusal say what else would help.
+        """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing
+        gradients; `advise`: a refusal suggests further changes.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -54,14 +56,14 @@ class PlannedCall:
         return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def take_over(self) -> None:
-        """Stand in for the model's call. Further plans count on what the one made by now has pulled, and on no more."""
+        """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any."""
         for calls in (self.forward, self.with_loss):
             if calls is not None:
                 calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
         set_compiled_call(self.model, self)
 
     def give_back(self) -> None:
-        """Leave no trace in the model: what it was called through before, it is called through again."""
+        """Restore the model's own call."""
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:
@@ -74,7 +76,7 @@ class PlannedCall:
 
     @property
     def pulled(self) -> Levers:
-        """Proposals about the optimiser that plans count on."""
+        """The chosen optimiser proposals, on which plans are based."""
         return offer.levers if (offer := self.forward.planner.proposing.pulled) else Levers()
 
     @property
@@ -84,19 +86,19 @@ class PlannedCall:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """What an optimised model is called through; None for a plain model."""
+    """The call that replaces an optimised model's own; None for a plain model."""
     call = compiled_call(model)
     return call if isinstance(call, PlannedCall) else None
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any] | None:
-    """What the model is called through when it is plain: its `compile()`, if there was one."""
+    """The model's `compile()`d call, if there is one, also while memopt replaces it."""
     planned = planned_call_of(model)
     return planned.own_call if planned is not None else compiled_call(model)
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise `TypeError` or `ValueError` for what cannot be trained."""
+    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -21,7 +21,7 @@ from memopt.planning.advice import Advice
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
-from memopt.planning.refit import ROUNDS, Refit, as_lowered
+from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
 
 
@@ -84,7 +84,7 @@ class Road:
             if footprint is None:
                 self.keep(key, plan)
                 return emitted
-            if not refit.judge(as_lowered(plan, footprint), emitted):
+            if not refit.judge(as_compiled(plan, footprint), emitted):
                 break
         plan, emitted = refit.best()
         self.keep(key, plan, emitted)
@@ -115,10 +115,10 @@ class Road:
     def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
         """A plan from disk for this captured call; None where it is another call's."""
         planner = self.planner
-        if kept.rung >= len(planner.lever_sets):
+        if kept.lever_set >= len(planner.lever_sets):
             return None
         try:
-            step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.rung])
+            step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.lever_set])
         except NothingToRewrite:
             return None
         if [joint.fingerprint for joint in step.regions] != [region.fingerprint for region in kept.plan.regions]:

@@ -164,7 +164,7 @@ class TrainingCalls:
             narrowed = planner.proposing.narrowing() if BF16_PARAMETERS in kept.plan.proposals else None
             with planner.types(), torch.enable_grad():
                 recorded = planner.capture_on_fakes(hollow, narrowed)
-                step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.rung])
+                step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.lever_set])
             return planner.proposing.as_kept(step, kept.plan)
 
         return captured

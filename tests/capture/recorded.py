@@ -1,4 +1,4 @@
-"""Regions recorded from models, for tests of what is made of them."""
+"""Records regions of models for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt.capture.region import RecordedRegion
 
 
 def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) -> RecordedRegion:
-    """The one region of a call of the model."""
+    """The region of a call of the model that is captured as one graph."""
     found: list[RecordedRegion] = []
 
     def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:

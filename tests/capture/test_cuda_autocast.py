@@ -1,4 +1,4 @@
-"""What an operator does under CUDA's autocast, on CPU tensors."""
+"""CUDA's autocast applied to operators on CPU tensors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_mixed_operands_are_promoted() -> None:
     assert called(aten.addcmul.default, narrow, narrow, narrow).dtype == BF16
 
 
-def test_a_composite_that_reaches_a_listed_operator_is_taken_apart() -> None:
-    """So that whoever intercepts operators sees its parts."""
+def test_a_composite_that_calls_a_listed_operator_is_decomposed() -> None:
+    """The operators that it decomposes into are visible to a dispatch mode."""
     seen: list[str] = []
 
     class Record(TorchDispatchMode):
@@ -65,9 +65,9 @@ def test_a_composite_that_reaches_a_listed_operator_is_taken_apart() -> None:
 
 
 @pytest.mark.parametrize("operator", [aten.add.Tensor, aten.gelu.default, aten.view.default, aten.embedding.default])
-def test_others_are_left_alone(operator: Any) -> None:
+def test_operators_outside_the_lists_are_left_alone(operator: Any) -> None:
     assert cuda_autocast_kernel(operator, BF16) is None
 
 
-def test_operators_of_others_are_left_alone() -> None:
+def test_operators_outside_aten_are_left_alone() -> None:
     assert cuda_autocast_kernel(torch.ops.prims.exp.default, BF16) is None

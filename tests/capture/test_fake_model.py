@@ -38,18 +38,18 @@ def test_parameters_and_buffers_are_fakes_for_the_length_of_a_block() -> None:
             assert type(before[name]) is torch.Tensor or isinstance(fake, nn.Parameter)
             assert (fake.shape, fake.dtype) == (before[name].shape, before[name].dtype)
             assert fake.requires_grad == before[name].requires_grad
-        assert model.head.weight is model.embedding.weight, "tied weights stay tied"
+        assert model.head.weight is model.embedding.weight, "tied weights have one fake"
     assert all(tensor is before[name] for name, tensor in model.state_dict(keep_vars=True).items())
 
 
-def test_a_model_on_meta_comes_to_the_device() -> None:
+def test_parameters_on_meta_get_fakes_on_the_device() -> None:
     model = nn.Linear(3, 3, device="meta")
     with fake_parameters(model, new_fake_mode(), torch.device("cpu")):
         assert model.weight.device.type == "cpu"
     assert model.weight.device.type == "meta"
 
 
-def test_what_the_forward_sets_is_taken_back() -> None:
+def test_attributes_that_the_forward_sets_are_restored() -> None:
     model, mode = Tied(), new_fake_mode()
     with fake_parameters(model, mode, torch.device("cpu")), mode:
         model(torch.zeros(3, dtype=torch.int64))
@@ -61,7 +61,7 @@ def test_what_the_forward_sets_is_taken_back() -> None:
     assert model.norm.num_batches_tracked.item() == 0
 
 
-def test_also_after_an_error() -> None:
+def test_parameters_are_restored_after_an_error() -> None:
     model = Tied()
     weight = model.head.weight
     with pytest.raises(KeyError), fake_parameters(model, new_fake_mode(), torch.device("cpu")):

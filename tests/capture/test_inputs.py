@@ -40,13 +40,13 @@ def test_with_a_loss_function_a_batch_is_a_pair(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "kind"), [(x, "a Tensor"), ((x,), "a tuple of 1"), ([x, y, x], "a list of 3"), ({"a": x}, "a dict")]
 )
-def test_what_is_no_pair(given: Any, kind: str) -> None:
+def test_a_batch_that_is_not_a_pair_is_refused(given: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=rf"must be a pair \(inputs, targets\), not {kind}; put the inputs"):
         as_call(given, with_targets=True)
 
 
 @pytest.mark.parametrize(("given", "kind"), [(None, "a NoneType"), ("text", "a str"), (3, "a int"), ({x}, "a set")])
-def test_what_is_no_batch(given: Any, kind: str) -> None:
+def test_values_that_are_not_a_batch_are_refused(given: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=f"example_inputs must be a tuple .* not {kind}$"):
         as_call(given, with_targets=False)
 
@@ -81,7 +81,7 @@ def test_inputs_must_be_where_the_model_is() -> None:
         check_device(((), {"x": [elsewhere]}), model)
 
 
-def test_what_is_only_planned_may_be_on_meta() -> None:
+def test_calls_that_are_only_planned_may_be_on_meta() -> None:
     model, shapes_only = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
     pairs = [(torch.zeros(2, 3, device="meta"), model), (x, shapes_only)]
     for given, to in pairs:
@@ -90,7 +90,7 @@ def test_what_is_only_planned_may_be_on_meta() -> None:
             check_device(((given,), {}), to)
 
 
-def test_fakes_stand_for_tensors() -> None:
+def test_a_fake_call_has_fakes_like_its_tensors() -> None:
     mode = new_fake_mode()
     strided = torch.zeros(3, 2, dtype=torch.float16).t()
     meta = torch.zeros(5, device="meta", requires_grad=True)
@@ -98,6 +98,6 @@ def test_fakes_stand_for_tensors() -> None:
     assert isinstance(first, FakeTensor)
     assert first is again, "one fake for a tensor given twice"
     assert (first.shape, first.stride(), first.dtype) == (strided.shape, strided.stride(), strided.dtype)
-    assert rest[0].device == CPU, "what is on meta comes to the planned device"
+    assert rest[0].device == CPU, "a meta tensor gets a fake on the planned device"
     assert rest[0].requires_grad
     assert (rest[1], options) == ("text", {"n": 3})

@@ -1,4 +1,4 @@
-"""Capture without values: nothing of the model changes, and nothing is allocated."""
+"""Capture on fake tensors: the model does not change, and no memory is allocated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_call_that_is_one_region() -> None:
     assert model.calls == 0
 
 
-def test_a_call_in_two_regions_runs_its_python_once_and_leaves_no_trace() -> None:
+def test_a_call_in_two_regions_runs_its_python_once_and_restores_the_model() -> None:
     model, x = Wide(breaks=True).train(), torch.randn(64, 256)
     weights = [parameter.clone() for parameter in model.parameters()]
     call = capture_on_fakes(model, ((x,), {}), None, CPU, differentiate_all=False)
@@ -51,6 +51,6 @@ def test_a_call_in_two_regions_runs_its_python_once_and_leaves_no_trace() -> Non
     assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
 
 
-def test_a_forward_that_looks_at_values_cannot_be_captured_without_them() -> None:
+def test_a_forward_that_branches_on_values_cannot_be_captured_on_fakes() -> None:
     with pytest.raises(CaptureError, match="running past it on fakes failed"):
         capture_on_fakes(Wide(looks=True).train(), ((torch.randn(8, 256),), {}), None, CPU, differentiate_all=False)

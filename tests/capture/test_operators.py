@@ -1,4 +1,5 @@
-"""Models whose meaning is easily lost on the way to operators: bit for bit the plain model's step, on that road."""
+"""Models that are hard to trace into operators: a step on their operator graphs equals the plain model's bit for
+bit."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ BF16: Around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
 
 
 SKIPPED = (odd_models.Uncapturable, odd_models.NumpyInLoop)
-"""Not captured, or not the same way twice."""
+"""Models that cannot be captured, or not the same way twice."""
 
 
 def no_passes(_: OperatorGraph) -> Decision:
@@ -42,22 +43,22 @@ def batch() -> dict[str, Tensor]:
 
 
 def check(
-    model: nn.Module, around: Around = nullcontext, each: Any = None, *, deciders: tuple[Decide, ...] = (no_passes,)
+    model: nn.Module, around: Around = nullcontext, inputs: Any = None, *, deciders: tuple[Decide, ...] = (no_passes,)
 ) -> memopt.Plan:
-    """Assert that a step on the operator graphs leaves the plain model's bits; gives its plan. Only the forward runs
-    `around`: autocast is not meant for backwards."""
-    each = batch() if each is None else each
+    """Assert that a step on the operator graphs equals the plain model's bit for bit; returns its plan. Only the
+    forward runs inside `around`, because autocast is not meant for backwards."""
+    inputs = batch() if inputs is None else inputs
 
     def piece(model: nn.Module) -> Tensor:
         with around():
-            value = loss(model, each)
+            value = loss(model, inputs)
         value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
-    plain = run(copy.deepcopy(model), piece, each)
+    plain = run(copy.deepcopy(model), piece, inputs)
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
     planned_call_of(model).forward.planner.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
-    assert_same(run(model, piece, each), plain)
+    assert_same(run(model, piece, inputs), plain)
     return memopt.plan_of(model)
 
 
@@ -74,7 +75,7 @@ def text(plan: memopt.Plan) -> str:
     "odd", [odd for odd in odd_models.ODD_MODELS if odd.returns_loss and odd.model not in SKIPPED], ids=str
 )
 def test_odd_models(odd: odd_models.OddModel) -> None:
-    assert operators(check(odd.make(), each=odd.inputs()))
+    assert operators(check(odd.make(), inputs=odd.inputs()))
 
 
 class NoGradInside(Layered):
@@ -98,7 +99,7 @@ class WritesUnderNoGrad(Layered):
 
 
 class Island(Layered):
-    """Autocast turned off for one part, and turned on inside of that for one more."""
+    """Autocast is disabled for one part, and enabled again for a part of that."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -112,7 +113,7 @@ class Island(Layered):
 
 
 class ChangesShapesInPlace(Layered):
-    """Dimensions added, swapped and removed in place, and written to through them, as BigBird does the first."""
+    """Adds, swaps and removes dimensions in place and writes through the results; BigBird does the first."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -142,7 +143,8 @@ class OwnFunctionBeforeAnIsland(odd_models.OwnFunction):
 
 
 class CheckpointWithDropout(Layered):
-    """Drops half, since captured dropout scales 16-bit values by 1 / (1 - p) with other rounding than eager."""
+    """Drops with probability one half: captured dropout scales 16-bit values by 1 / (1 - p) with another rounding than
+    eager."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -216,13 +218,15 @@ def test_kept_bit_for_bit(kind: type[nn.Module], around: Around) -> None:
 
 
 @pytest.mark.parametrize("kind", [odd_models.OwnFunction, WritesUnderNoGrad])
-def test_what_is_lost_on_operators_stays_at_dynamos_level_and_the_plan_says_so(kind: type[nn.Module]) -> None:
+def test_regions_that_cannot_be_traced_into_operators_run_without_passes_and_the_plan_says_so(
+    kind: type[nn.Module],
+) -> None:
     plan = check(make(kind), nullcontext if kind is WritesUnderNoGrad else BF16)
     assert not operators(plan)
     assert "a region is not rewritten by passes, since" in str(plan.notes)
 
 
-def test_shapes_that_change_in_place_are_shapes_of_other_values() -> None:
+def test_shape_changes_in_place_are_traced_out_of_place() -> None:
     plan = memopt.plan(make(ChangesShapesInPlace), 1.0, batch(), precision="bf16")
     assert plan.predicted_peak_bytes > 0
     assert "unsqueeze_(" not in text(plan)
@@ -274,7 +278,7 @@ def test_composites_stay_whole_and_know_their_modules() -> None:
 
 
 @pytest.mark.parametrize("kind", [odd_models.BreakInLoop, odd_models.GraphBreak, CheckpointWithDropout, Layered])
-def test_plans_are_those_of_the_direct_road(kind: type[nn.Module]) -> None:
+def test_an_operator_graph_without_passes_does_not_change_the_plan(kind: type[nn.Module]) -> None:
     direct, through = (check(make(kind), deciders=deciders) for deciders in ((), (no_passes,)))
     if kind is not CheckpointWithDropout:
         assert through.regions == direct.regions
@@ -299,11 +303,11 @@ def test_diff_shows_what_passes_changed() -> None:
         plan.diff("none")
 
 
-def test_a_backward_within_autocast_is_warned_of_where_it_matters() -> None:
+def test_a_backward_within_autocast_warns_where_it_changes_gradients() -> None:
     for kind, warned in ((Island, True), (Layered, False)):
         model = make(kind)
         memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
         with warnings.catch_warnings(record=True) as found, BF16():
             warnings.simplefilter("always")
             loss(model, batch()).backward()
-        assert any("backward was called within torch.autocast" in str(each.message) for each in found) is warned
+        assert any("backward was called within torch.autocast" in str(warning.message) for warning in found) is warned

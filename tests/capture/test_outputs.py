@@ -13,7 +13,7 @@ from passes import format_graph
 
 
 def region(*returned: str | None) -> fx.GraphModule:
-    """A graph as Dynamo captures it, that returns some of: hidden states, logits, integers, a loss, a second loss."""
+    """A graph as Dynamo captures it, which returns the named values and None."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     examples = {
@@ -48,10 +48,10 @@ detach = call_method.detach(logits)
 detach_1 = call_method.detach(hidden)
 return (loss, detach, tokens, None, detach_1)""",
     )
-    assert ".detach()" in module.code, "the module is compiled anew"
+    assert ".detach()" in module.code, "the module is recompiled"
 
 
-def test_all_scalars_stay() -> None:
+def test_scalar_outputs_are_not_detached() -> None:
     assert detach_all_but_scalars(region("loss", "auxiliary", "accuracy", "tokens")) == frozenset()
 
 
@@ -64,7 +64,7 @@ def test_without_a_loss_nothing_is_detached(returned: tuple[str, ...]) -> None:
 
 
 class Forward:
-    """Notes what it is told."""
+    """Records the calls that a region's outputs make."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.leaves: list[list[Tensor]] = []
@@ -81,7 +81,7 @@ class Forward:
 
 
 class Region(torch.autograd.Function):
-    """A captured region of one linear layer; gives its loss, and its logits without a gradient."""
+    """A captured region with one linear layer; returns its loss, and its logits without a gradient."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def test_a_gradient_into_another_output_is_refused() -> None:
     assert not forward.done
 
 
-def test_the_forward_may_forbid_its_backward() -> None:
+def test_an_error_before_the_backward_prevents_it() -> None:
     weight, forward = nn.Parameter(torch.ones(3, 2)), Forward(refusal=ValueError("too large now"))
     with pytest.raises(ValueError, match="too large now"):
         call(weight, forward)[0].backward()
@@ -137,7 +137,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(call(weight, forward)[0], weight, create_graph=True)
 
 
-def test_a_retained_graph_still_waits() -> None:
+def test_a_forward_with_a_retained_graph_still_waits() -> None:
     weight, forward = nn.Parameter(torch.ones(3, 2)), Forward()
     loss = call(weight, forward)[0]
     loss.backward(retain_graph=True)
@@ -147,7 +147,7 @@ def test_a_retained_graph_still_waits() -> None:
     assert len(forward.leaves) == 2
 
 
-def test_what_needs_no_gradient_is_handed_out_as_it_is() -> None:
+def test_outputs_without_gradients_are_returned_unchanged() -> None:
     outputs = (torch.zeros(()), torch.zeros(3), None)
     handed = hand_out(outputs, frozenset(), Forward())
     assert all(ours is theirs for ours, theirs in zip(handed, outputs, strict=True))

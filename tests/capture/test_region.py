@@ -1,4 +1,4 @@
-"""What is recorded of a region, and what may be told from it later."""
+"""What a recorded region holds, and the facts that are derived from it later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.capture.recorded import recorded
 
 
 class Scores(nn.Module):
-    """Returns a loss and what it is made of."""
+    """Returns a loss and the scores that it is computed from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_parameters_are_known_by_the_number_of_their_input() -> None:
     assert {tuple(value.shape) for value in values} == {(4, 4), (4,)}
 
 
-def test_a_region_without_gradients_is_told() -> None:
+def test_a_region_without_gradients_is_recognised() -> None:
     model = Scores().train().requires_grad_(False)
     assert not recorded(model, torch.randn(2, 4)).differentiable
     assert recorded(model.requires_grad_(), torch.randn(2, 4)).differentiable

@@ -1,4 +1,4 @@
-"""The first pass over a forward that breaks into regions, on its values."""
+"""The first run of a forward that breaks into regions, on its real values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memopt.capture.rehearsal import undone
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": None}
 
 
-class Looks(nn.Module):
-    """Takes one way or another by a value that it has computed."""
+class Branches(nn.Module):
+    """Branches on a value that it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ class Looks(nn.Module):
         return self.last(torch.dropout(h, 0.5, train=True)).pow(2).mean()
 
 
-def test_a_forward_that_looks_at_a_value_is_planned_on_its_values() -> None:
+def test_a_forward_that_branches_on_a_value_is_planned_on_its_values() -> None:
     torch.manual_seed(0)
-    plain, model, x = Looks().train(), Looks().train(), torch.randn(32, 16)
+    plain, model, x = Branches().train(), Branches().train(), torch.randn(32, 16)
     model.load_state_dict(plain.state_dict())
     memopt.optimize(model, 1, example_inputs=(x,), **EXACT)
     assert model.steps == 0
@@ -41,7 +41,7 @@ def test_a_forward_that_looks_at_a_value_is_planned_on_its_values() -> None:
             torch.manual_seed(seed)
             trained(x).backward()
             drawn.append(torch.rand([]))
-        assert torch.equal(*drawn), "the generator ends elsewhere"
+        assert torch.equal(*drawn), "the generator ends in another state"
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
     for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
@@ -50,7 +50,7 @@ def test_a_forward_that_looks_at_a_value_is_planned_on_its_values() -> None:
 
 
 def test_everything_that_a_forward_changes_is_undone_also_where_it_raises() -> None:
-    model = Looks().train()
+    model = Branches().train()
     model.first.weight.grad = held = torch.ones(16, 16)
     mean, state, python = model.norm.running_mean.clone(), torch.get_rng_state(), random.getstate()  # type: ignore[union-attr]
     try:

@@ -1,4 +1,4 @@
-"""From recorded regions to joint graphs."""
+"""Tracing of recorded regions into joint graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_call_that_depends_on_no_parameter_is_refused() -> None:
         trace_call(CapturedCall.of(region), NOTHING)
 
 
-def test_a_decision_that_is_needed_and_idle_is_said() -> None:
+def test_a_needed_decision_without_passes_is_refused() -> None:
     region = recorded(Squares().train(), torch.randn(2, 4))
     rewriting = Rewriting(deciders=(idle,), needed="idle")
     for call in (CapturedCall.of(region), CapturedCall((RegionRun(region, region.parameter_ids),), "a break")):

@@ -7,7 +7,7 @@ from passes import format_graph
 from tests.passes.capture import Sketch, aten
 
 
-def test_only_a_plain_cast_is_spelled_anew() -> None:
+def test_only_casts_without_a_device_are_replaced() -> None:
     sketch = Sketch()
     x = sketch.input("x", 4)
     low = sketch.call(aten._to_copy.default, x, dtype=torch.bfloat16)

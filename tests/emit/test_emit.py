@@ -1,4 +1,4 @@
-"""A planned region becomes a function with the plain model's gradients, whatever its schedule recomputes."""
+"""An emitted region has the plain model's gradients, whatever its schedule recomputes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Squares(nn.Module):
 
 
 def schedules(joint: JointGraph) -> list[RegionSchedule]:
-    """With nothing recomputed, and with the whole forward evaluated a second time at the start of the backward."""
+    """Two schedules: one that recomputes nothing, and one that recomputes the whole forward at the start of the
+    backward."""
     calls = [node for node in joint.module.graph.nodes if node.op not in ("placeholder", "output")]
     late = backward_nodes(joint.module.graph)
     backward = [node.name for node in calls if node in late]

@@ -1,4 +1,4 @@
-"""Gradients that are added to `.grad` where they are made: only where autograd would do just that with them."""
+"""Gradients are added to `.grad` inside the backward only where autograd would do nothing else with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.passes.capture import Sketch, aten
 
 
 class Twice(torch.autograd.Function):
-    """Stands in for a captured region: doubles its last input, and gives its gradient away by `accumulate`."""
+    """A stand-in for a captured region: doubles its last input, and passes its gradient to `accumulate`."""
 
     given: list[Tensor | None]
 
@@ -57,7 +57,7 @@ def test_the_first_gradient_is_passed_on() -> None:
     assert torch.equal(parameter.grad, torch.full((3,), 2.0))
 
 
-def test_later_ones_are_added_in_place() -> None:
+def test_later_gradients_are_added_in_place() -> None:
     parameter = trained()
     held = parameter.grad
     loss(parameter).backward()
@@ -66,8 +66,8 @@ def test_later_ones_are_added_in_place() -> None:
     assert torch.equal(held, torch.full((3,), 3.0))
 
 
-def test_they_go_to_the_parameter_of_the_very_call() -> None:
-    """One region serves many calls: their backwards may come in any order."""
+def test_gradients_go_to_the_parameter_of_their_own_call() -> None:
+    """One region serves many calls, whose backwards may run in any order."""
     first, second = trained(), trained()
     losses = [loss(first), loss(second)]
     losses[0].backward()
@@ -83,7 +83,7 @@ def test_torch_autograd_grad_gets_its_gradient() -> None:
     assert parameter.grad.tolist() == [1.0] * 3
 
 
-def test_nobody_waits_for_it() -> None:
+def test_a_gradient_that_autograd_drops_is_not_added() -> None:
     parameter, other = trained(), torch.nn.Parameter(torch.zeros(3))
     loss(parameter, other).backward(inputs=[other])
     assert Twice.given == [None]
@@ -124,7 +124,7 @@ def sparse(parameter: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hold", [differentiable, sparse])
-def test_what_autograd_would_not_add_in_place_is_passed_on(hold: Callable[[Tensor], None]) -> None:
+def test_gradients_that_autograd_would_not_add_in_place_are_passed_on(hold: Callable[[Tensor], None]) -> None:
     parameter = trained()
     hold(parameter)
     loss(parameter).backward()
@@ -132,7 +132,7 @@ def test_what_autograd_would_not_add_in_place_is_passed_on(hold: Callable[[Tenso
     assert parameter.grad.to_dense().tolist() == [3.0] * 3
 
 
-def test_not_while_several_forwards_wait() -> None:
+def test_nothing_is_added_in_place_while_several_forwards_wait() -> None:
     parameter = trained()
     loss(parameter, allowed=False).backward()
     assert Twice.given[0] is not None
@@ -167,7 +167,7 @@ def test_a_parameter_is_stepped_and_nothing_passed_on() -> None:
     assert Twice.given == [None, None]
 
 
-def test_its_own_hook_is_not_in_the_way() -> None:
+def test_the_hook_that_steps_does_not_prevent_the_step() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     in_backward(parameter)
     assert is_hooked(parameter)
@@ -189,7 +189,7 @@ def late(parameter: Tensor) -> None:
 
 
 @pytest.mark.parametrize("prepare", [held, negated, late])
-def test_autograd_steps_where_there_is_more_to_do(prepare: Callable[[Tensor], None]) -> None:
+def test_autograd_steps_where_a_gradient_or_another_hook_is_there(prepare: Callable[[Tensor], None]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     in_backward(parameter)
     prepare(parameter)
@@ -206,7 +206,7 @@ def test_autograd_steps_while_several_forwards_wait() -> None:
     assert parameter.tolist() == [-4.0] * 3
 
 
-def test_what_is_asked_for_or_dropped_steps_nothing() -> None:
+def test_requested_and_dropped_gradients_step_nothing() -> None:
     parameter, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
     in_backward(parameter)
     (gradient,) = torch.autograd.grad(stepped(parameter), parameter)
@@ -216,7 +216,7 @@ def test_what_is_asked_for_or_dropped_steps_nothing() -> None:
     assert parameter.tolist() == [0.0] * 3
 
 
-def test_without_an_optimizer_it_is_autograds() -> None:
+def test_without_an_optimizer_the_gradient_is_accumulated() -> None:
     parameter = trained()
     stepped(parameter).backward()
     assert Twice.given == [None]
@@ -235,7 +235,7 @@ def backward_graph() -> fx.GraphModule:
 
 
 def test_golden() -> None:
-    """Each gradient is given away right after its memory is there: the views that lead to it move up."""
+    """Each gradient is accumulated right after its storage is made: the views that lead to it move up."""
     backward = backward_graph()
     accumulate_in_place(backward, {0: 0, 2: 5}, Accumulation())
     backward.graph.lint()

@@ -1,4 +1,4 @@
-"""Modules that take gradients become operators, which work while their backward runs."""
+"""Modules that take gradients are replaced by operators, which work while their backward runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def handing() -> tuple[Handing, torch.fx.GraphModule]:
 def run(parameter: nn.Parameter, fate: Fate) -> list[torch.Tensor | None]:
     made, module = handing()
     made.modules[0].receiver = lambda: (parameter, fate)  # type: ignore[method-assign]
-    with made.active() as handed_on:
+    with made.active() as returned:
         computed = module(torch.ones(3), torch.full((3,), 2.0))
         assert computed[1].numel() == 0
-        return made.results(computed, handed_on)
+        return made.results(computed, returned)
 
 
-def test_a_gradient_is_added_and_gone() -> None:
+def test_a_gradient_is_added_and_not_returned() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     results = run(parameter, Fate.ACCUMULATED)
@@ -42,7 +42,7 @@ def test_a_gradient_that_somebody_waits_for_is_passed_on() -> None:
     assert torch.equal(results[1], torch.full((3,), 3.0))
 
 
-def test_operators_and_not_modules_are_in_the_graph() -> None:
+def test_the_graph_calls_operators_and_no_modules() -> None:
     made, module = handing()
     assert made.numbers == [-1, 0]
     assert not list(module.children())

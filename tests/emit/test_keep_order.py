@@ -17,7 +17,7 @@ def graph(kernels_between: int) -> GraphModule:
     return sketch.returns(sketch.call(aten.add.Tensor, product, sketch.call(aten.relu.default, other)))
 
 
-def test_an_add_far_behind_its_product_reads_it_through_views() -> None:
+def test_an_add_long_after_its_product_reads_it_through_views() -> None:
     module = graph(2)
     keep_products_early(module)
     (add,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
@@ -27,7 +27,7 @@ def test_an_add_far_behind_its_product_reads_it_through_views() -> None:
     assert add.args[0].meta["val"].shape == (4, 4)
 
 
-def test_an_add_behind_its_product_stays_one_kernel_with_it() -> None:
+def test_an_add_right_after_its_product_is_unchanged() -> None:
     module = graph(0)
     keep_products_early(module)
     assert not module.graph.find_nodes(op="call_function", target=aten.permute.default)

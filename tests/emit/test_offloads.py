@@ -1,4 +1,4 @@
-"""Halves with values on the host: equal to the joint graph, and holding on the device what the simulator says."""
+"""Halves with offloaded values equal the joint graph, and hold the bytes that the simulator predicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FREE = Link(math.inf)
 
 
 def joined(*joints: JointGraph) -> Joined:
-    return join([price(each.module, each.forward_outputs, lambda _: NodePrice(1.0, 0)) for each in joints])
+    return join([price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0)) for joint in joints])
 
 
 def regions(joints: Sequence[JointGraph], problem: Joined, schedule: Schedule) -> tuple[RegionSchedule, ...]:
@@ -38,22 +38,23 @@ def regions(joints: Sequence[JointGraph], problem: Joined, schedule: Schedule) -
 
 
 def random_plan(problem: RematProblem, seed: int | None) -> Schedule:
-    """Random stays between two uses of a value, with random repetitions but for the seed None."""
+    """A schedule with random offloads between two uses of a value, and with random recomputation unless `seed` is
+    None."""
     state = random.Random(seed or 0)
     schedule = Schedule.save_all(problem)
     if seed is not None:
         schedule = without_repeated_results(problem, random_schedule(state, problem))
     used: dict[int, int] = {}
-    stays = []
+    offloads = []
     for position, index in enumerate(schedule.evaluations):
         for storage in problem.ops[index].reads:
             info = problem.storages[storage]
             if info.movable and not info.kept and position > used[storage] + 1 and state.random() < 0.5:
                 out_after = state.randrange(used[storage], position - 1)
                 freed, fetch = sorted(state.randrange(out_after + 1, position + 1) for _ in range(2))
-                stays.append(Offload(storage, out_after, freed, fetch, position))
+                offloads.append(Offload(storage, out_after, freed, fetch, position))
         used |= dict.fromkeys((*problem.ops[index].reads, *problem.ops[index].makes), position)
-    return Schedule(schedule.evaluations, tuple(stays))
+    return Schedule(schedule.evaluations, tuple(offloads))
 
 
 @pytest.mark.parametrize("model", [gpt2, resnet, rows_above_zero])
@@ -69,7 +70,7 @@ def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int |
 
 
 def test_two_forwards_before_their_backwards() -> None:
-    """What two runs of one region have on the host is not mixed up, in whichever order it comes back."""
+    """The offloaded values of two runs of one region are kept apart, in whichever order the backwards run."""
     joint = region(3)
     problem = joined(joint)
     forward, backward = partition(joint, regions([joint], problem, random_plan(problem.problem, None))[0])
@@ -96,8 +97,9 @@ def test_two_forwards_before_their_backwards() -> None:
 
 
 def live_bytes(graph: fx.Graph, tangents: int) -> list[int]:
-    """Device bytes live at each evaluation of a scheduled graph, what is copied out until compute has waited for it and
-    what is fetched from its first moment on; the `tangents` from that evaluation on."""
+    """Device bytes that are live at each evaluation of a scheduled graph. A value that is copied out counts until
+    compute has waited for the copy, one that is fetched from the start of the copy, and the tangents from evaluation
+    `tangents` on."""
     found = find_storages(graph)
     count = sum(map(is_scheduled, graph.nodes))
     returned = {index for node in graph.output_node().all_input_nodes for index in found.of[node]}
@@ -137,7 +139,8 @@ def test_the_graph_holds_what_the_simulator_says(seed: int | None) -> None:
 
 
 def test_while_another_region_runs_nothing_can_be_copied() -> None:
-    """What would be freed and fetched then is freed by the end of the forward, and fetched in the backward."""
+    """A value to be freed or fetched while another region runs is freed by the end of its own forward, and fetched in
+    its own backward."""
     joints = [region(2, loss=False), region(2, first=2)]
     problem = joined(*joints)
     plain = Schedule.save_all(problem.problem)
@@ -155,14 +158,15 @@ def test_while_another_region_runs_nothing_can_be_copied() -> None:
         assert first.evaluations[stay.back_before] == problem.prices[0].nodes[problem.owner[read][1]]
 
 
-def test_what_cannot_be_moved() -> None:
-    """Generator states, results, what the step writes to; all else has a node."""
+def test_storages_that_cannot_be_offloaded() -> None:
+    """Generator states, results, and values that the step writes to cannot be offloaded; every other storage has a
+    node."""
     joint = joint_of(resnet())
     found = joined(joint)
     for storage, value in zip(found.problem.storages, found.prices[0].values, strict=True):
         assert storage.movable == bool(value)
     names = {node.name for node in joint.module.graph.nodes}
     assert names.issuperset(filter(None, found.prices[0].values))
-    states = [each for each in joined(joint_of(gpt2())).problem.storages if each.name.endswith("_state")]
+    states = [storage for storage in joined(joint_of(gpt2())).problem.storages if storage.name.endswith("_state")]
     assert states
     assert not any(state.movable for state in states)

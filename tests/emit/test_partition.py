@@ -1,4 +1,4 @@
-"""The halves that run: equal to the joint graph, and holding at every moment what the simulator says."""
+"""The halves that run equal the joint graph, and hold the bytes that the simulator predicts at every moment."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ def priced(joint: JointGraph) -> PricedGraph:
 
 
 def region_schedule(graph: PricedGraph, schedule: Schedule) -> RegionSchedule:
-    boundary = schedule.evaluations.index(
-        graph.problem.forward_ops
-    )  # the tangents: they are there in the backward only
+    boundary = schedule.evaluations.index(graph.problem.forward_ops)  # the tangents, which exist in the backward only
     names = [graph.nodes[op] for op in schedule.evaluations]
     return RegionSchedule("", tuple(filter(None, names)), len(list(filter(None, names[:boundary]))))
 
 
 def run_halves(captured: Captured, forward: fx.GraphModule, backward: fx.GraphModule) -> list[Any]:
-    """What `tests.passes.capture.run` gives of the joint graph: results, inputs, and the generator's state."""
-    inputs = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in captured.inputs]
+    """The values that `tests.passes.capture.run` returns for the joint graph: results, inputs, and the generator's
+    state."""
+    inputs = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in captured.inputs]
     handed: dict[str, Any] = {}
     results: list[Any] = []
     torch.manual_seed(1)
@@ -74,7 +73,8 @@ def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int |
 
 
 def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[FoundReuse, ...]) -> list[int]:
-    """Bytes live at each evaluation of a scheduled graph by its last reads; the tangents from the boundary on."""
+    """Bytes that are live at each evaluation of a scheduled graph, from its last reads; the tangents from `boundary`
+    on."""
     found = find_storages(graph, reuses=reuses)
     evaluations = [node for node in graph.nodes if is_scheduled(node)]
     results = set(graph.output_node().all_input_nodes)
@@ -93,7 +93,8 @@ def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[FoundReuse, ...]) -
 
 
 def without_repeated_results(problem: RematProblem, schedule: Schedule) -> Schedule:
-    """Of a result that the forward makes twice, the simulator keeps the first and the graph returns the second."""
+    """The schedule without repeated evaluations of the forward's results: the simulator keeps the first of them and the
+    graph returns the second."""
     results = {problem.producer[index] for index, storage in enumerate(problem.storages) if storage.kept}
     evaluations = schedule.evaluations
     again = (op in evaluations[:place] for place, op in enumerate(evaluations))
@@ -115,7 +116,7 @@ def test_the_graph_holds_what_the_simulator_says(seed: int | None, reinplace: bo
 
 
 def layer() -> JointGraph:
-    """sin(x @ weight), split in two halves whose product is summed; the gradient of the weight."""
+    """sin(x @ weight), transposed and summed, with the gradient of the weight."""
     sketch = Sketch()
     weight, x, tangent = sketch.input("primals_1", 3, 4), sketch.input("primals_2", 2, 3), sketch.input("tangents_1")
     mm = sketch.call(aten.mm.default, x, weight)
@@ -153,7 +154,7 @@ return (t_2, None)""",
     )
 
 
-def test_saved_once_where_nothing_is_evaluated_again() -> None:
+def test_values_are_saved_once_where_nothing_is_recomputed() -> None:
     forward, backward = partition(layer(), RegionSchedule("", ("mm", "sin", "sum_1", "cos", "mul", "mm_1"), 3))
     assert format_graph(forward).splitlines()[-1] == "return (sum_1, primals_2, mm)"
     assert [node.name for node in backward.graph.find_nodes(op="placeholder")] == ["primals_2", "mm", "tangents_1"]

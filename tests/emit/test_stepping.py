@@ -1,4 +1,4 @@
-"""Parameters are stepped behind the last evaluation that reads them, whatever name it reads them by."""
+"""Parameters are stepped after the last evaluation that reads them, through whatever alias it reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backward_of(joint: JointGraph, *steps: int, evaluations: tuple[str, ...] = (
 
 
 def test_golden() -> None:
-    """Each weight is read for the gradient of its input after its own gradient is there."""
+    """Each weight is read for the gradient of its input after its own gradient is computed."""
     backward = backward_of(region(2), 0, 1)
     assert_expected_inline(
         format_graph(backward),
@@ -59,9 +59,9 @@ return (step_0, step_1, None)""",
     )
 
 
-def test_only_what_is_to_be_stepped_is() -> None:
+def test_only_the_named_inputs_are_stepped() -> None:
     modules = dict(backward_of(region(2), 1).named_children())
-    assert {name: type(each) for name, each in modules.items()} == {
+    assert {name: type(module) for name, module in modules.items()} == {
         "step_1": StepParameter,
         "accumulate_gradient_0": AccumulateGradient,
     }
@@ -71,8 +71,8 @@ def names_in_order(backward: fx.GraphModule) -> list[str]:
     return [node.name for node in backward.graph.nodes]
 
 
-def test_behind_what_is_evaluated_again() -> None:
-    """A repetition that comes late reads the weight once more: not after it has been stepped."""
+def test_a_step_comes_after_recomputed_operators() -> None:
+    """A recomputed operator that runs late reads the weight once more, so the step comes after it."""
     joint = reading_late()
     order = program_order(joint)
     again = (*order[:-1], "mm", "gelu", order[-1])
@@ -87,7 +87,8 @@ def test_behind_what_is_evaluated_again() -> None:
 
 
 def sharing(*, returned: bool) -> JointGraph:
-    """x * w, which reads the weight by an alias of it that the forward made; `returned`: hands that out, too."""
+    """x * w, which reads the weight through an alias that the forward makes; with `returned`, the alias is an output
+    too."""
     sketch = Sketch()
     weight, x, tangent = (sketch.input(name, 4, 4) for name in ("primals_1", "primals_2", "tangents_1"))
     alias = sketch.call(aten.t.default, weight)
@@ -100,19 +101,20 @@ def sharing(*, returned: bool) -> JointGraph:
     return JointGraph.of(sketch.returns(product, gradient, gradient_of_x), 1, frozenset({0}))
 
 
-def test_behind_what_reads_it_by_another_name() -> None:
+def test_a_step_comes_after_operators_that_read_an_alias() -> None:
     backward = backward_of(sharing(returned=False), 0, boundary=1)
     found = names_in_order(backward)
     assert found.index("step_0") > found.index("mul_2") > found.index("mul_1")
 
 
-def test_what_the_forward_returns_cannot_be_stepped() -> None:
-    with pytest.raises(AssertionError, match="a plan steps what its schedule cannot"):
+def test_a_parameter_with_a_returned_alias_cannot_be_stepped() -> None:
+    with pytest.raises(AssertionError, match="a plan steps a parameter that its schedule cannot step"):
         backward_of(sharing(returned=True), 0, boundary=1)
-    assert [type(each) for each in backward_of(sharing(returned=True), boundary=1).children()] == [AccumulateGradient]
+    backward = backward_of(sharing(returned=True), boundary=1)
+    assert [type(module) for module in backward.children()] == [AccumulateGradient]
 
 
-def test_memory_of_its_own() -> None:
+def test_a_stepped_parameter_shares_no_memory() -> None:
     weight, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
     check_own_memory((weight, 1, other), (0, 2))
     alias = weight.detach()[0]
@@ -125,4 +127,4 @@ def test_parameters_that_share_memory() -> None:
     model = nn.Linear(4, 4)
     assert sharing_memory(model) == []
     model.register_buffer("view", model.weight.detach()[0])
-    assert [each is model.weight for each in sharing_memory(model)] == [True]
+    assert [parameter is model.weight for parameter in sharing_memory(model)] == [True]

@@ -1,4 +1,4 @@
-"""Plans for a card count what torch's allocator holds; those for the CPU do not."""
+"""Plans for a GPU include the memory that torch's allocator holds; plans for the CPU do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ACCOUNT = Account(
 
 @pytest.fixture(scope="module")
 def step() -> Captured:
-    """Activations of 8 MB."""
+    """A step with activations of 8 MB."""
     return captured(region(4, width=512, batch=4096))
 
 
@@ -49,15 +49,15 @@ def joined(step: Captured) -> Joined:
     return step.joined(accumulating=False)
 
 
-def test_off_a_card_nothing_is_added(step: Captured) -> None:
+def test_on_the_cpu_nothing_is_added(step: Captured) -> None:
     bare = replace(ACCOUNT, context=0)
     schedule = Schedule.save_all(joined(step).problem)
     assert on_card(joined(step), schedule, bare) == bare
-    assert within(joined(step), schedule, bare, 1) == bare, "the budget is the solver's business"
+    assert within(joined(step), schedule, bare, 1) == bare, "the solver keeps the budget"
     assert make_plan(step, bare, 1 << 30).account == bare
 
 
-def test_the_peak_is_what_the_allocator_must_hold(step: Captured) -> None:
+def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: Captured) -> None:
     problem, schedule = joined(step).problem, Schedule.save_all(joined(step).problem)
     account = on_card(joined(step), schedule, ACCOUNT)
     assert account.fragmentation > 0
@@ -67,10 +67,10 @@ def test_the_peak_is_what_the_allocator_must_hold(step: Captured) -> None:
     )
     free = replay(problem, schedule, blocks, expandable_segments=False)
     assert free.allocated_bytes <= held <= free.reserved_bytes
-    assert on_card(joined(step), schedule, account) == account, "counted once"
+    assert on_card(joined(step), schedule, account) == account, "the overhead is counted once"
 
 
-def test_plans_keep_the_budget_with_what_the_allocator_holds(step: Captured) -> None:
+def test_plans_keep_the_budget_with_the_allocators_overhead(step: Captured) -> None:
     roomy = make_plan(step, ACCOUNT, 1 << 30)
     least, _ = smallest(joined(step), ACCOUNT)
     for share in (0.0, 0.3, 0.8):

@@ -1,4 +1,5 @@
-"""The second start of a job plans nothing; another job, or a damaged file, is planned as if nothing had been kept."""
+"""The second start of a job plans nothing; another job, or one with a damaged file, is planned as if nothing had been
+stored."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def start(
     budget_gb: float = TIGHT, *, ahead: bool = False, model: nn.Module | None = None, inputs: Batch | None = None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], memopt.Plan]:  # fmt: skip
-    """A job from its beginning: the gradients of its first step, and its plan."""
+    """A job from its start: the gradients of its first step, and its plan."""
     model, inputs = model or make(), inputs or batch()
     options = {"precision": "fp32", "allow": {"recompute"}, **options}
     memopt.optimize(model, budget_gb, **({"example_inputs": inputs} if ahead else {}), **options)
@@ -98,17 +99,17 @@ def test_a_plan_made_ahead_is_that_of_the_first_step(solved: list[int]) -> None:
     assert not solved
 
 
-def test_a_kept_plan_shows_its_graphs_and_answers_for_other_budgets() -> None:
+def test_a_cached_plan_shows_its_graphs_and_answers_for_other_budgets() -> None:
     plans = []
     for _ in range(2):
         model = make()
         memopt.optimize(model, TIGHT, example_inputs=batch(), precision="fp32", allow={"recompute"})
         plans.append(memopt.plan_of(model))
-    plan, kept = plans
-    assert kept == plan
-    assert str(kept.diff()) == str(plan.diff())
-    assert kept.at(ROOMY).added_time == 0
-    assert kept.smallest_bytes() == plan.smallest_bytes()
+    plan, cached = plans
+    assert cached == plan
+    assert str(cached.diff()) == str(plan.diff())
+    assert cached.at(ROOMY).added_time == 0
+    assert cached.smallest_bytes() == plan.smallest_bytes()
 
 
 def frozen() -> nn.Module:
@@ -148,7 +149,7 @@ def test_another_job_is_planned(solved: list[int], what: str) -> None:
 
 
 def test_threads_are_part_of_the_job(solved: list[int]) -> None:
-    """Kernels of the CPU take a workspace for each."""
+    """Kernels of the CPU take a workspace per thread."""
     start()
     threads = torch.get_num_threads()
     solved.clear()
@@ -160,15 +161,15 @@ def test_threads_are_part_of_the_job(solved: list[int]) -> None:
     assert solved
 
 
-def kept_file(folder: Path) -> Path:
-    (file,) = (each for each in folder.iterdir() if "plan" in each.read_text())
+def plan_file(folder: Path) -> Path:
+    (file,) = (path for path in folder.iterdir() if "plan" in path.read_text())
     return file
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", '{"rung": 0}', '{"rung": 99, "plan": {}}'])
-def test_a_damaged_file_is_planned_anew(folder: Path, text: str, solved: list[int]) -> None:
+@pytest.mark.parametrize("text", ["", "[1, 2]", '{"lever_set": 0}', '{"lever_set": 99, "plan": {}}'])
+def test_a_damaged_file_is_planned_again(folder: Path, text: str, solved: list[int]) -> None:
     first, _ = start()
-    file = kept_file(folder)
+    file = plan_file(folder)
     whole = file.read_text()
     file.write_text(text)
     solved.clear()
@@ -178,10 +179,10 @@ def test_a_damaged_file_is_planned_anew(folder: Path, text: str, solved: list[in
     assert file.read_text() == whole
 
 
-def test_a_plan_for_another_graph_is_planned_anew(folder: Path, solved: list[int]) -> None:
-    """As after a change that the key does not see: what is lowered must be what was planned."""
+def test_a_plan_for_another_graph_is_planned_again(folder: Path, solved: list[int]) -> None:
+    """As after a change that the key does not cover: the compiled graphs must be the planned ones."""
     first, _ = start()
-    file = kept_file(folder)
+    file = plan_file(folder)
     whole = file.read_text()
     values = json.loads(whole)
     values["plan"]["regions"][0]["fingerprint"] = "of another"
@@ -193,13 +194,15 @@ def test_a_plan_for_another_graph_is_planned_anew(folder: Path, solved: list[int
     assert file.read_text() == whole
 
 
-def test_nothing_is_kept_where_the_environment_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_stored_where_the_environment_disables_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     start(ahead=True)
     assert not folder.exists()
 
 
-def test_planning_without_training_keeps_nothing(folder: Path) -> None:
+def test_planning_without_training_stores_nothing(folder: Path) -> None:
     memopt.plan(make(), TIGHT, batch(), precision="fp32", allow={"recompute"})
     assert not folder.exists()
 
@@ -216,7 +219,7 @@ def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(folder.iterdir())) == 2
 
 
-def test_another_process_finds_what_this_one_kept(folder: Path) -> None:
+def test_another_process_finds_the_plan_of_this_one(folder: Path) -> None:
     start(ahead=True)
     kept = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     again = "from tests.planning.test_plan_cache import start; start(ahead=True)"

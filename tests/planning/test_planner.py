@@ -1,4 +1,4 @@
-"""From captured regions to a plan, on graphs written by hand."""
+"""Plans of captured regions, on graphs written by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def least_budget(step: Captured, account: Account) -> int:
 def test_regions_go_forward_in_order_and_backward_in_reverse() -> None:
     both = joined(two_regions())
     ops = zip(both.owner, both.problem.ops, strict=True)
-    runs = itertools.groupby(ops, key=lambda each: each[0][0])
+    runs = itertools.groupby(ops, key=lambda pair: pair[0][0])
     assert_expected_inline(
         "\n".join(f"{number}: {' '.join(op.name.split(' of ')[0] for _, op in run)}" for number, run in runs),
         """\
@@ -52,7 +52,7 @@ def test_regions_go_forward_in_order_and_backward_in_reverse() -> None:
             assert [both.problem.storages[s] for s in ours] == [own.storages[s] for s in theirs]
 
 
-def test_what_a_region_hands_to_the_next_is_kept() -> None:
+def test_values_that_the_next_region_reads_are_kept() -> None:
     problem = joined(two_regions()).problem
     kept = [storage.name for storage in problem.storages if storage.kept]
     assert kept == ["gelu_1", "tangents_1", "mm_2", "mm_4", "mm_5", "sum_1", "tangents_1", "mm_2", "mm_4", "mm_5"]
@@ -61,14 +61,14 @@ def test_what_a_region_hands_to_the_next_is_kept() -> None:
 def test_a_schedule_splits_into_those_of_the_regions() -> None:
     step = two_regions()
     both = joined(step)
-    for part, each in zip(split(both, step, Schedule.save_all(both.problem)), step.regions, strict=True):
-        forward, backward = ([node.name for node in half] for half in split_halves(each.module.graph))
+    for part, joint in zip(split(both, step, Schedule.save_all(both.problem)), step.regions, strict=True):
+        forward, backward = ([node.name for node in half] for half in split_halves(joint.module.graph))
         assert part.evaluations == (*forward, *backward)
         assert part.boundary == len(forward)
-        assert part.fingerprint == each.fingerprint
+        assert part.fingerprint == joint.fingerprint
 
 
-def test_repeated_evaluations_go_to_their_region() -> None:
+def test_recomputed_operators_go_to_their_region() -> None:
     step = two_regions()
     both = joined(step)
     for seed in range(5):
@@ -80,13 +80,13 @@ def test_repeated_evaluations_go_to_their_region() -> None:
             assert part.evaluations == tuple(node for owner, node in named if owner == number and node)
             forward = split_halves(step.regions[number].module.graph)[0]
             first = max(part.evaluations.index(node.name) for node in forward)
-            assert part.boundary == first + 1, "all that is evaluated again later is the backward's"
+            assert part.boundary == first + 1, "later recomputation belongs to the backward"
 
 
 @pytest.mark.parametrize("step", [captured(region(6)), two_regions()], ids=["one region", "two regions"])
 @pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=0, gradients=0)])
 def test_budgets(step: Captured, account: Account) -> None:
-    """Within the budget, never below the bound, never slower for more memory, and as the simulator says."""
+    """Plans keep the budget, are not below the bound, are not slower with more memory, and agree with the simulator."""
     plain = make_plan(step, account, ROOMY)
     assert plain.added_seconds == 0
     least = least_budget(step, account)
@@ -104,7 +104,7 @@ def test_budgets(step: Captured, account: Account) -> None:
     assert plan.added_seconds == 0, "nothing is recomputed at the plain step's own peak"
 
 
-def test_the_best_effort_tells_how_far_it_is() -> None:
+def test_the_best_effort_reports_its_progress() -> None:
     both = joined(captured(region(8)))
     budget = smallest(both, ACCOUNT)[0]
     lines: list[str] = []
@@ -124,7 +124,7 @@ def test_progress_line() -> None:
 
 
 @pytest.mark.parametrize("account", [ACCOUNT, HELD, replace(ACCOUNT, optimizer_temporaries=10**5)])
-def test_the_figures_of_a_refusal_work(account: Account) -> None:
+def test_the_smallest_budget_of_a_refusal_works(account: Account) -> None:
     step = captured(region(4))
     least = least_budget(step, account)
     with pytest.raises(BudgetError) as refusal:
@@ -146,7 +146,7 @@ def test_a_refusal_says_what_dominates() -> None:
         make_plan(step, replace(ACCOUNT, parameters=10**9), 10**7)
 
 
-def test_held_gradients_are_added_to_at_once() -> None:
+def test_held_gradients_are_accumulated_at_once() -> None:
     step = captured(region(6))
     first, later = make_plan(step, ACCOUNT, ROOMY), make_plan(step, HELD, ROOMY)
     weights = 6 * 16 * 16 * 4
@@ -167,7 +167,7 @@ def test_recipes() -> None:
         assert make_plan(step, ACCOUNT, int(recipe.peak_gb * GIB)).added_time <= recipe.added_time
 
 
-def test_recipes_hold_the_optimizer_step() -> None:
+def test_recipes_include_the_optimizer_step() -> None:
     account = replace(ACCOUNT, optimizer_temporaries=10**6)
     peaks = {recipe.peak_gb * GIB for recipe in recipes(joined(captured()), account)}
     assert peaks == {account.optimizer_step_bytes(512)}
@@ -195,7 +195,7 @@ layers.1: saved 0 B, 0 B by 0 again of 1, 0 times more
     )
 
 
-def test_held_after_the_forward() -> None:
+def test_bytes_held_after_the_forward() -> None:
     problem = joined(captured(region(2))).problem
-    # Both products and the first gelu for the backward, and the loss.
+    # The backward reads both products and the first gelu; the loss is the output.
     assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 512

@@ -1,4 +1,5 @@
-"""Steps in schedules: right behind what they wait for, and at the end where a repetition comes too late for them."""
+"""Steps come right after the operators that they wait for, or at the end of the backward where recomputation reads the
+parameter later."""
 
 from __future__ import annotations
 
@@ -32,25 +33,25 @@ def names(problem: Joined, schedule: Schedule) -> list[str]:
 
 
 def late(problem: Joined) -> Schedule:
-    """The first layer evaluated again at the very end, after its weight is stepped."""
+    """A schedule that recomputes the first layer at the end of the backward, after its weight is stepped."""
     order = list(range(len(problem.problem.ops)))
     end = order.index(by_name(problem, "mul")[0])
     return Schedule((*order[:end], *by_name(problem, "mm", "gelu"), *order[end:]))
 
 
-def test_a_weight_that_is_read_after_its_step() -> None:
+def test_a_weight_that_is_read_after_its_step_is_found() -> None:
     problem = joined(captured(reading_late()))
     schedule = late(problem)
     schedule.check(problem.problem)
     assert settle(problem, schedule) == (schedule, {0})
 
 
-def test_it_is_left_to_the_end() -> None:
+def test_such_a_weight_is_stepped_at_the_end() -> None:
     problem = joined(captured(reading_late()))
 
-    def solve(each: Joined) -> Solution:
-        schedule = late(each)
-        return Solution(schedule, simulate(each.problem, schedule).peak_bytes, 0.0, 0.0, "by hand")
+    def solve(joined: Joined) -> Solution:
+        schedule = late(joined)
+        return Solution(schedule, simulate(joined.problem, schedule).peak_bytes, 0.0, 0.0, "by hand")
 
     found, solution = settled(problem, solve)
     assert found.left == {0}
@@ -59,7 +60,7 @@ def test_it_is_left_to_the_end() -> None:
     assert found is problem.leaving(frozenset({0}))  # type: ignore[misc]
 
 
-def test_a_step_moves_up_to_what_it_waits_for() -> None:
+def test_a_step_moves_up_to_the_operator_that_it_waits_for() -> None:
     problem = joined(captured(region(2)))
     order = list(range(len(problem.problem.ops)))
     step = order.index(by_name(problem, "step_of_input_1")[0])
@@ -70,21 +71,21 @@ def test_a_step_moves_up_to_what_it_waits_for() -> None:
     assert settle(problem, moved) == (moved, frozenset())
 
 
-def test_stays_on_the_host_keep_their_neighbours() -> None:
+def test_offloads_keep_their_neighbours() -> None:
     problem = joined(replace(captured(region(2)), hardware=replace(hardware("h100"), least_moved_bytes=0)))
     order = list(range(len(problem.problem.ops)))
     step = order.index(by_name(problem, "step_of_input_1")[0])
     (gelu,) = by_name(problem, "gelu")
     storage = problem.problem.ops[by_name(problem, "mm")[0]].makes[0]
-    # "mm" of the first layer waits on the host until the repetition of "gelu" that comes before the step.
+    # "mm" of the first layer is offloaded until the recomputed "gelu" that comes before the step.
     evaluations = (*order[:step], gelu, *order[step:])
     schedule = Schedule(evaluations, (Offload(storage, gelu, gelu + 1, step - 1, step),))
     schedule.check(problem.problem)
     moved, wrong = settle(problem, schedule)
     assert not wrong
     assert names(problem, moved)[step - 1 : step + 2] == ["mm_3", "step_of_input_1", "gelu"]
-    (stay,) = moved.offloads
-    assert (stay.fetch_from, stay.back_before) == (step - 1, step + 1)
+    (offload,) = moved.offloads
+    assert (offload.fetch_from, offload.back_before) == (step - 1, step + 1)
 
 
 def test_a_plan_says_which_inputs_are_stepped() -> None:
@@ -97,7 +98,7 @@ def test_a_plan_says_which_inputs_are_stepped() -> None:
     assert step.stepping_as([(1,)]).joined(accumulating=False).steps.keys() != problem.steps.keys()
 
 
-def test_the_smallest_budget_proves_true() -> None:
+def test_the_smallest_budget_works() -> None:
     for layers in (2, 5):
         problem = joined(captured(region(layers)))
         least = smallest(problem, STEPPED)[0]
@@ -107,7 +108,7 @@ def test_the_smallest_budget_proves_true() -> None:
 
 
 def test_several_regions_step_at_their_ends() -> None:
-    """Autograd hands the gradients of each over when its backward is through, and steps then."""
+    """Autograd gets the gradients of a region when its backward ends, and steps then."""
     step = captured(region(2, loss=False), region(2, first=2)).stepping_by(STEPPING)
     problem = step.joined(accumulating=False)
     assert not problem.steps

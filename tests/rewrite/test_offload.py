@@ -46,7 +46,7 @@ def least(step: Captured) -> int:
 def climb(budget_bytes: int, *steps: tuple[Rung, Captured]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     for rung, each in steps:
-        taken = found.weigh(rung, each, ACCOUNT)
+        taken = found.consider(rung, each, ACCOUNT)
         if taken is not None:
             return taken
     return found.best()[0]
