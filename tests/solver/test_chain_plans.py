@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt.solver.arrays import arrays_of
-from memopt.solver.chain_plans import ChainPlans
+from memopt.solver.chain_plans import NestedChain
 from memopt.solver.liveness import to_schedule
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.portfolio import Portfolio
@@ -21,7 +20,7 @@ def test_a_uniform_chain_costs_what_revolve_says(slots: int) -> None:
     # Beside the slots: two gradients and the value at work. Of the 41 steps the first needs no gradient, and reads
     # nothing; the first pass, of 40 steps, is free.
     budget_bytes = 10 * (slots + 3)
-    table = ChainPlans(problem, arrays_of(problem)).table(budget_bytes)
+    table = NestedChain().table(problem, budget_bytes)
     assert table is not None
     evaluations = table.plan(budget_bytes)
     assert evaluations is not None
@@ -37,7 +36,7 @@ def test_every_plan_is_a_schedule_and_more_memory_is_never_slower(number: int, s
     problem = random_problem(state, state.randint(2, 20))
     floor, peak = floor_bytes(problem), simulate(problem, Schedule.save_all(problem)).peak_bytes
     cap_bytes = int(floor + share * (peak - floor))
-    table = ChainPlans(problem, arrays_of(problem)).table(cap_bytes)
+    table = NestedChain().table(problem, cap_bytes)
     if table is None or table.smallest_cap_bytes is None:
         return
     caps = sorted({table.smallest_cap_bytes, (table.smallest_cap_bytes + cap_bytes) // 2, cap_bytes})
@@ -51,7 +50,7 @@ def test_every_plan_is_a_schedule_and_more_memory_is_never_slower(number: int, s
 def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
     problem = transformer(12)
     cap_bytes = int(share * simulate(problem, Schedule.save_all(problem)).peak_bytes)
-    table = ChainPlans(problem, arrays_of(problem)).table(cap_bytes)
+    table = NestedChain().table(problem, cap_bytes)
     assert table is not None
     plan = table.plan(cap_bytes)
     assert plan is not None
@@ -62,4 +61,4 @@ def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
 
 def test_a_forward_that_cannot_be_cut_has_no_table() -> None:
     problem = chain(1)
-    assert ChainPlans(problem, arrays_of(problem)).table(10**6) is None
+    assert NestedChain().table(problem, 10**6) is None
