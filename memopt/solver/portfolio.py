@@ -66,9 +66,10 @@ class Portfolio:
     A solution fits its budget, adds no more than any baseline or plan of the hull that fits it, and no more than any
     solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
-    `solvers` are a user's own, asked once in each `solve`. Their schedules are judged as ours are: what does not fit is
-    a start for repair, and the fastest that fits wins, with the solver's name as the solution's `method`. Schedules
-    with offloads are left to `OffloadPortfolio`. A solver that fails raises `SolverError`.
+    `solvers` are a user's own, asked once in each `solve` after ours are done, so that no solution is slower for them.
+    Their schedules are judged as ours are: what does not fit is a start for repair, and the fastest that fits wins,
+    with the solver's name in the solution's `method`. Schedules with offloads are left to `OffloadPortfolio`. A solver
+    that fails raises `SolverError`.
     """
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
@@ -78,6 +79,7 @@ class Portfolio:
         self._nested_chain = NestedChain()
         self.users = UserSolvers(problem, solvers)
         self._found: list[Candidate] = []
+        self._found_with_users: list[Candidate] = []
 
     def solve(
         self,
@@ -98,7 +100,7 @@ class Portfolio:
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
         bound = self._bound.added_seconds(budget_bytes)
         search = Search(self._arrays, budget_bytes, bound + _CLOSE_ENOUGH * self._problem.seconds)
-        known = [*self._baselines, *self._hull_plans, *self._found, *self._users_plans(budget_bytes)]
+        known = [*self._baselines, *self._hull_plans, *self._found]
         for plan in known:
             search.offer(plan)
         if effort == "fast" and not search.done:
@@ -106,15 +108,17 @@ class Portfolio:
         if effort != "fast" or search.best is None:
             self._improve(search, known, bound)
         if search.best is None:
-            if self._smallest.peak_bytes > budget_bytes:
-                floor = floor_of(self._problem)
-                raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
-            search.offer(self._smallest)
-        assert search.best is not None
+            search.offer(self._own_smallest)
+        if self.users.solvers:
+            self._found += [] if search.best is None else [search.best]
+            self._add_users_plans(search, quickly=effort == "fast")
+        if search.best is None:
+            floor = floor_of(self._problem)
+            raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
             search_on(self._problem, self._arrays, search, seeds, bound, limit_seconds, report)
-        self._found.append(search.best)
+        (self._found_with_users if self.users.solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
     def smallest(self) -> Solution:
@@ -180,6 +184,22 @@ class Portfolio:
         proposals = self.users.at(budget_bytes)
         return [candidate(self._arrays, name, to_array(plan)) for name, plan in proposals if not plan.offloads]
 
+    def _add_users_plans(self, search: Search, quickly: bool) -> None:
+        """Offer what the users' solvers propose and what was found with them before; improve the nearest of it."""
+        plans = [*self._users_plans(search.cap_bytes), *self._found_with_users]
+        for plan in plans:
+            search.offer(plan)
+        fitting = sorted((p for p in plans if p.peak_bytes <= search.cap_bytes), key=lambda plan: plan.added_seconds)
+        above = sorted((p for p in plans if p.peak_bytes > search.cap_bytes), key=lambda plan: plan.peak_bytes)
+        for plan in fitting[:3]:
+            search.polish(plan)
+        for plan in above[: 1 if quickly else 3]:
+            search.repair(plan, NEAREST_POWERS[:1] if quickly else NEAREST_POWERS)
+        if plans and not quickly:
+            search.explore(self._baselines[0], [*above[:3], *fitting[:2]], self._explored)
+        if search.best is None and self._smallest.peak_bytes <= search.cap_bytes:
+            search.offer(self._smallest)
+
     def _exact(self, cap_bytes: int) -> Candidate | None:
         """What the exact reference finds for a tiny problem; None for others, and where it finds nothing."""
         if self._problem.forward_ops > _TINY_OPS:
@@ -212,10 +232,16 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
+        """The schedule of the smallest peak, ours or what the users' solvers propose for the floor."""
+        proposed = self._users_plans(floor_of(self._problem).bytes)
+        return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
+
+    @cached_property
+    def _own_smallest(self) -> Candidate:
         """Repair under caps between the floor and the smallest peak known, by bisection. The same whatever was solved
         before: a refusal names its figure to another process."""
         low = floor_of(self._problem).bytes
-        known = [*self._baselines, *self._hull_plans, *self._users_plans(low)]
+        known = [*self._baselines, *self._hull_plans]
         nested = self._deepest_nested(known)
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]

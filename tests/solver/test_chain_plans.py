@@ -31,7 +31,7 @@ def test_a_uniform_chain_costs_what_revolve_says(slots: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
-def test_every_plan_is_a_schedule_and_more_memory_is_never_slower(number: int, share: float) -> None:
+def test_every_cap_of_the_table_has_a_plan_that_is_a_schedule(number: int, share: float) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(2, 20))
     floor, peak = floor_bytes(problem), simulate(problem, Schedule.save_all(problem)).peak_bytes
@@ -40,10 +40,25 @@ def test_every_plan_is_a_schedule_and_more_memory_is_never_slower(number: int, s
     if table is None or table.smallest_cap_bytes is None:
         return
     caps = sorted({table.smallest_cap_bytes, (table.smallest_cap_bytes + cap_bytes) // 2, cap_bytes})
-    plans = [table.plan(cap) for cap in caps if cap <= cap_bytes]
-    seconds = [simulate(problem, to_schedule(plan)).seconds for plan in plans if plan is not None]
-    assert len(seconds) == len(plans)
-    assert all(second >= problem.seconds - 1e-9 for second in seconds)
+    plans = [plan for cap in caps if cap <= cap_bytes and (plan := table.plan(cap)) is not None]
+    assert len(plans) == sum(cap <= cap_bytes for cap in caps)
+    for plan in plans:
+        assert simulate(problem, to_schedule(plan)).seconds >= problem.seconds - 1e-9
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_larger_cap_never_makes_the_plan_slower(layers: int) -> None:
+    problem = transformer(layers)
+    cap_bytes = simulate(problem, Schedule.save_all(problem)).peak_bytes
+    table = NestedChain().table(problem, cap_bytes)
+    assert table is not None
+    assert table.smallest_cap_bytes is not None
+    caps = [int(table.smallest_cap_bytes + k / 12 * (cap_bytes - table.smallest_cap_bytes)) for k in range(13)]
+    plans = [table.plan(cap) for cap in caps]
+    added = [simulate(problem, to_schedule(plan)).added_seconds for plan in plans if plan is not None]
+    assert len(added) == len(caps)
+    assert added == sorted(added, reverse=True)
+    assert added[0] > added[6] > added[12]
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])

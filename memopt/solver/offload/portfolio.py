@@ -19,7 +19,7 @@ from memopt.solver.errors import Infeasible
 from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
 from memopt.solver.offload.bound import OffloadBound, transient_floor
-from memopt.solver.offload.climb import OffloadClimb
+from memopt.solver.offload.larger_budgets import LargerBudgets
 from memopt.solver.offload.place import Placer
 from memopt.solver.offload.search import OffloadCandidate, OffloadSearch
 from memopt.solver.portfolio import Effort, Portfolio, Solution
@@ -39,9 +39,9 @@ class OffloadSolution(Solution):
     """A schedule within a budget over a link, judged by the simulator; `added_seconds` counts the waiting too."""
 
     stall_seconds: float
-    """For which compute waits for transfers."""
+    """Seconds for which compute waits for transfers."""
     host_bytes: int
-    """The most that is on the host at a time."""
+    """The most bytes on the host at any one time."""
 
 
 class OffloadPortfolio:
@@ -62,7 +62,7 @@ class OffloadPortfolio:
         self._portfolio = portfolio or Portfolio(problem, solvers)
         self._arrays = arrays_of(problem)
         self._bound = OffloadBound(problem)
-        self._climb = OffloadClimb(problem, self._arrays, self._portfolio)
+        self._larger = LargerBudgets(problem, self._arrays, self._portfolio)
         self._found: list[tuple[int, OffloadCandidate]] = []
 
     def solve(
@@ -124,7 +124,7 @@ class OffloadPortfolio:
         for found_for, plan in self._found:
             if found_for <= budget_bytes:
                 search.offer_again(plan)
-        self._climb.improve(search, budget_bytes, link, plain, quickly=effort == "fast")
+        self._larger.improve(search, budget_bytes, link, plain, quickly=effort == "fast")
         if effort == "fast" or search.best is None:
             return
         search.drop(_EXPLORED)
@@ -156,7 +156,7 @@ class OffloadPortfolio:
         return search.best.added_seconds <= bound + _CLOSE_ENOUGH * self._problem.seconds
 
     def _smallest_peak(self, link: Link) -> int:
-        """By bisection where the host has too little room for all that one op does not need."""
+        """The smallest peak in bytes at which offloads can be placed, by bisection between the floor and the portfolio's."""
         high, low = self._portfolio.smallest().peak_bytes, transient_floor(self._problem)[0]
         if link.bytes_per_second == 0:
             return high
