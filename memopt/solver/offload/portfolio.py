@@ -156,7 +156,7 @@ class OffloadPortfolio:
         return search.best.added_seconds <= bound + _CLOSE_ENOUGH * self._problem.seconds
 
     def _smallest_peak(self, link: Link) -> int:
-        """The smallest peak in bytes at which offloads can be placed, by bisection between the floor and the portfolio's."""
+        """The smallest peak in bytes at which offloads can be placed, found by bisection."""
         high, low = self._portfolio.smallest().peak_bytes, transient_floor(self._problem)[0]
         if link.bytes_per_second == 0:
             return high
