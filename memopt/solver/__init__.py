@@ -1,12 +1,13 @@
 """Algorithms over numbers: which values of a training step to keep and which to recompute."""
 
 from memopt.solver.best_effort import Progress
-from memopt.solver.errors import Infeasible
+from memopt.solver.errors import Infeasible, SolverError
 from memopt.solver.link import Link
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
 from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.protocol import Solver
 from memopt.solver.save_all import SaveAll
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import Simulation, simulate
@@ -28,6 +29,8 @@ __all__ = [
     "Schedule",
     "Simulation",
     "Solution",
+    "Solver",
+    "SolverError",
     "Storage",
     "floor_bytes",
     "simulate",

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from memopt.solver.problem import RematProblem
 
 Ints = npt.NDArray[np.int64]
+IntTable = npt.NDArray[np.int64]
+"""With two dimensions; the others have one."""
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 

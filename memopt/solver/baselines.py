@@ -1,8 +1,9 @@
-"""What is done by hand today, on the same problem: which storages each recipe saves."""
+"""The usual recipes of activation checkpointing, as solvers: each proposes one schedule, whatever the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isqrt
 
 import numpy as np
@@ -10,30 +11,56 @@ import numpy as np
 from memopt.solver.just_in_time import just_in_time
 from memopt.solver.min_cut import needed_by_backward
 from memopt.solver.problem import RematProblem
+from memopt.solver.protocol import Solver
 from memopt.solver.schedule import Schedule
 
 
-def baseline_schedules(problem: RematProblem) -> dict[str, Schedule]:
-    """Name → schedule: save all, checkpoint segments (Chen et al., 2016), attention only.
+@dataclass(frozen=True)
+class SaveEverything:
+    """Saves all activations and recomputes nothing, as training without checkpointing does."""
 
-    "per block" and "every k blocks" recompute between the inputs of blocks (`Op.block`), as `torch.utils.checkpoint`
-    around each does; ops outside of blocks save what they need. Where no op has a block, segments of the forward stand
-    in, cut where few bytes cross.
+    name: str = "save all"
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return [Schedule.save_all(problem)]
+
+
+@dataclass(frozen=True)
+class CheckpointBlocks:
+    """Saves only what enters each group of `every` blocks and recomputes the group in the backward.
+
+    That is `torch.utils.checkpoint` around every group; ops outside of blocks (`Op.block`) save what they need. Where
+    no op has a block, segments of the forward stand in, cut where few bytes cross.
     """
-    schedules = {"save all": Schedule.save_all(problem)}
-    blocks = forward_blocks(problem)
-    count = max(blocks, default=-1) + 1
-    root = max(isqrt(count), 1)
+
+    name: str
+    every: int
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return [checkpointed(problem, forward_blocks(problem), self.every)]
+
+
+@dataclass(frozen=True)
+class AttentionOnly:
+    """Recomputes the attention cores (`Op.attention`) and saves everything else."""
+
+    name: str = "attention only"
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        return [just_in_time(problem, _saved_unless(problem, lambda op: problem.ops[op].attention))]
+
+
+def baseline_solvers(problem: RematProblem) -> list[Solver]:
+    """The recipes that make sense for the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
+    solvers: list[Solver] = [SaveEverything()]
+    count = max(forward_blocks(problem), default=-1) + 1
     if count > 1:
-        schedules["per block"] = checkpointed(problem, blocks, 1)
-        for every in _group_sizes(count):
-            schedules[f"every {every} blocks"] = checkpointed(problem, blocks, every)
-        schedules["sqrt(L) segments"] = checkpointed(problem, blocks, -(-count // root))
+        solvers.append(CheckpointBlocks("per block", 1))
+        solvers += [CheckpointBlocks(f"every {every} blocks", every) for every in _group_sizes(count)]
+        solvers.append(CheckpointBlocks("sqrt(L) segments", -(-count // isqrt(count))))
     if any(op.attention for op in problem.ops[: problem.forward_ops]):
-        schedules["attention only"] = just_in_time(
-            problem, _saved_unless(problem, lambda op: problem.ops[op].attention)
-        )
-    return schedules
+        solvers.append(AttentionOnly())
+    return solvers
 
 
 def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:

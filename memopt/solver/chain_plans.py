@@ -17,29 +17,57 @@ from math import gcd
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints
+from memopt.solver.arrays import Arrays, Ints, arrays_of
 from memopt.solver.block_options import Choices, Option, choices_of
 from memopt.solver.chain import Chain, chain_of
 from memopt.solver.chain_table import ChainCosts, Table, choose, fill, row
-from memopt.solver.liveness import remove_dead
+from memopt.solver.liveness import remove_dead, to_schedule
+from memopt.solver.per_problem import PerProblem
 from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
 
+# Plans are made for these multiples of the budget.
+_SHARES = (1.0, 1.06, 1.15, 1.3)
 _SLOTS = 2000
 # What filling a table may take, blocks^3 / 6 times the slots and an overhead: a third of a second.
 _WORK, _OVERHEAD = 4e8, 50
 _MOST_BLOCKS = 512
 
 
-class ChainPlans:
-    """Nested plans of one problem; cutting it into blocks and solving those is done once for each number of blocks."""
+class NestedChain:
+    """Proposes the nested plans for the budget and for a few multiples of it.
 
-    def __init__(self, problem: RematProblem, arrays: Arrays) -> None:
+    What passes the budget is repaired by the portfolio, and what the rounding to slots leaves unused is polished.
+    """
+
+    name = "nested chain"
+
+    def __init__(self) -> None:
+        self._tables = PerProblem(ChainTables)
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        table = self.table(problem, int(_SHARES[-1] * budget_bytes))
+        if table is None or table.smallest_cap_bytes is None:
+            return []
+        caps = dict.fromkeys(max(int(share * budget_bytes), table.smallest_cap_bytes) for share in _SHARES)
+        plans = [table.plan(cap_bytes) for cap_bytes in caps]
+        return [to_schedule(plan) for plan in plans if plan is not None]
+
+    def table(self, problem: RematProblem, cap_bytes: int) -> ChainTable | None:
+        """The nested plans for all caps up to `cap_bytes`; None where the forward has no place to be cut at."""
+        return self._tables(problem).up_to(cap_bytes)
+
+
+class ChainTables:
+    """The tables of one problem; cutting it into blocks and solving those is done once for each number of blocks."""
+
+    def __init__(self, problem: RematProblem) -> None:
         self._problem = problem
-        self._arrays = arrays
+        self._arrays = arrays_of(problem)
         self._chains: dict[int, Chain] = {}
         self._choices: dict[int, list[Choices]] = {}
 
-    def table(self, cap_bytes: int) -> ChainTable | None:
+    def up_to(self, cap_bytes: int) -> ChainTable | None:
         """The plans for all caps up to `cap_bytes`; None where the forward has no place to be cut at."""
         slot_bytes = max(self._grain, -(-(cap_bytes - self._problem.resident_bytes) // _SLOTS), 1)
         slots = (cap_bytes - self._problem.resident_bytes) // slot_bytes + 1

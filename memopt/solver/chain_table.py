@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memopt.solver.arrays import Floats, Ints
-from memopt.solver.native import compiler, native, native_part
+from memopt.solver.arrays import Floats, Ints, IntTable
+from memopt.solver.native import is_compiled, native, native_part
 
 Table = npt.NDArray[np.float32]
 
@@ -37,7 +37,7 @@ class ChainCosts(NamedTuple):
     """Per block: held anyway during its first forward."""
     again_held: Ints
     """Per block t: held anyway just before its backward, when blocks up to it are run again."""
-    extra: Ints
+    extra: IntTable
     """[s, c]: what enters block c and not block s."""
 
 
@@ -59,7 +59,7 @@ def _lower_at_once(here: Table, first: Table, second: Table, seconds: np.float32
 
 
 # Machine code runs the loop four times as fast as array expressions, which plain Python needs.
-_lower = native_part(_lower_in_a_loop) if compiler is not None else _lower_at_once
+_lower = native_part(_lower_in_a_loop) if is_compiled() else _lower_at_once
 
 
 @native

@@ -1,4 +1,4 @@
-"""What the solvers raise when no schedule fits."""
+"""What the solvers raise."""
 
 from __future__ import annotations
 
@@ -18,3 +18,7 @@ class Infeasible(Exception):
             f"no schedule fits the budget: the smallest peak found is {smallest_peak_bytes} bytes, "
             f"and no schedule can go below {floor_bytes} bytes, which op {dominating_op} needs"
         )
+
+
+class SolverError(ValueError):
+    """A user's solver failed, or proposed something that is not a schedule of the problem; the message names it."""

@@ -21,7 +21,7 @@ from memopt.solver.stage_model import StageModel
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactResult:
     """What the reference found."""
 
     schedule: Schedule | None
@@ -42,7 +42,7 @@ def solve_exactly(
     gap_seconds: float | None = None,
     below_seconds: float | None = None,
     nodes: int | None = None,
-) -> Exact:
+) -> ExactResult:
     """The fastest schedule of stages with a peak of at most `budget_bytes`, within `seconds` of wall time.
 
     `nodes` limits the search tree instead, so that what is found is the same in every run.
@@ -53,7 +53,7 @@ def solve_exactly(
     gap = 1e-4 * problem.seconds if gap_seconds is None else gap_seconds
     if problem.forward_ops == len(problem.ops):
         fits = simulate(problem, Schedule.save_all(problem)).peak_bytes <= budget_bytes
-        return Exact(Schedule.save_all(problem), 0.0, 0.0, True) if fits else _nothing
+        return ExactResult(Schedule.save_all(problem), 0.0, 0.0, True) if fits else _nothing
     staged = StageModel(problem, budget_bytes)
     if staged.impossible:
         return _nothing
@@ -62,12 +62,30 @@ def solve_exactly(
         staged.model.cost_at_most(below_seconds / unit)
     values, bound, complete = staged.model.solve(seconds, gap, nodes)
     if values is None:
-        return Exact(None, float("inf"), bound * unit, complete)
+        return ExactResult(None, float("inf"), bound * unit, complete)
     schedule = to_schedule(remove_dead(arrays_of(problem), np.array(staged.evaluations(values), np.int64)))
     simulation = simulate(problem, schedule)
     if simulation.peak_bytes > budget_bytes:  # a second version of a kept storage outlived its making
-        return Exact(None, float("inf"), bound * unit, False)
-    return Exact(schedule, simulation.added_seconds, bound * unit, complete)
+        return ExactResult(None, float("inf"), bound * unit, False)
+    return ExactResult(schedule, simulation.added_seconds, bound * unit, complete)
 
 
-_nothing = Exact(None, float("inf"), float("inf"), True)
+_nothing = ExactResult(None, float("inf"), float("inf"), True)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Proposes the reference's schedule for problems of at most `most_forward_ops`, and nothing for larger ones.
+
+    `nodes` limits the search tree, so that the schedule is the same in every run.
+    """
+
+    name: str = "exact"
+    most_forward_ops: int = 24
+    nodes: int = 300
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
+        if problem.forward_ops > self.most_forward_ops:
+            return []
+        found = solve_exactly(problem, budget_bytes, nodes=self.nodes).schedule
+        return [] if found is None else [found]

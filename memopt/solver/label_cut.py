@@ -41,7 +41,7 @@ class LabelProblem:
     """None negative, all finite; in a unit of their own."""
 
     def __post_init__(self) -> None:
-        sizes = {len(each) for each in (self.zeros, self.ones, self.costs, self.tolls)}
+        sizes = {len(column) for column in (self.zeros, self.ones, self.costs, self.tolls)}
         assert len(sizes) == 1, f"pairs of {sizes} lengths"
         assert (self.costs >= 0).all(), "a cost is negative: the pair cannot be cut"
         assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll is negative or infinite"

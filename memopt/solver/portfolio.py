@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 from memopt.solver.arrays import arrays_of
-from memopt.solver.baselines import baseline_schedules
+from memopt.solver.baselines import baseline_solvers
 from memopt.solver.best_effort import Progress, search_on
-from memopt.solver.chain_plans import ChainPlans, ChainTable
+from memopt.solver.chain_plans import NestedChain
+from memopt.solver.cut_schedules import MinimumCut
 from memopt.solver.errors import Infeasible
-from memopt.solver.hull import lower_hull
-from memopt.solver.just_in_time import just_in_time
 from memopt.solver.liveness import to_array, to_schedule
 from memopt.solver.lower_bound import LowerBound, floor_of
-from memopt.solver.min_cut import CutNetwork
 from memopt.solver.problem import RematProblem
+from memopt.solver.protocol import Solver
 from memopt.solver.schedule import Schedule
 from memopt.solver.search import NEAREST_POWERS, NEXT_POWERS, SAVE_ALL_POWERS, Candidate, Search, candidate
 from memopt.solver.simulator import simulate
+from memopt.solver.user_solvers import UserSolvers
 
 Effort = Literal["fast", "default", "best"]
 
@@ -28,13 +28,11 @@ Effort = Literal["fast", "default", "best"]
 _CLOSE_ENOUGH = 1e-4
 # This close, nested recomputation has nothing to offer.
 _NEEDS_NO_NESTING = 1e-3
-# Nested plans are made for these multiples of the budget: what passes it is repaired, what rounding leaves is polished.
-_NESTED_SHARES = (1.0, 1.06, 1.15, 1.3)
 # How many evaluations the plans of a local search may have together, half a second's worth; more
 # where plans are short, since building and cutting them takes less.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
-# Forward ops up to which the exact reference takes part: a tenth of a second, and how far its tree may grow.
-_TINY_OPS, _TINY_NODES = 24, 300
+# Forward ops up to which the exact reference takes part: a tenth of a second.
+_TINY_OPS = 24
 # Large problems gain nothing from repairs of the plan that saves all, which take longest: none after so many.
 _SPENT_BEFORE_SAVE_ALL = 100_000
 # How many the repairs may make that look for the smallest peak: a second or two.
@@ -67,14 +65,21 @@ class Portfolio:
 
     A solution fits its budget, adds no more than any baseline or plan of the hull that fits it, and no more than any
     solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
+
+    `solvers` are a user's own, asked once in each `solve` after ours are done, so that no solution is slower for them.
+    Their schedules are judged as ours are: what does not fit is a start for repair, and the fastest that fits wins,
+    with the solver's name in the solution's `method`. Schedules with offloads are left to `OffloadPortfolio`. A solver
+    that fails raises `SolverError`.
     """
 
-    def __init__(self, problem: RematProblem) -> None:
+    def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self._problem = problem
         self._arrays = arrays_of(problem)
         self._bound = LowerBound(problem)
-        self._chains = ChainPlans(problem, self._arrays)
+        self._nested_chain = NestedChain()
+        self.users = UserSolvers(problem, solvers)
         self._found: list[Candidate] = []
+        self._found_with_users: list[Candidate] = []
 
     def solve(
         self,
@@ -103,15 +108,17 @@ class Portfolio:
         if effort != "fast" or search.best is None:
             self._improve(search, known, bound)
         if search.best is None:
-            if self._smallest.peak_bytes > budget_bytes:
-                floor = floor_of(self._problem)
-                raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
-            search.offer(self._smallest)
-        assert search.best is not None
+            search.offer(self._own_smallest)
+        if self.users.solvers:
+            self._found += [] if search.best is None else [search.best]
+            self._add_users_plans(search, quickly=effort == "fast")
+        if search.best is None:
+            floor = floor_of(self._problem)
+            raise Infeasible(self._smallest.peak_bytes, floor.bytes, floor.op)
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
             search_on(self._problem, self._arrays, search, seeds, bound, limit_seconds, report)
-        self._found.append(search.best)
+        (self._found_with_users if self.users.solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
     def smallest(self) -> Solution:
@@ -125,14 +132,11 @@ class Portfolio:
 
     @cached_property
     def _baselines(self) -> list[Candidate]:
-        schedules = baseline_schedules(self._problem)
-        return [candidate(self._arrays, name, to_array(schedule)) for name, schedule in schedules.items()]
+        return [plan for solver in baseline_solvers(self._problem) for plan in self._plans_of(solver)]
 
     @cached_property
     def _hull_plans(self) -> list[Candidate]:
-        cuts = lower_hull(CutNetwork(self._problem))
-        schedules = (just_in_time(self._problem, cut.saved) for cut in cuts)
-        return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
+        return self._plans_of(MinimumCut())
 
     @property
     def _explored(self) -> int:
@@ -160,7 +164,7 @@ class Portfolio:
             search.repair(seed, powers)
         nested: list[Candidate] = []
         if search.best is None or search.best.added_seconds > bound + _NEEDS_NO_NESTING * self._problem.seconds:
-            nested = self._nested(cap_bytes)
+            nested = self._plans_of(self._nested_chain, cap_bytes)
         for plan in nested:
             search.improve(plan, NEXT_POWERS[:1])
         save_all = self._baselines[0]
@@ -170,50 +174,77 @@ class Portfolio:
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
         search.offer(None if search.done else self._exact(cap_bytes))
 
+    def _plans_of(self, solver: Solver, budget_bytes: int = 0) -> list[Candidate]:
+        """What one of our solvers proposes; the budget does not matter to all of them."""
+        schedules = solver.candidates(self._problem, budget_bytes)
+        return [candidate(self._arrays, solver.name, to_array(schedule)) for schedule in schedules]
+
+    def _users_plans(self, budget_bytes: int) -> list[Candidate]:
+        """What the users' solvers propose without offloads."""
+        proposals = self.users.at(budget_bytes)
+        return [candidate(self._arrays, name, to_array(plan)) for name, plan in proposals if not plan.offloads]
+
+    def _add_users_plans(self, search: Search, quickly: bool) -> None:
+        """Offer what the users' solvers propose and what was found with them before; improve the nearest of it."""
+        plans = [*self._users_plans(search.cap_bytes), *self._found_with_users]
+        for plan in plans:
+            search.offer(plan)
+        fitting = sorted((p for p in plans if p.peak_bytes <= search.cap_bytes), key=lambda plan: plan.added_seconds)
+        above = sorted((p for p in plans if p.peak_bytes > search.cap_bytes), key=lambda plan: plan.peak_bytes)
+        for plan in fitting[:3]:
+            search.polish(plan)
+        for plan in above[: 1 if quickly else 3]:
+            search.repair(plan, NEAREST_POWERS[:1] if quickly else NEAREST_POWERS)
+        if plans and not quickly:
+            search.explore(self._baselines[0], [*above[:3], *fitting[:2]], self._explored)
+        if search.best is None and self._smallest.peak_bytes <= search.cap_bytes:
+            search.offer(self._smallest)
+
     def _exact(self, cap_bytes: int) -> Candidate | None:
         """What the exact reference finds for a tiny problem; None for others, and where it finds nothing."""
         if self._problem.forward_ops > _TINY_OPS:
             return None
-        from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
+        from memopt.solver.exact import Exact  # scipy.optimize takes a while to import
 
-        found = solve_exactly(self._problem, cap_bytes, nodes=_TINY_NODES).schedule
-        return None if found is None else candidate(self._arrays, "exact", to_array(found))
-
-    def _nested(self, budget_bytes: int) -> list[Candidate]:
-        """Nested chain plans for several shares of the budget; where the smallest has none, for the least that has."""
-        table = self._chains.table(int(_NESTED_SHARES[-1] * budget_bytes))
-        if table is None or table.smallest_cap_bytes is None:
-            return []
-        caps = {max(int(share * budget_bytes), table.smallest_cap_bytes): None for share in _NESTED_SHARES}
-        return self._chain_plans(table, caps)
+        return next(iter(self._plans_of(Exact(most_forward_ops=_TINY_OPS), cap_bytes)), None)
 
     def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
         """Add to `known` the nested plan of the smallest peak, if it is smaller; a function from caps to nested plans.
 
         The fewer slots of memory, the more blocks a table can have: each table's smallest peak is the cap of the next.
         """
+
+        def plans(cap_bytes: int) -> list[Candidate]:
+            plan = None if table is None else table.plan(cap_bytes)
+            return [] if plan is None else [candidate(self._arrays, self._nested_chain.name, plan)]
+
         least = min(plan.peak_bytes for plan in known)
-        while (table := self._chains.table(least)) is not None and table.smallest_cap_bytes is not None:
-            deepest = self._chain_plans(table, [table.smallest_cap_bytes])[0]
+        while True:
+            table = self._nested_chain.table(self._problem, least)
+            if table is None or table.smallest_cap_bytes is None:
+                break
+            deepest = plans(table.smallest_cap_bytes)[0]
             if deepest.peak_bytes >= least:
                 break
             known.append(deepest)
             least = deepest.peak_bytes
-        return lambda cap_bytes: [] if table is None else self._chain_plans(table, [cap_bytes])
-
-    def _chain_plans(self, table: ChainTable, caps: Iterable[int]) -> list[Candidate]:
-        plans = [table.plan(cap_bytes) for cap_bytes in caps]
-        return [candidate(self._arrays, "nested chain", plan) for plan in plans if plan is not None]
+        return plans
 
     @cached_property
     def _smallest(self) -> Candidate:
+        """The schedule of the smallest peak, ours or what the users' solvers propose for the floor."""
+        proposed = self._users_plans(floor_of(self._problem).bytes)
+        return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
+
+    @cached_property
+    def _own_smallest(self) -> Candidate:
         """Repair under caps between the floor and the smallest peak known, by bisection. The same whatever was solved
         before: a refusal names its figure to another process."""
+        low = floor_of(self._problem).bytes
         known = [*self._baselines, *self._hull_plans]
         nested = self._deepest_nested(known)
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]
-        low = floor_of(self._problem).bytes
         spent = 0
         while best.peak_bytes > low * 1.003 + 1 and spent < _SPENT_ON_SMALLEST:
             cap_bytes = (low + best.peak_bytes) // 2

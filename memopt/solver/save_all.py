@@ -1,21 +1,27 @@
-"""What stands in for the portfolio where nothing may be evaluated again."""
+"""What stands in for the portfolio where nothing may be recomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memopt.solver.best_effort import Progress
 from memopt.solver.errors import Infeasible
 from memopt.solver.portfolio import Baseline, Effort, Solution
 from memopt.solver.problem import RematProblem
+from memopt.solver.protocol import Solver
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
+from memopt.solver.user_solvers import UserSolvers
 
 
 class SaveAll:
-    """The one schedule that evaluates each op once and keeps everything, if it fits."""
+    """The one schedule that evaluates each op once and keeps everything, if it fits.
 
-    def __init__(self, problem: RematProblem) -> None:
+    `solvers` are taken as by `Portfolio`, for `OffloadPortfolio` to ask; without offloads they have nothing to choose.
+    """
+
+    def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
+        self.users = UserSolvers(problem, solvers)
         schedule = Schedule.save_all(problem)
         simulation = simulate(problem, schedule)
         self._solution = Solution(schedule, simulation.peak_bytes, 0.0, 0.0, "save all")
@@ -39,5 +45,5 @@ class SaveAll:
         return self._solution
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The schedule itself: recipes of checkpointing evaluate again."""
+        """The schedule itself: the recipes of checkpointing recompute."""
         return (Baseline("save all", self._solution.peak_bytes, 0.0),)

@@ -1,4 +1,4 @@
-"""A schedule: the order in which ops are evaluated, some several times, and what is on the host in the meantime."""
+"""A schedule: the order in which ops run, some of them more than once, and what is offloaded in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.solver.problem import RematProblem
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A storage's stay on the host. The other fields are positions in `Schedule.evaluations`, counted from 0.
+    """A storage copied to the host and back. The other fields are positions in `Schedule.evaluations`, counted from 0.
 
     Compute waits before `freed_before` until the copy out is done, and before `back_before` until the copy back is. So
     the bytes at each position do not depend on how fast the link really is; only the seconds do.
@@ -29,10 +29,10 @@ class Offload:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Op indices in the order of their evaluation, and offloads.
+    """Op indices in the order in which they run, and offloads.
 
     Every op's first evaluation comes in program order, each backward op is evaluated once, and forward ops may be
-    evaluated again anywhere after their first time. A read binds to the latest evaluation of the storage's producer;
+    recomputed anywhere after their first evaluation. A read binds to the latest evaluation of the storage's producer;
     a version dies at its last read (kept storages: never).
     """
 
@@ -46,7 +46,7 @@ class Schedule:
         return cls(tuple(range(len(problem.ops))))
 
     def recomputed(self) -> dict[int, int]:
-        """Op index → how many times it is evaluated again (only ops evaluated more than once)."""
+        """Op index → how many times it is recomputed; only ops that are."""
         return {op: count - 1 for op, count in Counter(self.evaluations).items() if count > 1}
 
     def added_seconds(self, problem: RematProblem) -> float:
@@ -75,17 +75,27 @@ class Schedule:
             for made in problem.ops[index].makes:
                 made_at.setdefault(made, position)
         back: dict[int, int] = {}
-        for each in sorted(self.offloads, key=lambda offload: offload.out_after):
-            if not 0 <= each.storage < len(problem.storages):
-                raise ValueError(f"{each} is of a storage that is not in the problem, with {len(problem.storages)}")
-            storage = problem.storages[each.storage]
+        for offload in sorted(self.offloads, key=lambda offload: offload.out_after):
+            if not 0 <= offload.storage < len(problem.storages):
+                raise ValueError(f"{offload} is of a storage that is not in the problem, with {len(problem.storages)}")
+            storage = problem.storages[offload.storage]
             if storage.kept or not storage.movable:
                 why = "a result of the step, which must stay on the device" if storage.kept else "which cannot be moved"
-                raise ValueError(f"{each} is of {storage.name}, {why}")
-            if not each.out_after < each.freed_before <= each.fetch_from <= each.back_before < len(self.evaluations):
-                raise ValueError(f"{each} must go out, be freed, be fetched and be back in this order, within the step")
-            if each.out_after < made_at[each.storage]:
-                raise ValueError(f"{each} copies {storage.name} before evaluation {made_at[each.storage]} makes it")
-            if each.out_after < back.get(each.storage, 0):
-                raise ValueError(f"{each} begins before {storage.name} is back from an earlier stay on the host")
-            back[each.storage] = each.back_before
+                raise ValueError(f"{offload} is of {storage.name}, {why}")
+            if (
+                not offload.out_after
+                < offload.freed_before
+                <= offload.fetch_from
+                <= offload.back_before
+                < len(self.evaluations)
+            ):
+                raise ValueError(
+                    f"{offload} must go out, be freed, be fetched and be back in this order, within the step"
+                )
+            if offload.out_after < made_at[offload.storage]:
+                raise ValueError(
+                    f"{offload} copies {storage.name} before evaluation {made_at[offload.storage]} makes it"
+                )
+            if offload.out_after < back.get(offload.storage, 0):
+                raise ValueError(f"{offload} begins before {storage.name} is back from an earlier offload")
+            back[offload.storage] = offload.back_before

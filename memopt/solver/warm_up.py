@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 
+from memopt.solver.native import ready_made
 from memopt.solver.portfolio import Portfolio
 from memopt.solver.problem import Op, RematProblem, Storage
 
 
 @functools.cache
 def warm_up() -> None:
-    """Solve a small chain, which takes every kernel.
+    """Compile the kernels that `Portfolio` calls, by solving a small chain; nothing to do where they are ready-made.
 
-    The first time on a machine numba compiles them, in about 15 seconds; later processes read them from disk.
+    Where numba compiles them it takes about 12 seconds, the first time on a machine; later processes read the machine
+    code from disk.
     """
+    if ready_made() is not None:
+        return
     portfolio = Portfolio(_chain(blocks=8))
     most = max(baseline.peak_bytes for baseline in portfolio.baselines())
     least = portfolio.smallest().peak_bytes

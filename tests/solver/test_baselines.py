@@ -1,8 +1,14 @@
 from expecttest import assert_expected_inline
 
 from examples.models.problems import chain, text, transformer
-from memopt.solver.baselines import baseline_schedules, checkpointed, forward_blocks
+from memopt.solver.baselines import baseline_solvers, checkpointed, forward_blocks
+from memopt.solver.problem import RematProblem
+from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
+
+
+def baseline_schedules(problem: RematProblem) -> dict[str, Schedule]:
+    return {solver.name: next(iter(solver.candidates(problem, 0))) for solver in baseline_solvers(problem)}
 
 
 def test_names_peaks_and_seconds_of_a_transformer() -> None:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer
-from memopt.solver.arrays import arrays_of
-from memopt.solver.chain_plans import ChainPlans
+from memopt.solver.chain_plans import NestedChain
 from memopt.solver.liveness import to_schedule
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.portfolio import Portfolio
@@ -21,7 +20,7 @@ def test_a_uniform_chain_costs_what_revolve_says(slots: int) -> None:
     # Beside the slots: two gradients and the value at work. Of the 41 steps the first needs no gradient, and reads
     # nothing; the first pass, of 40 steps, is free.
     budget_bytes = 10 * (slots + 3)
-    table = ChainPlans(problem, arrays_of(problem)).table(budget_bytes)
+    table = NestedChain().table(problem, budget_bytes)
     assert table is not None
     evaluations = table.plan(budget_bytes)
     assert evaluations is not None
@@ -32,26 +31,41 @@ def test_a_uniform_chain_costs_what_revolve_says(slots: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
-def test_every_plan_is_a_schedule_and_more_memory_is_never_slower(number: int, share: float) -> None:
+def test_every_cap_of_the_table_has_a_plan_that_is_a_schedule(number: int, share: float) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(2, 20))
     floor, peak = floor_bytes(problem), simulate(problem, Schedule.save_all(problem)).peak_bytes
     cap_bytes = int(floor + share * (peak - floor))
-    table = ChainPlans(problem, arrays_of(problem)).table(cap_bytes)
+    table = NestedChain().table(problem, cap_bytes)
     if table is None or table.smallest_cap_bytes is None:
         return
     caps = sorted({table.smallest_cap_bytes, (table.smallest_cap_bytes + cap_bytes) // 2, cap_bytes})
-    plans = [table.plan(cap) for cap in caps if cap <= cap_bytes]
-    seconds = [simulate(problem, to_schedule(plan)).seconds for plan in plans if plan is not None]
-    assert len(seconds) == len(plans)
-    assert all(second >= problem.seconds - 1e-9 for second in seconds)
+    plans = [plan for cap in caps if cap <= cap_bytes and (plan := table.plan(cap)) is not None]
+    assert len(plans) == sum(cap <= cap_bytes for cap in caps)
+    for plan in plans:
+        assert simulate(problem, to_schedule(plan)).seconds >= problem.seconds - 1e-9
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_larger_cap_never_makes_the_plan_slower(layers: int) -> None:
+    problem = transformer(layers)
+    cap_bytes = simulate(problem, Schedule.save_all(problem)).peak_bytes
+    table = NestedChain().table(problem, cap_bytes)
+    assert table is not None
+    assert table.smallest_cap_bytes is not None
+    caps = [int(table.smallest_cap_bytes + k / 12 * (cap_bytes - table.smallest_cap_bytes)) for k in range(13)]
+    plans = [table.plan(cap) for cap in caps]
+    added = [simulate(problem, to_schedule(plan)).added_seconds for plan in plans if plan is not None]
+    assert len(added) == len(caps)
+    assert added == sorted(added, reverse=True)
+    assert added[0] > added[6] > added[12]
 
 
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.3])
 def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
     problem = transformer(12)
     cap_bytes = int(share * simulate(problem, Schedule.save_all(problem)).peak_bytes)
-    table = ChainPlans(problem, arrays_of(problem)).table(cap_bytes)
+    table = NestedChain().table(problem, cap_bytes)
     assert table is not None
     plan = table.plan(cap_bytes)
     assert plan is not None
@@ -62,4 +76,4 @@ def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
 
 def test_a_forward_that_cannot_be_cut_has_no_table() -> None:
     problem = chain(1)
-    assert ChainPlans(problem, arrays_of(problem)).table(10**6) is None
+    assert NestedChain().table(problem, 10**6) is None

@@ -6,8 +6,10 @@ As a rule what is offloaded hides behind compute entirely, as FlashNeuron (Bae e
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import get_args
 
 import numpy as np
@@ -17,11 +19,12 @@ from memopt.solver.errors import Infeasible
 from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
 from memopt.solver.offload.bound import OffloadBound, transient_floor
-from memopt.solver.offload.climb import OffloadClimb
+from memopt.solver.offload.larger_budgets import LargerBudgets
 from memopt.solver.offload.place import Placer
 from memopt.solver.offload.search import OffloadCandidate, OffloadSearch
 from memopt.solver.portfolio import Effort, Portfolio, Solution
 from memopt.solver.problem import RematProblem
+from memopt.solver.protocol import Solver
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 
@@ -36,9 +39,9 @@ class OffloadSolution(Solution):
     """A schedule within a budget over a link, judged by the simulator; `added_seconds` counts the waiting too."""
 
     stall_seconds: float
-    """For which compute waits for transfers."""
+    """Seconds for which compute waits for transfers."""
     host_bytes: int
-    """The most that is on the host at a time."""
+    """The most bytes on the host at any one time."""
 
 
 class OffloadPortfolio:
@@ -46,14 +49,20 @@ class OffloadPortfolio:
 
     A solution fits its budget and the host's, and adds no more than the portfolio's without offload, and no more than
     any solution found before for a smaller budget. Without bandwidth it is the portfolio's.
+
+    `portfolio` finds the schedules without offloads; None: a new one with the `solvers` of a user. What those propose
+    with offloads is judged here, what they propose without in the portfolio.
     """
 
-    def __init__(self, problem: RematProblem, portfolio: Portfolio | None = None) -> None:
+    def __init__(
+        self, problem: RematProblem, portfolio: Portfolio | None = None, solvers: Sequence[Solver] = ()
+    ) -> None:
+        assert portfolio is None or not solvers, "the solvers of a given portfolio are asked: give them to it"
         self._problem = problem
-        self._portfolio = portfolio or Portfolio(problem)
+        self._portfolio = portfolio or Portfolio(problem, solvers)
         self._arrays = arrays_of(problem)
         self._bound = OffloadBound(problem)
-        self._climb = OffloadClimb(problem, self._arrays, self._portfolio)
+        self._larger = LargerBudgets(problem, self._arrays, self._portfolio)
         self._found: list[tuple[int, OffloadCandidate]] = []
 
     def solve(
@@ -84,6 +93,9 @@ class OffloadPortfolio:
         search = self._new_search(budget_bytes, link)
         if plain is not None:
             search.offer(_without_offloads(plain))
+        for name, schedule in self._portfolio.users.at(budget_bytes):
+            if schedule.offloads:
+                self._offer_proposed(search, name, schedule, budget_bytes, link)
         if link.bytes_per_second > 0 and (plain is None or not self._is_close(search, bound)):
             self._improve(search, budget_bytes, link, plain, effort, bound, limit_seconds / 2)
         if search.best is None:
@@ -112,7 +124,7 @@ class OffloadPortfolio:
         for found_for, plan in self._found:
             if found_for <= budget_bytes:
                 search.offer_again(plan)
-        self._climb.improve(search, budget_bytes, link, plain, quickly=effort == "fast")
+        self._larger.improve(search, budget_bytes, link, plain, quickly=effort == "fast")
         if effort == "fast" or search.best is None:
             return
         search.drop(_EXPLORED)
@@ -120,6 +132,18 @@ class OffloadPortfolio:
         started = time.monotonic()
         while effort == "best" and time.monotonic() - started < limit_seconds and not self._is_close(search, bound):
             search.explore(_EXPLORED)
+
+    def _offer_proposed(
+        self, search: OffloadSearch, name: str, schedule: Schedule, budget_bytes: int, link: Link
+    ) -> None:
+        """Offer a schedule with offloads of a user's solver, if the simulator says that it fits."""
+        try:
+            simulation = simulate(self._problem, schedule, link)
+        except ValueError:  # more on the host than there is room for
+            return
+        if simulation.peak_bytes <= budget_bytes and math.isfinite(simulation.added_seconds):
+            offloads = np.array([astuple(offload) for offload in schedule.offloads], np.int64)
+            search.offer(OffloadCandidate(name, to_array(schedule), offloads, simulation.added_seconds))
 
     def _new_search(self, cap_bytes: int, link: Link) -> OffloadSearch:
         return OffloadSearch(self._arrays, cap_bytes, self._transfer_seconds(link), link.host_bytes)
@@ -132,7 +156,7 @@ class OffloadPortfolio:
         return search.best.added_seconds <= bound + _CLOSE_ENOUGH * self._problem.seconds
 
     def _smallest_peak(self, link: Link) -> int:
-        """By bisection where the host has too little room for all that one op does not need."""
+        """The smallest peak in bytes at which offloads can be placed, found by bisection."""
         high, low = self._portfolio.smallest().peak_bytes, transient_floor(self._problem)[0]
         if link.bytes_per_second == 0:
             return high

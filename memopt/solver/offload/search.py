@@ -17,9 +17,9 @@ from memopt.solver.ruin import ruin
 from memopt.solver.search import LENGTH_EXPONENTS, SAVE_ALL_POWERS
 
 # Transfers are planned this many times as fast as they are, until the plan fits: what is planned too fast stalls.
-_HASTES = (1.0, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 100.0, 1e6, float("inf"))
-# How many hastes are tried from the first that fits on: a plan made for a faster link may stall less.
-_FITTING_HASTES = 2
+_SPEEDUPS = (1.0, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 100.0, 1e6, float("inf"))
+# How many speedups are tried from the first whose plan fits: a plan made for a faster link may stall less.
+_MOST_FITTING = 2
 _MOST_ROUNDS = 600
 # Share of the local search's rounds that replay the whole plan; the others change it in one place.
 _REPAIRED = 0.3
@@ -63,8 +63,8 @@ class OffloadSearch:
             return False
         return self.offer(self._timed(plan.method, plan.evaluations, plan.offloads))
 
-    def consider(self, method: str, evaluations: Ints, hastes: Sequence[float] = _HASTES) -> bool:
-        """Place offloads into this order, planned for each of `hastes` until some fit, and offer it.
+    def consider(self, method: str, evaluations: Ints, speedups: Sequence[float] = _SPEEDUPS) -> bool:
+        """Place offloads into this order, planned for each of `speedups` until some fit, and offer it.
 
         The less a transfer is planned to take, the more fits; the first plans that fit are timed as the link is. True
         where the plan is the best now, and where the order recomputes too much to become that.
@@ -74,15 +74,15 @@ class OffloadSearch:
             return True
         placer = Placer(self._arrays, evaluations)
         better, fitting = False, 0
-        for haste in hastes:
+        for speedup in speedups:
             self.spent += evaluations.size
-            offloads = placer.place(self._cap_bytes, self._transfer_seconds / haste, self._host_bytes)
+            offloads = placer.place(self._cap_bytes, self._transfer_seconds / speedup, self._host_bytes)
             if offloads is None:
                 continue
             plan = self._timed(method, evaluations, offloads)
             better |= self.offer(plan)
             fitting += 1
-            if plan.added_seconds <= recomputed or fitting == _FITTING_HASTES:
+            if plan.added_seconds <= recomputed or fitting == _MOST_FITTING:
                 break
         return better
 
@@ -103,7 +103,7 @@ class OffloadSearch:
                 return
             without = remove_dead(self._arrays, np.delete(self.best.evaluations, order[rank]))
             before = self.best
-            self.consider(f"{_root(before.method)}, fewer again", without, self._likely_hastes())
+            self.consider(f"{_root(before.method)}, fewer again", without, self._likely_speedups())
             rank += before is self.best
 
     def explore(self, evaluations: int) -> None:
@@ -128,7 +128,7 @@ class OffloadSearch:
             if kind < 0.9 or self.best.added_seconds == added_seconds(arrays, seed):
                 noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
                 changed = polish(arrays, changed, cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
-            self.consider(f"{_root(self.best.method)}, local search", changed, self._likely_hastes())
+            self.consider(f"{_root(self.best.method)}, local search", changed, self._likely_speedups())
 
     def _repaired(self, seed: Ints, cap_bytes: int) -> Ints:
         """The seed replayed with noise under a cap that is a little smaller, or as it is where that gets stuck."""
@@ -139,11 +139,11 @@ class OffloadSearch:
         self.spent += spent
         return seed if evaluations is None else evaluations
 
-    def _likely_hastes(self) -> Sequence[float]:
+    def _likely_speedups(self) -> Sequence[float]:
         """Around a plan that never waits, those that are better wait little at most."""
         assert self.best is not None
         waits = self.best.added_seconds > added_seconds(self._arrays, self.best.evaluations)
-        return _HASTES if waits else _HASTES[:2]
+        return _SPEEDUPS if waits else _SPEEDUPS[:2]
 
 
 def _repeated(arrays: Arrays, evaluations: Ints) -> Ints:

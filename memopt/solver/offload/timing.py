@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Floats, Ints
+from memopt.solver.arrays import Arrays, Floats, Ints, IntTable
 from memopt.solver.native import native
 
 
-def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: Ints, transfer_seconds: Floats) -> float:
+def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, transfer_seconds: Floats) -> float:
     """Seconds for which compute waits; rows of `offloads` as `Placer.place` gives them, seconds per storage."""
     _, out_after, freed, fetch, stop = offloads.T
     outward, fetched = np.lexsort((freed, out_after)), np.lexsort((stop, fetch))
@@ -17,7 +17,7 @@ def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: Ints, transfer_
     return _wait(arrays.seconds[evaluations], offloads, seconds, outward, fetched, by_freed, by_stop)
 
 
-def most_on_host(arrays: Arrays, evaluations: Ints, offloads: Ints) -> int:
+def most_on_host(arrays: Arrays, evaluations: Ints, offloads: IntTable) -> int:
     """The most bytes on the host at any position."""
     change = np.zeros(evaluations.size + 1, np.int64)
     np.add.at(change, offloads[:, 1], arrays.size[offloads[:, 0]])
@@ -27,7 +27,7 @@ def most_on_host(arrays: Arrays, evaluations: Ints, offloads: Ints) -> int:
 
 @native
 def _wait(
-    compute: Floats, offloads: Ints, seconds: Floats, outward: Ints, fetched: Ints, by_freed: Ints, by_stop: Ints
+    compute: Floats, offloads: IntTable, seconds: Floats, outward: Ints, fetched: Ints, by_freed: Ints, by_stop: Ints
 ) -> float:
     """The time line, with each of the four orders of events read once."""
     count = seconds.size

@@ -1,4 +1,4 @@
-"""Brings plans for larger budgets below a budget by offloading.
+"""Fits plans made for larger budgets into a budget by offloading part of what they save.
 
 What hides behind compute makes a budget of B bytes as good as one of B + H bytes, where H is what the link has on the
 host. How large H can be is found by bisection; the cuts that weigh all three choices are tried too.
@@ -32,8 +32,8 @@ _DEEP_SHARES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6)
 _SMALL_OPS = 4_000
 
 
-class OffloadClimb:
-    """The climb for one problem, with what does not depend on budget and link done once."""
+class LargerBudgets:
+    """The plans for larger budgets of one problem; what does not depend on budget and link is computed once."""
 
     def __init__(self, problem: RematProblem, arrays: Arrays, portfolio: Portfolio) -> None:
         self._problem = problem
@@ -50,7 +50,7 @@ class OffloadClimb:
         """
         search.consider("save all", self._save_all)
         seeds = self._seeds(search, plain)
-        larger_bytes = self._climb(search, seeds, budget_bytes if plain is not None else None, link)
+        larger_bytes = self._raise_budget(search, seeds, budget_bytes if plain is not None else None, link)
         if quickly:
             return
         for evaluations in self._three_way(link):
@@ -66,10 +66,10 @@ class OffloadClimb:
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return seeds
 
-    def _climb(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
-        """Bring plans for larger budgets below this one, upwards while that is faster; the last that was.
+    def _raise_budget(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
+        """Bisect for the largest budget whose plan, with offloads, is faster than the best so far; that budget.
 
-        From the smallest peak up where there is no plan without offloads for the budget, then None.
+        `budget_bytes` is None where there is no plan without offloads: budgets then start at the smallest peak.
         """
         most = peak_bytes(self._arrays, self._save_all)
         if budget_bytes is None:
@@ -108,7 +108,7 @@ class OffloadClimb:
         return goes_on or search.best is not before
 
     def _look_around(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int, larger_bytes: int) -> None:
-        """Polish the best seeds in several ways under caps around the one that the climb ended at."""
+        """Polish the best seeds in several ways under caps around the budget that the bisection ended at."""
         exponents = LENGTH_EXPONENTS if self._is_small else (0.5,)
         for share in np.linspace(0.75, 1.15, 9 if self._is_small else 3):
             cap_bytes = int(budget_bytes + share * (larger_bytes - budget_bytes))
