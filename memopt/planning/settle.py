@@ -7,12 +7,12 @@ last op of the backward that does; what a schedule evaluates again may still rea
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memopt.account.breakdown import ANY_LINK
 from memopt.planning.captured import Joined
-from memopt.price.price import PricedStep
+from memopt.price.priced_graph import PricedParameterStep
 from memopt.solver import Offload, Schedule, Solution, simulate
 
 ROUNDS = 4
@@ -69,7 +69,7 @@ def settle(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]
 class _Places:
     """Positions in a schedule, by the op that is a step."""
 
-    steps: dict[int, PricedStep]
+    steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]
     last: dict[int, int]
     """Of the last evaluation that reads the parameter or its gradient."""
