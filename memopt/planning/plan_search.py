@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.optimizers import Offer
+from memopt.optimizers import ProposalSet
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
@@ -22,7 +22,7 @@ from memopt.show.rows import ReceiptRow
 Candidate = tuple[Rung, Captured, Account]
 """Some levers, the call as they make it, and what the step holds beside its graph."""
 
-# How many offers a refusal describes.
+# How many combinations of proposals a refusal describes.
 _SHOWN = 3
 
 
@@ -34,10 +34,10 @@ class PlanSearch:
     effort: Effort
     allowed: frozenset[str] = frozenset()
     """Proposals that may be pulled where no rung fits."""
-    offers: Callable[[], Sequence[Offer]] = tuple
+    combinations: Callable[[], Sequence[ProposalSet]] = tuple
     """All proposals in the order of their price."""
     narrowed: Callable[[Rung], Candidate | None] = lambda rung: None
-    """The step on a rung with narrower parameters, for offers that need it; None where it cannot be captured."""
+    """The step on a rung with narrower parameters, for combinations that need it; None where it cannot be captured."""
     advice: Callable[[Sequence[Candidate]], Sequence[str]] = lambda steps: ()
     """What else would help, in a sentence each, asked for where nothing that may be pulled does."""
     notes: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ class PlanSearch:
         """The plan with the shortest step of all that were weighed, with and without values that wait on the host, and
         its rung.
 
-        Where none fits, those with the first offer that is allowed and helps. Raises `BudgetError` where none does,
-        with the smallest budget of all, and with the cheapest offers that would help.
+        Where none fits, those with the first combination of proposals that is allowed and helps. Raises `BudgetError`
+        where none does, with the smallest budget of all, and with the cheapest combinations that would help.
         """
         self._offload()
         return self._fastest() if self._plans else self._with_offer()
@@ -103,67 +103,70 @@ class PlanSearch:
 
     def _with_offer(self) -> tuple[Plan, Rung]:
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
-        helpful: list[tuple[Offer, int]] = []
-        for offer in self.offers():
-            allowed = self.allowed.issuperset(offer.names)
-            if not allowed and self._is_hopeless(offer):
+        helpful: list[tuple[ProposalSet, int]] = []
+        for chosen in self.combinations():
+            allowed = self.allowed.issuperset(chosen.names)
+            if not allowed and self._is_hopeless(chosen):
                 continue
-            least = self._least(offer)
+            least = self._least(chosen)
             if least is None:
                 continue
-            found[offer.names] = least.smallest_bytes
+            found[chosen.names] = least.smallest_bytes
             if allowed:
                 self._refused.append(least)
             if least.smallest_bytes > self.budget_bytes:
                 continue
-            helpful.append((offer, least.smallest_bytes))
+            helpful.append((chosen, least.smallest_bytes))
             if allowed:
-                return self._take(offer)
+                return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        proposed = (_proposed(offer, nbytes) for offer, nbytes in helpful[:_SHOWN])
+        proposed = (_proposed(chosen, nbytes) for chosen, nbytes in helpful[:_SHOWN])
         texts = [*self._notes, *proposed, *self.advice(self._steps)]
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
             further=texts,
-            proposals=tuple(offer.names for offer, _ in helpful),
+            proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,
         )
 
-    def _with(self, offer: Offer, steps: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The steps as an offer is taken on them."""
+    def _with(self, chosen: ProposalSet, steps: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The steps with the chosen proposals on them."""
         for step in steps:
-            taken = self._narrowed(step[0]) if offer.narrows else step
+            taken = self._narrowed(step[0]) if chosen.narrows else step
             if taken is not None:
                 rung, captured, account = taken
-                yield rung, captured.stepping_by(offer.stepping), account
+                yield rung, captured.stepping_by(chosen.stepping), account
 
-    def _is_hopeless(self, offer: Offer) -> bool:
+    def _is_hopeless(self, chosen: ProposalSet) -> bool:
         """Whether what is held all the time is above the budget."""
-        return all(offer.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
+        return all(chosen.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
     def _narrowed(self, rung: Rung) -> Candidate | None:
         if id(rung) not in self._narrow:
             self._narrow[id(rung)] = self.narrowed(rung)
         return self._narrow[id(rung)]
 
-    def _least(self, offer: Offer) -> BudgetError | None:
-        """What would be refused with an offer: the smallest budget, and what holds it up. Narrow parameters are tried
-        on the rung that holds least with wide ones; None where they cannot be."""
-        steps = [min(self._steps, key=_smallest)] if offer.narrows else self._steps
-        found = [_smallest((rung, each, offer.adjusted(account))) for rung, each, account in self._with(offer, steps)]
+    def _least(self, chosen: ProposalSet) -> BudgetError | None:
+        """The refusal with the chosen proposals: the smallest budget, and what dominates it. Narrow parameters are
+        tried on the rung that holds least with wide ones; None where they cannot be."""
+        steps = [min(self._steps, key=_smallest)] if chosen.narrows else self._steps
+        found = [
+            _smallest((rung, captured, chosen.adjusted(account)))
+            for rung, captured, account in self._with(chosen, steps)
+        ]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
-    def _take(self, offer: Offer) -> tuple[Plan, Rung]:
-        for rung, captured, account in self._with(offer, self._steps):
+    def _take(self, chosen: ProposalSet) -> tuple[Plan, Rung]:
+        for rung, captured, account in self._with(chosen, self._steps):
             try:
-                plan = make_plan(captured, offer.adjusted(account), self.budget_bytes, self.effort)
+                plan = make_plan(captured, chosen.adjusted(account), self.budget_bytes, self.effort)
             except BudgetError:
                 continue
-            self._plans.append((replace(plan, proposals=offer.names), rung))
+            self._plans.append((replace(plan, proposals=chosen.names), rung))
         plan, rung = self._fastest()
-        notes = (*map(str, offer.proposals), *_on_steps(plan))
+        notes = (*map(str, chosen.priced), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), rung
 
     def _fastest(self) -> tuple[Plan, Rung]:
@@ -199,7 +202,7 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
-def _proposed(offer: Offer, least_bytes: int) -> str:
-    """An offer as a sentence of a refusal."""
-    words = "; ".join(map(str, offer.proposals))
-    return f"with {' and '.join(map(repr, offer.names))} in allow {round_up(least_bytes / GIB)} GB would do ({words})"
+def _proposed(chosen: ProposalSet, least_bytes: int) -> str:
+    """The chosen proposals as a sentence of a refusal."""
+    words = "; ".join(map(str, chosen.priced))
+    return f"with {' and '.join(map(repr, chosen.names))} in allow {round_up(least_bytes / GIB)} GB would do ({words})"

@@ -15,12 +15,12 @@ from memopt.optimizers import (
     BF16_PARAMETERS,
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_PROPOSALS,
-    Levers,
-    Offer,
+    Proposals,
+    ProposalSet,
     Stepping,
     TrainingFacts,
+    combinations_of,
     kept_wide,
-    offers,
     stepping_hooks,
 )
 from memopt.planning.captured import Captured
@@ -43,15 +43,15 @@ class Proposing:
     low: torch.dtype | None
     fused: bool = False
     """Whether calls are compiled by a backend that orders kernels itself."""
-    pulled: Offer | None = None
+    pulled: ProposalSet | None = None
     """Every plan counts on it."""
     decided: bool = False
     """Whether the optimiser may be made already: nothing more is pulled then."""
 
     def decide(self, names: Collection[str]) -> None:
         """Have every further plan count on these, and on no others."""
-        levers = Levers.named(names)
-        self.pulled = Offer.of(self.facts, levers) if names else None
+        levers = Proposals.named(names)
+        self.pulled = ProposalSet.of(self.facts, levers) if names else None
         self.decided = True
 
     @property
@@ -78,15 +78,15 @@ class Proposing:
         """Why something that is allowed is not weighed."""
         return (_NOT_FUSED,) if self.fused and OPTIMIZER_IN_BACKWARD in self.allowed else ()
 
-    def offers(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
+    def combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """All that may still be taken, allowed or not, in the order of their price; `gradients_held`: in a call that
         adds to gradients."""
-        return offers(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
+        return combinations_of(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
 
-    def offers_allowed(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
+    def allowed_combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """Those of them that may be pulled."""
         names = self._possible(gradients_held) & self.allowed
-        return offers(self.facts, names) if names else ()
+        return combinations_of(self.facts, names) if names else ()
 
     def _possible(self, gradients_held: bool) -> frozenset[str]:
         idle = set()
@@ -116,7 +116,7 @@ class Proposing:
         """A captured call with what a plan that was made before had pulled."""
         stepping = self.stepping
         if OPTIMIZER_IN_BACKWARD in plan.proposals:
-            stepping = Offer.of(self.facts, Levers.named(plan.proposals)).stepping
+            stepping = ProposalSet.of(self.facts, Proposals.named(plan.proposals)).stepping
         return captured.stepping_by(stepping).stepping_as([region.steps for region in plan.regions])
 
     @property
