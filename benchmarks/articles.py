@@ -40,7 +40,14 @@ from memopt.account.breakdown import breakdown
 from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.microbatch import split
-from memopt.optimizers import OPTIMIZER_PROPOSALS, Levers, Offer, TrainingFacts, price_levers, propose
+from memopt.optimizers import (
+    OPTIMIZER_PROPOSALS,
+    Proposals,
+    ProposalSet,
+    TrainingFacts,
+    price_proposals,
+    price_training,
+)
 from memopt.planning.captured import Joined
 from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.planner import smallest
@@ -175,15 +182,15 @@ class Ladder:
         self.add(f"exact, {precision}, {samples} microbatches", nbytes - context, added)
         facts = TrainingFacts.of(model, ADAMW, hardware(CARD))
         for names in (("low_bit_optimizer",), ("offload_optimizer",)):
-            offer = Offer(Levers.named(names), propose(facts, Levers.named(names)))
+            offer = ProposalSet(Proposals.named(names), price_proposals(facts, Proposals.named(names)))
             nbytes, _ = smallest(joined, offer.adjusted(account))
             step = f"exact, {precision}, {samples} microbatches, {' and '.join(names)}"
             self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
         """Plan with all optimiser levers: parameters and gradients in bf16, the optimiser's state on the host."""
-        levers = Levers.named(("bf16_parameters", "offload_optimizer"))
-        price = price_levers(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
+        levers = Proposals.named(("bf16_parameters", "offload_optimizer"))
+        price = price_training(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
         samples, joined, account = self.sample_by_sample(self.article.make().bfloat16(), precision="fp32")
         account = replace(
             account,
@@ -202,8 +209,10 @@ class Ladder:
         for budget in (int(self.article.best_gb * GB) + context, least):
             if budget >= least:
                 plan = self.plan(budget, precision="bf16", allow=allow)
-                levers = Levers.named(plan.proposals)
-                price = Offer(levers, propose(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers))
+                levers = Proposals.named(plan.proposals)
+                price = ProposalSet(
+                    levers, price_proposals(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
+                )
                 added = (plan.step_seconds + plan.added_seconds + price.added_seconds) / seconds - 1
                 step = f"whole batch, {' + '.join(plan.proposals) or 'exact'}"
                 self.add(step, plan.predicted_peak_bytes - context, added)

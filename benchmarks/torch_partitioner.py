@@ -15,7 +15,7 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
-from memopt.price.price import PricedGraph
+from memopt.price.priced_graph import PricedGraph
 
 SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
 

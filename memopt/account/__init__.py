@@ -1,1 +1,1 @@
-"""What a step holds beside its activations: optimiser state, its temporaries, the whole account."""
+"""The account of a training step: every byte it holds beside what the schedule decides, optimiser included."""

@@ -1,4 +1,4 @@
-"""The account of a training step: what it holds beside what the schedule moves, row by row."""
+"""The account of a training step: the bytes of each row that no schedule changes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from memopt.compat.storages import storage_key
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
 
-# Scalars and small constants that torch holds beside the graph's tensors.
+# Bytes for scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes that a step holds whatever the schedule, and what its optimiser adds after the backward."""
+    """Bytes that a step holds whatever its schedule, and bytes that the optimiser adds after the backward."""
 
     parameters: int
     buffers: int
@@ -29,26 +29,26 @@ class Account:
     optimizer_state: int
     optimizer_temporaries: int
     gradients: int
-    """All gradients of trainable parameters: made by the backward, or there from its start (`gradients_held`)."""
+    """The gradients of all trainable parameters: made by the backward, or held from its start (`gradients_held`)."""
     reserve: int
-    """Scalars; on a card also what libraries keep, and its context."""
+    """Scalars; on a GPU also the workspaces of libraries, and the context."""
     gradients_held: bool = False
     other_forwards: int = 0
-    """What forwards hold whose backward is still to come."""
+    """Bytes held by other forwards whose backward is still to come."""
     between_regions: int = 0
-    """The most that eager code holds between the captured regions, where the forward breaks into several."""
+    """The most that eager code holds between captured regions, where the forward breaks into several."""
     lowering: int = 0
-    """What the schedule's peak becomes more, or less where it is negative, once its graphs are lowered."""
+    """Bytes that compiling the graphs adds to the schedule's peak; negative where it saves some."""
     context: int = 0
-    """Part of `reserve`: what the process holds on a card that torch's allocator does not count; 0 on the CPU."""
+    """The part of `reserve` that torch's allocator does not count, on a GPU; 0 on the CPU."""
     rounding: int = 0
-    """What the allocator hands out beyond what is asked for, which its count has too."""
+    """Bytes by which the allocator rounds up requests; its own count includes them."""
     fragmentation: int = 0
-    """What it must be able to hold beyond that, for the holes between the blocks."""
+    """Bytes that the allocator needs beyond those it hands out, for the gaps between blocks."""
 
     @property
     def resident_bytes(self) -> int:
-        """What is there from the first op of the forward to the last of the backward."""
+        """Bytes held from the first op of the forward to the last of the backward."""
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
         allocator = self.rounding + self.fragmentation
@@ -56,19 +56,20 @@ class Account:
 
     @property
     def uncounted_bytes(self) -> int:
-        """What of it is not in `torch.cuda.max_memory_allocated`."""
+        """Bytes of the account that `torch.cuda.max_memory_allocated` does not count."""
         return self.context + self.fragmentation
 
     def optimizer_step_bytes(self, outputs: int) -> int:
-        """The peak of `optimizer.step()`, while the caller still holds the inputs and `outputs` bytes of outputs."""
+        """The peak of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs` bytes."""
         resident = replace(self, gradients_held=True, lowering=0).resident_bytes
         return resident + outputs + self.optimizer_temporaries
 
 
 def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any, card: Hardware) -> Account:
-    """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a card.
+    """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    On CUDA in blocks of 512 bytes; what else its allocator holds is known once there is a schedule (`on_card`).
+    On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
+    once there is a schedule (`memopt.planning.on_card`).
     """
     on_cuda = card.name != "cpu"
     block = ROUNDING_BYTES if on_cuda else 1
@@ -80,7 +81,7 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
     return Account(
         parameters=distinct_bytes(parameters, block),
         buffers=own - distinct_bytes(parameters, block),
-        inputs=distinct_bytes((each for each in inputs if each.device.type in (home.type, "meta")), block),
+        inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes,
         gradients=distinct_bytes(trained, block),
@@ -90,6 +91,6 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
-    """Bytes of the storages behind `tensors`, each once, in whole blocks."""
+    """Bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`."""
     storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in storages.values())

@@ -1,4 +1,5 @@
-"""What torch's CUDA allocator holds while training steps run by a schedule: its calls, one after the other."""
+"""Replays the calls of training steps, run by a schedule, on a model of torch's CUDA allocator, to find what it
+holds."""
 
 from __future__ import annotations
 
@@ -9,32 +10,32 @@ from memopt.account.caching_allocator import CachingAllocator, CardFullError
 from memopt.solver import RematProblem, Schedule
 from memopt.solver.simulator import lifetimes
 
-# The first makes the optimiser's state, in whatever it left; the second has it from its start.
+# The first step makes the optimiser's state, in the gaps that it left; the second has it from its start.
 _STEPS = 2
-# The least limit is found to this share.
+# The least limit is found to this share of the bytes allocated.
 _SHARE = 1 / 256
 
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """What lies on the card beside what a schedule makes: bytes of each block, in the order of their making."""
+    """The blocks on the card beside those that a schedule makes: bytes of each, in the order of allocation."""
 
     resident: tuple[int, ...]
-    """There before the first step, and always."""
+    """Allocated before the first step, and never freed."""
     state: tuple[int, ...] = ()
-    """Made in the optimiser's first step, and kept."""
+    """Allocated in the optimiser's first step, and kept."""
     temporaries: tuple[int, ...] = ()
-    """Made in each of its steps, and freed."""
+    """Allocated in each of the optimiser's steps, and freed."""
 
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """The most bytes that the allocator hands out, its rounding included, and that it holds."""
+    """The most bytes that the allocator hands out, rounded as it does, and the most that it holds."""
 
     allocated_bytes: int
     reserved_bytes: int
     releases: int
-    """How often it has to give memory back to the card, which then waits: never without a limit."""
+    """How often it returns memory to the card, which then waits; 0 without a limit."""
 
 
 def replay(
@@ -45,9 +46,9 @@ def replay(
     expandable_segments: bool,
     limit_bytes: int | None = None,
 ) -> AllocatorPeaks:
-    """Run two training steps by `schedule` through a model of the allocator, which may hold `limit_bytes`.
+    """The peaks of the allocator, which may hold `limit_bytes`, while two training steps run by `schedule`.
 
-    Results of the step live until the optimiser is done.
+    Results of a step live until the optimiser is done.
 
     Raises `CardFullError` where the limit is too low, `ValueError` where the schedule breaks a rule.
     """
@@ -71,11 +72,11 @@ def replay(
 def least_limit(
     problem: RematProblem, schedule: Schedule, blocks: StepBlocks, *, expandable_segments: bool
 ) -> tuple[int, AllocatorPeaks]:
-    """The least limit with which `replay` passes, to 0.4%, and the peaks without one."""
+    """The least limit with which `replay` passes, to 0.4%, and the peaks without a limit."""
     free = replay(problem, schedule, blocks, expandable_segments=expandable_segments)
     low, high = free.allocated_bytes - 1, free.reserved_bytes
     while high - low > max(1, _SHARE * free.allocated_bytes):
-        # The least is more often near to what is handed out than to what is held.
+        # The least limit is more often near to the bytes handed out than to the bytes held.
         middle = low + (high - low + 3) // 4
         try:
             replay(problem, schedule, blocks, expandable_segments=expandable_segments, limit_bytes=middle)
@@ -87,11 +88,12 @@ def least_limit(
 
 
 Call = tuple[bool, int, int]
-"""Whether a block is made (else freed), the number of the block, and its bytes."""
+"""Whether a block is allocated (else freed), its number, and its bytes."""
 
 
 def _calls(problem: RematProblem, schedule: Schedule) -> list[Call]:
-    """The allocator's calls in one forward and backward. What is freed after the last evaluation is left alive."""
+    """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
+    allocated."""
     evaluations = schedule.evaluations
     born: list[list[tuple[int, int]]] = [[] for _ in evaluations]
     dying: list[list[int]] = [[] for _ in evaluations]
@@ -112,7 +114,7 @@ def _calls(problem: RematProblem, schedule: Schedule) -> list[Call]:
 
 
 def _run(allocator: CachingAllocator, calls: Sequence[Call]) -> list[int]:
-    """Make the calls; gives the addresses of what is left alive."""
+    """Make the calls, and return the addresses of the blocks that are left allocated."""
     addresses: dict[int, int] = {}
     for makes, number, nbytes in calls:
         if makes:

@@ -1,4 +1,4 @@
-"""What fills the memory at a schedule's peak: every live byte under one heading."""
+"""The bytes alive at a schedule's peak, each in one row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memopt.account.account import Account
 from memopt.solver import Link, Offload, Op, RematProblem, Schedule, simulate
 
 ANY_LINK = Link(math.inf)
-"""Stands for the link of a schedule of which only the bytes are asked: they do not depend on how fast it is."""
+"""An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The peak of a step and its rows, in bytes; `at` names the op that runs at that moment."""
+    """The peak of a step in bytes, the op that runs at that moment (`at`), and the rows that add up to the peak."""
 
     peak_bytes: int
     at: str
@@ -24,9 +24,9 @@ class Breakdown:
 
 
 def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Breakdown:
-    """Where every byte of the step's peak goes, be it in the backward or in the optimiser's step.
+    """The rows of the step's peak, which is in the forward and backward or in the optimiser's step.
 
-    `problem.resident_bytes` is ignored: what is resident comes from `account`.
+    `problem.resident_bytes` is ignored: resident bytes come from `account`.
     """
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
@@ -63,7 +63,8 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
 
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
-    """Bytes live while evaluation `position` runs: outputs, gradients, activations, temporaries, workspace."""
+    """Bytes alive while evaluation `position` runs, by kind: outputs, gradients, activations, temporaries,
+    workspace."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):
@@ -84,17 +85,17 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
-    """The storages live while evaluation `position` runs, each with the evaluation that made its version, or from which
-    on it is fetched from the host."""
+    """The storages alive while evaluation `position` runs, each with the evaluation that made its present version, or
+    before which its fetch from the host begins."""
     made_at: dict[int, int] = {}
     live_until: dict[tuple[int, int], int] = {}
     end = len(schedule.evaluations)
     back, out = _by_position(schedule, "back_before"), _by_position(schedule, "out_after")
     for now, index in enumerate(schedule.evaluations):
         op = problem.ops[index]
-        for stay in back.get(now, ()):
-            made_at[stay.storage] = stay.fetch_from
-            live_until[stay.storage, stay.fetch_from] = now
+        for offload in back.get(now, ()):
+            made_at[offload.storage] = offload.fetch_from
+            live_until[offload.storage, offload.fetch_from] = now
         for storage in op.reads:
             version = storage, made_at[storage]
             live_until[version] = max(live_until[version], now)
@@ -102,9 +103,9 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
             is_result = problem.storages[storage].kept and storage not in made_at
             made_at[storage] = now
             live_until[storage, now] = end if is_result else now
-        for stay in out.get(now, ()):
-            version = stay.storage, made_at[stay.storage]
-            live_until[version] = max(live_until[version], stay.freed_before - 1)
+        for offload in out.get(now, ()):
+            version = offload.storage, made_at[offload.storage]
+            live_until[version] = max(live_until[version], offload.freed_before - 1)
     for (storage, made), last in live_until.items():
         if made <= position <= last:
             yield storage, made
@@ -112,13 +113,13 @@ def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> I
 
 def _by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
     found: dict[int, list[Offload]] = {}
-    for stay in schedule.offloads:
-        found.setdefault(getattr(stay, field), []).append(stay)
+    for offload in schedule.offloads:
+        found.setdefault(getattr(offload, field), []).append(offload)
     return found
 
 
 def output_bytes(problem: RematProblem) -> int:
-    """Bytes of what the forward returns, which its caller may hold until the step's end."""
+    """Bytes of the forward's results, which the caller may hold until the step's end."""
     made = zip(problem.storages, problem.producer, strict=True)
     returned = (
         storage for storage, maker in made if maker < problem.forward_ops and not is_receipt(problem.ops[maker])
@@ -127,7 +128,7 @@ def output_bytes(problem: RematProblem) -> int:
 
 
 def is_receipt(op: Op) -> bool:
-    """Whether the op only stands for what comes from outside: the gradients of the outputs."""
+    """Whether the op stands for a value from outside, the gradient of an output."""
     return not op.reads and not op.seconds
 
 

@@ -1,4 +1,4 @@
-"""A model of torch's CUDA caching allocator, in numbers only: what it hands out and what it holds, call by call.
+"""A model of torch's CUDA caching allocator: the blocks that it hands out and the segments that it holds, in numbers.
 
 Source: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_found_block`, `free_block`,
 `try_merge_blocks`, `find_expandable_block`, `release_cached_blocks`) with the default settings: no largest block to
@@ -15,18 +15,18 @@ ROUNDING_BYTES = 512
 """Every block is a multiple of this (`kMinBlockSize`)."""
 _SMALL = MB  # the largest block of the small pool (kSmallSize)
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
-_OWN_SEGMENT = 10 * MB  # from here on a block has a segment made to its measure (kMinLargeAlloc)
+_OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own (kMinLargeAlloc)
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
 _ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of a segment: more than any card has, in whole pages
 
 
 def rounded_bytes(nbytes: int) -> int:
-    """Bytes of the block for a request: a multiple of 512, 0 for none."""
+    """Bytes of the block for a request: the next multiple of 512, and 0 for 0."""
     return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 class CardFullError(MemoryError):
-    """The allocator would have to hold more than its limit although it gave back what it could."""
+    """The allocator would have to hold more than its limit, even after it returned what it could."""
 
 
 class _Block:
@@ -40,17 +40,18 @@ class _Block:
 
     @property
     def room(self) -> int:
-        """Bytes that it has, and could have by mapping what comes after it."""
+        """Its bytes, and those it could have by mapping the unmapped block behind it."""
         follows = self.after
         return self.size + (follows.size if follows is not None and not follows.mapped else 0)
 
 
 class CachingAllocator:
-    """Blocks in segments, in bytes; `malloc` gives an address and `free` takes it back.
+    """Blocks in segments; `malloc` returns an address and `free` takes it.
 
     Args:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
-        limit_bytes: what it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any amount.
+        limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
+        amount.
     """
 
     def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
@@ -58,7 +59,7 @@ class CachingAllocator:
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.releases = 0
-        """How often it gave memory back to the card to stay within the limit: each time the card waits."""
+        """How often it returned memory to the card to stay within the limit; the card waits each time."""
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, _Block] = {}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
@@ -68,7 +69,7 @@ class CachingAllocator:
                 self._add_unmapped(_Block(self._new_address(), _ADDRESSES, small=small, mapped=False))
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`; 0 where none are asked for.
+        """The address of a block of at least `nbytes`; 0 for 0 bytes.
 
         Raises `CardFullError` where the limit does not allow it.
         """
@@ -88,7 +89,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Take a block back, and join it with what is free beside it."""
+        """Free a block, and join it with the free blocks on both sides."""
         if not address:
             return
         block = self._blocks[address]
@@ -99,12 +100,12 @@ class CachingAllocator:
         self._add_free(self._join(block))
 
     def blocks(self) -> Iterator[tuple[int, int, bool]]:
-        """Address, bytes and whether it is free, of every block that lies in memory."""
-        return ((each.address, each.size, each.free) for each in self._blocks.values() if each.mapped)
+        """Address, bytes and whether it is free, for every mapped block."""
+        return ((block.address, block.size, block.free) for block in self._blocks.values() if block.mapped)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
-        """The smallest free block that is large enough, of several the first in memory; of blocks that can grow, the
-        one that can grow least."""
+        """The smallest free block that is large enough, and the first in memory of several; among blocks that can grow,
+        the one that can grow least. None where there is no such block."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
         if at == len(free):
@@ -115,7 +116,7 @@ class CachingAllocator:
         return self._blocks[free.pop(at)[1]]
 
     def _grow(self, size: int, small: bool) -> _Block:
-        """A block out of memory that is taken from the card."""
+        """A block in memory that is newly taken from the card. Raises `CardFullError` above the limit."""
         wanted = self._wanted(size, small)
         if self._is_above(wanted):
             self._release()
@@ -130,7 +131,8 @@ class CachingAllocator:
         return block
 
     def _wanted(self, size: int, small: bool) -> int:
-        """What the card must have for a block: torch compares a segment with its limit, also where it maps pages."""
+        """Bytes that the card must have for a block. torch compares a whole segment with the limit, even where it maps
+        single pages."""
         segment = _segment_bytes(size)
         if not self.expandable_segments:
             return segment
@@ -141,7 +143,7 @@ class CachingAllocator:
         return self.limit_bytes is not None and self.reserved_bytes + more > self.limit_bytes
 
     def _map(self, size: int, small: bool) -> _Block:
-        """A free block at the first place with room, mapped as far as needed."""
+        """A free block at the first place with enough addresses, mapped as far as needed."""
         block = self._first_place(size, small)
         if not block.mapped:
             block = self._map_pages(block, min(block.size, size))
@@ -153,8 +155,8 @@ class CachingAllocator:
         return block
 
     def _first_place(self, size: int, small: bool) -> _Block:
-        """Unmapped addresses with room, or the free block before them: the first in memory."""
-        return next(found for each in self._unmapped[small] if (found := self._room_at(self._blocks[each], size)))
+        """The first unmapped block in memory with enough addresses, or the free block before it."""
+        return next(found for address in self._unmapped[small] if (found := self._room_at(self._blocks[address], size)))
 
     def _room_at(self, unmapped: _Block, size: int) -> _Block | None:
         before = unmapped.before
@@ -168,7 +170,8 @@ class CachingAllocator:
         return start if room >= size else None
 
     def _map_pages(self, block: _Block, size: int) -> _Block:
-        """Map the pages at the start of an unmapped block that hold `size` bytes; gives the free block they are in."""
+        """Map the pages at the start of an unmapped block that hold `size` bytes; return the free block that has
+        them."""
         mapped = min(_whole_pages(size, block.small), block.size)
         self._unmapped[block.small].remove(block.address)
         block.mapped = True
@@ -180,7 +183,7 @@ class CachingAllocator:
         return joined
 
     def _release(self) -> None:
-        """Give whole segments, or whole pages of expandable ones, back to the card."""
+        """Return free segments, or free pages of expandable ones, to the card."""
         self.releases += 1
         for small, free in self._free.items():
             for _, address in list(free):
@@ -209,7 +212,7 @@ class CachingAllocator:
         self._add_unmapped(self._join(block))
 
     def _cut(self, block: _Block, size: int, *, mapped: bool = True) -> _Block:
-        """Leave the first `size` bytes to the block; gives the rest."""
+        """Shrink the block to its first `size` bytes; return a block of the rest."""
         rest = _Block(block.address + size, block.size - size, small=block.small, mapped=mapped)
         rest.before, rest.after = block, block.after
         if block.after is not None:
@@ -219,7 +222,8 @@ class CachingAllocator:
         return rest
 
     def _join(self, block: _Block) -> _Block:
-        """The block with what is free on both sides of it, all of it mapped or none."""
+        """Join the block with the free blocks on both sides that are mapped, or not mapped, as it is; return the
+        result."""
         for other in (block.before, block.after):
             if other is None or not other.free or other.mapped != block.mapped:
                 continue
@@ -261,7 +265,7 @@ def _whole_pages(size: int, small: bool) -> int:
 
 
 def _segment_bytes(size: int) -> int:
-    """What is taken from the card for a block of `size` bytes."""
+    """Bytes taken from the card for a block of `size` bytes."""
     if size <= _SMALL:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT:

@@ -1,4 +1,4 @@
-"""What an optimiser holds: its state for good, and the temporaries of its step."""
+"""The bytes that an optimiser holds: its state between steps, and the temporaries of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from memopt.account.live_bytes import LiveBytes
-from memopt.account.optimizer_trial import OptimizerLike, fakes_of, parameters_of, trial
+from memopt.account.eager_bytes import EagerBytes
+from memopt.account.optimizer_trial import OptimizerLike, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
-from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.optim import eager_optimizers
+from memopt.compat.fakes import FakeTensor
 from memopt.device.workspace_rules import SCALARS
 
-# What a late step takes itself for: RAdam, for one, begins otherwise than it goes on.
+# The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
 _LATE_STEP = 1000
 
 
@@ -25,26 +24,27 @@ class OptimizerAccount:
     """Bytes beside parameters and gradients."""
 
     state_bytes: int
-    """Held from the first step on, between steps too."""
+    """Held from the first step on, also between steps."""
     step_temporary_bytes: int
-    """Highest sum of what `step()` makes and frees again."""
+    """The most bytes alive at once that `step()` makes and frees again."""
     name: str
-    """The optimiser's class and how it goes over the parameters, as in "AdamW (foreach)"; "none"."""
+    """The optimiser's class and its implementation, as in "AdamW (foreach)"; "none" without an optimiser."""
 
 
 def optimizer_account(
     optimizer: OptimizerLike, parameters: Iterable[torch.Tensor], device_type: str | None = None
 ) -> OptimizerAccount:
-    """Find what an optimiser holds by running three of its steps on fake tensors: any optimiser written with torch ops.
+    """Find the bytes that an optimiser holds by running three of its steps on fake tensors.
 
-    Whether it loops over the parameters, or takes all at once (foreach, fused), is torch's own choice for the device.
+    Any optimiser written with torch's operators will do. Whether it loops over the parameters or takes all at once
+    (foreach, fused) is torch's choice for the device.
 
     Args:
-        optimizer: a class (its defaults), an instance (its own groups and options; it is left as it is), a
+        optimizer: a class (its defaults), an instance (with its groups, options and state; it is not changed), a
             `functools.partial` or another callable that takes the parameters, the name of a class of `torch.optim` in
-            any case ("adamw"), or None for none.
+            any case ("adamw"), or None.
         parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` count nothing.
-            An instance's own parameters are used in their place.
+            An instance's own parameters take their place.
         device_type: where the step will run, "cpu" or "cuda"; by default the device of the parameters (CPU for meta).
 
     Raises:
@@ -58,34 +58,32 @@ def optimizer_account(
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
     try:
         return _tried(optimizer, trained, device_type, home=device_type)
-    except _StepError:
+    except _TrialError:
         if device_type == "cpu":
             raise
-    # A build of torch for the CPU alone cannot do all on fakes elsewhere: some ops ask for the device's driver.
+    # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
     return _tried(optimizer, trained, device_type, home="cpu")
 
 
-class _StepError(ValueError):
-    """A step does not run on fakes."""
+class _TrialError(ValueError):
+    """A step does not run on fake tensors."""
 
 
 def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, home: str) -> OptimizerAccount:
-    """Try the optimiser on fakes that lie on `home`, with the choices and the kernels of `device_type`."""
-    count = LiveBytes(device_type, home)
-    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=device_type != "cpu"):
-        fakes = fakes_of(trained, torch.device(home))
-        with count:  # some make their state when they are made
-            on_fakes = trial(optimizer, fakes, torch.device(home))
+    """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
+    count = EagerBytes(device_type, home)
+    with optimizer_on_fakes(optimizer, trained, count, home, foreach=device_type != "cpu") as on_fakes:
         name = type(on_fakes).__name__
         _refuse(on_fakes, name)
         if not trained:
             return OptimizerAccount(0, 0, name)
         _run_steps(on_fakes, count, name)
-        temporaries = max(0, count.peak - count.live) + SCALARS
-        return OptimizerAccount(count.live, temporaries, f"{name} ({_way(count.kernels)})")
+        temporaries = max(0, count.peak_bytes - count.live_bytes) + SCALARS
+        return OptimizerAccount(count.live_bytes, temporaries, f"{name} ({_way(count.kernels)})")
 
 
 def _refuse(on_fakes: Optimizer, name: str) -> None:
+    """Raise `ValueError` for an optimiser that needs a closure or sparse gradients."""
     closure = inspect.signature(type(on_fakes).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -98,8 +96,11 @@ def _refuse(on_fakes: Optimizer, name: str) -> None:
         )
 
 
-def _run_steps(on_fakes: Optimizer, count: LiveBytes, name: str) -> None:
-    """The first step makes the state, the second has it from its start, and the third takes itself for a late one."""
+def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
+    """Run three steps: the first makes the state, the second has it from its start, the third has a late step number.
+
+    Raises `_TrialError` where one does not run on fake tensors.
+    """
     try:
         for number in (None, None, _LATE_STEP):
             if number is not None:
@@ -108,14 +109,14 @@ def _run_steps(on_fakes: Optimizer, count: LiveBytes, name: str) -> None:
                 on_fakes.step()
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
-        raise _StepError(
+        raise _TrialError(
             f"a step of {name} cannot be tried on fake tensors: {why}. Plan with optimizer=None, and a budget less "
             "what it holds"
         ) from error
 
 
 def _set_step(on_fakes: Optimizer, number: int) -> None:
-    """Set the optimiser's own count of its steps, where it is known by the name that torch's all use."""
+    """Set the optimiser's step numbers, where they have the name "step" as in all of torch's."""
     for state in on_fakes.state.values():
         step = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, torch.Tensor) and not isinstance(step, FakeTensor):
@@ -126,6 +127,6 @@ def _set_step(on_fakes: Optimizer, number: int) -> None:
 
 
 def _way(kernels: set[str]) -> str:
-    """How the optimiser goes over its parameters, by the kernels that it called."""
+    """The optimiser's implementation ("fused", "foreach" or "for-loop"), known from the kernels that it called."""
     ways = {"_fused_": "fused", "_foreach_": "foreach"}
     return next((way for mark, way in ways.items() if any(f"::{mark}" in name for name in kernels)), "for-loop")

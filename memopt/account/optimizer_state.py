@@ -1,4 +1,4 @@
-"""What an optimiser keeps between steps: the tensors, and a copy to go back to."""
+"""The tensors that an optimiser keeps between steps, and copies of its state to restore."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memopt.compat.pytree import tree_leaves, tree_map
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that the optimiser keeps for its parameters, however nested."""
+    """The tensors in the optimiser's state, at any depth."""
     return (leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The parameters of an optimiser, its state and its options at a moment, values in the host's memory."""
+    """A copy of an optimiser's parameters, state and options, with the values in the host's memory."""
 
     optimizer: torch.optim.Optimizer
     tensors: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -28,7 +28,7 @@ class OptimizerState:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Copy all that a step of `optimizer` may write to."""
+        """Copy everything that a step of `optimizer` may write to."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         written = {id(tensor): tensor for tensor in [*parameters, *state_tensors(optimizer)]}
         return cls(
@@ -39,7 +39,7 @@ class OptimizerState:
         )
 
     def restore(self) -> None:
-        """Give the optimiser this state back, in the very tensors that it had."""
+        """Set the optimiser back to this state, in the same tensor objects."""
         with torch.no_grad():
             for tensor, value in self.tensors:
                 tensor.copy_(value)

@@ -1,4 +1,4 @@
-"""An optimiser on stand-ins: the same kind, options and state, over tensors without memory."""
+"""An optimiser over stand-ins without memory: the same class, options and state, to try its steps on."""
 
 from __future__ import annotations
 
@@ -6,29 +6,49 @@ import copy
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
+from memopt.account.eager_bytes import EagerBytes
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.optim import eager_optimizers
 from memopt.compat.pytree import tree_map
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
 
 
 Fakes: TypeAlias = dict[int, torch.nn.Parameter]
+"""Stand-ins, each with a gradient, by the `id` of the parameter that they stand for."""
 
 
-def fakes_of(parameters: Iterable[torch.Tensor], device: torch.device) -> Fakes:
-    """Stand-ins on `device` for parameters, by their `id`, each with a gradient; inside of a fake mode."""
-    return {id(parameter): _fake_with_gradient(parameter, device) for parameter in parameters}
+@contextmanager
+def optimizer_on_fakes(
+    optimizer: OptimizerLike, parameters: Iterable[torch.Tensor], count: EagerBytes, home: str, *, foreach: bool
+) -> Iterator[Optimizer]:
+    """A block in which `optimizer` stands on fakes of `parameters` on the device `home`, whose steps may be tried.
+
+    What making the optimiser allocates is counted by `count`, which also keeps its step numbers real: an optimiser
+    that has state is read here, and only here. `foreach` is whether torch would take all parameters at once.
+
+    Raises `ValueError` as `trial` does.
+    """
+    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=foreach):
+        device = torch.device(home)
+        fakes = {id(parameter): _fake_with_gradient(parameter, device) for parameter in parameters}
+        with count:
+            on_fakes = trial(optimizer, fakes, device)
+        yield on_fakes
 
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
     """The optimiser over the stand-ins.
 
-    Raises `ValueError` for what is no optimiser, or cannot be made from the parameters alone.
+    Raises `ValueError` where `optimizer` is none, or cannot be made from the parameters alone.
     """
     if isinstance(optimizer, Optimizer):
         return _same_on_fakes(optimizer, fakes, device)
@@ -49,10 +69,9 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
 
 
 def fused(optimizer: OptimizerLike) -> OptimizerLike:
-    """The same by torch's fused kernels, which hold nothing beside its state; None where it runs by them already, or
-    there are none. An instance stays as it is.
+    """The same optimiser with torch's fused kernels, which need no temporaries; an instance is not changed.
 
-    Raises `ValueError` as `trial` does.
+    None where it uses them already, or has none. Raises `ValueError` as `trial` does.
     """
     if optimizer is None:
         return None
@@ -70,12 +89,12 @@ def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The optimiser's own parameters, in the order of its groups."""
+    """The optimiser's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _fake_with_gradient(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter of the same shape, strides and dtype."""
+    """A parameter of the same shape, strides and dtype, with a gradient."""
     fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     standing_in = torch.nn.Parameter(fake)
     standing_in.grad = torch.empty_like(fake)
@@ -83,13 +102,14 @@ def _fake_with_gradient(parameter: torch.Tensor, device: torch.device) -> torch.
 
 
 def _same_on_fakes(optimizer: Optimizer, fakes: Fakes, device: torch.device) -> Optimizer:
-    same: Any = copy.copy(optimizer)  # of the attributes only: what is replaced below is the copy's own
+    """A copy of an instance, with its options and its state, over the fakes; the instance is not changed."""
+    same: Any = copy.copy(optimizer)  # shallow: the attributes replaced below are the copy's own
     same.__dict__.pop("step", None)  # a scheduler's wrapper around the original's step
     for name in [name for name in same.__dict__ if name.endswith(("_hooks", "_hooks_with_kwargs"))]:
         same.__dict__[name] = type(same.__dict__[name])()
     same.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
-        if id(parameter) in fakes and parameter.device.type == device.type:  # elsewhere it would be made anew
+        if id(parameter) in fakes and parameter.device.type == device.type:  # a step elsewhere makes state there
             same.state[fakes[id(parameter)]] = _without_storage(state)
     same.param_groups = [
         {**_without_storage(group), "params": [fakes[id(p)] for p in group["params"] if id(p) in fakes]}
@@ -99,8 +119,11 @@ def _same_on_fakes(optimizer: Optimizer, fakes: Fakes, device: torch.device) -> 
 
 
 def _without_storage(values: dict[str, Any]) -> dict[str, Any]:
-    """State and options, their tensors as fakes, single numbers in the host's memory (a learning rate may be one, the
-    number of the step is) as copies: no step writes to the original's."""
+    """State or options of a parameter or group, with fakes for their tensors, so that no step writes to the original's.
+
+    Single numbers in the host's memory, as step numbers and some learning rates are, become real copies while
+    `EagerBytes` is active: their values decide what a step does.
+    """
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Comparisons of a planned step: with the plain step's numbers, and with the bytes that its plan predicts."""
+"""Checks of a planned step that really runs: its numbers against the plain step's, its bytes against the plan's."""
 
 from memopt.checks.compare_step import compare
 from memopt.checks.comparison import Comparison

@@ -1,4 +1,4 @@
-"""What a check of the account found: a row each, predicted and measured."""
+"""The result of checking a plan's account: predicted and measured bytes of each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.units import size
 
 @dataclass(frozen=True)
 class AccountRow:
-    """One part of what a step holds, in bytes."""
+    """One row of a step's account, in bytes."""
 
     name: str
     predicted_bytes: int
@@ -21,12 +21,12 @@ class AccountRow:
 
     @property
     def difference_bytes(self) -> int:
-        """Predicted less measured: negative where the plan said too little."""
+        """Predicted less measured bytes: negative where the plan predicted too little."""
         return self.predicted_bytes - self.measured_bytes
 
     @property
     def difference(self) -> float:
-        """The same as a fraction of what was measured; infinite where nothing was."""
+        """The difference as a fraction of the measured bytes; infinite where these are 0."""
         if not self.difference_bytes:
             return 0.0
         return self.difference_bytes / self.measured_bytes if self.measured_bytes else math.inf
@@ -36,7 +36,7 @@ class AccountRow:
 class AccountCheck:
     """The account of a plan against a step that ran.
 
-    `rows` are parts that overlap: "forward and backward" holds the gradients and what the forward left, for instance.
+    `rows` overlap: "forward and backward", for instance, includes the gradients and what the forward saved.
     `total` is the peak of the whole step.
     """
 
@@ -48,12 +48,12 @@ class AccountCheck:
 
     @property
     def under(self) -> bool:
-        """Whether the step held more than the plan had said."""
+        """Whether the step held more than the plan predicted."""
         return self.total.difference_bytes < 0
 
     @property
     def worst(self) -> AccountRow:
-        """The row that is furthest off, in bytes."""
+        """The row with the largest difference in bytes."""
         return max((*self.rows, self.total), key=lambda row: abs(row.difference_bytes))
 
     def row(self, name: str) -> AccountRow:
@@ -61,7 +61,7 @@ class AccountCheck:
         return {row.name: row for row in (*self.rows, self.total)}[name]
 
     def table(self) -> str:
-        """Every row, predicted, measured and the difference, as text."""
+        """All rows with predicted and measured bytes and their difference, as text."""
         return as_text(self._table())
 
     def __str__(self) -> str:

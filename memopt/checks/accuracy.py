@@ -1,4 +1,4 @@
-"""How far runs are from a reference: their losses, and the gradient of each parameter."""
+"""Errors of runs against a reference: of the loss, and of the gradient of each parameter."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 ROUNDING = 1e-12
-"""Parts of the whole gradient below this are what float64's rounding leaves of a zero."""
+"""A gradient whose share of the whole is below this is a zero, up to rounding in float64."""
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """How far the gradient of one parameter is from the reference's.
+    """The error of one parameter's gradient.
 
     Both are infinite where only one of the two gradients exists, or where one is not finite.
     """
@@ -25,17 +25,17 @@ class GradientError:
     largest: float
     """The largest difference of two elements over the largest element of the reference."""
     share: float = 1.0
-    """The norm of the reference over that of all parameters' together."""
+    """The norm of the reference over the norm of all parameters' reference gradients together."""
 
     @property
     def counts(self) -> bool:
-        """Whether the reference is more than a zero with rounding (attention's gradient of a key's bias is such)."""
+        """Whether the reference is more than rounding around zero, as the gradient of a key's bias in attention is."""
         return self.share > ROUNDING
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far one run is from the reference."""
+    """The errors of one run."""
 
     loss: float
     """|loss − reference| / |reference|."""
@@ -45,20 +45,20 @@ class Accuracy:
 
     @property
     def worst(self) -> GradientError | None:
-        """The gradient with the largest relative error of those that count; None if there are none at all."""
+        """The gradient with the largest relative error of those that count; None without any gradient."""
         return next(iter(self.worst_first), None)
 
     @property
     def worst_first(self) -> tuple[GradientError, ...]:
-        """The gradients by their relative error, those that are zeros with rounding last."""
-        return tuple(sorted(self.gradients, key=lambda each: (not each.counts, -each.relative)))
+        """The gradients by their relative error, largest first; those that do not count come last."""
+        return tuple(sorted(self.gradients, key=lambda error: (not error.counts, -error.relative)))
 
     @classmethod
     def of(
         cls, loss: float, gradients: Mapping[str, torch.Tensor], exact_loss: float, exact: Mapping[str, torch.Tensor]
     ) -> Accuracy:
         """Compare a run's loss and gradients with the reference's, by the names of parameters."""
-        whole = _length(float(_dense(each).norm()) for each in exact.values())
+        whole = _length(float(_dense(gradient).norm()) for gradient in exact.values())
         errors, off = [], []
         for name in dict.fromkeys([*exact, *gradients]):
             if name not in exact or name not in gradients:
@@ -76,12 +76,12 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The runs side by side, each against one reference."""
+    """The errors of all runs against the same reference."""
 
     reference: str
-    """"float64", or "fp32": the plain run itself."""
+    """"float64", or "fp32" where the plain run is the reference."""
     loss: float
-    """The reference's."""
+    """The loss of the reference."""
     plain: Accuracy | None
     """None where the plain run is the reference."""
     autocast: Accuracy | None
@@ -102,7 +102,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """`part / whole`; infinite where that is no number, but for nothing of nothing."""
+    """`part / whole`: 0 where `part` is 0, and infinite where the quotient is not finite."""
     if part == 0:
         return 0.0
     ratio = part / whole if whole else math.inf

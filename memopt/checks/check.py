@@ -27,20 +27,20 @@ Rows = dict[str, int]
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set_to_none: bool = True) -> AccountCheck:
-    """Train steps of the optimised `model`, meter the last, and set what its plan predicted beside it.
+    """Train steps of the optimised `model`, meter the last, and compare it with what its plan predicted.
 
-    The first step plans and compiles where that is not yet done, and makes the optimiser's state; the next is the one
-    that the account is of. Parameters, gradients, buffers, the optimiser's state and random states are
-    afterwards as they were, also when a step fails; copies of them are held in the host's memory meanwhile.
+    The first step plans and compiles where that is not yet done, and makes the optimiser's state; the last one is
+    metered. Afterwards parameters, gradients, buffers, the optimiser's state and random states are as they were, also
+    when a step fails; copies of them are held in the host's memory meanwhile.
 
-    On CUDA what is measured is what torch's allocator hands out: the context and fragmentation do not show in it, and
-    are left out of what was predicted.
+    On CUDA the bytes measured are those that torch's allocator hands out: the context and fragmentation are not among
+    them, and are left out of the prediction.
 
     Args:
-        optimizer: steps the model's parameters; of the kind and options that the model was optimised for, or the rows
-            of the optimiser will differ.
+        optimizer: steps the model's parameters. Where its class or options are not those that the model was optimised
+            for, the rows of the optimiser differ.
         batch: as in `compare`.
-        set_to_none: gradients are taken away between steps, as `zero_grad()` does, else kept and filled with zeros.
+        set_to_none: whether gradients are freed between steps, as by `zero_grad()`, or kept and filled with zeros.
 
     Raises:
         ValueError: the model is not optimised or not in training mode, or its loss is no scalar.
@@ -55,7 +55,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     try:
         with torch.enable_grad():
             start.restore()
-            for _ in range(1 if set_to_none else 2):  # gradients that are there already are planned for anew
+            for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
                 _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
             measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call)
@@ -70,9 +70,9 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
 
 
 def predicted_rows(plan: Plan) -> Rows:
-    """What a plan says of each part of its step, the whole without what no allocator counts.
+    """The bytes of each row as a plan predicts them; the peak without the bytes that no allocator counts.
 
-    The plan must be of this process, not loaded.
+    The plan must have been made in this process, not loaded.
     """
     assert plan.captured is not None
     assert plan.schedule is not None
@@ -94,7 +94,7 @@ def predicted_rows(plan: Plan) -> Rows:
 
 
 def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call) -> Rows:
-    """Run and meter a step, as `_train` does, that begins with the optimiser's state there."""
+    """The bytes of each row in one metered step, which begins with the optimiser's state present."""
     device = next(model.parameters()).device
     parameters = list(model.parameters())
     given = [tensor for tensor in tensors_in(inputs) if tensor.device == device]
@@ -104,17 +104,17 @@ def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.O
         "inputs": _bytes_on(device, given),
         "optimizer state": _bytes_on(device, state_tensors(optimizer)),
     }
-    there = [each.grad for each in parameters if each.grad is not None]
-    resident = sum(fixed.values()) + _bytes_on(device, there)
+    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    resident = sum(fixed.values()) + _bytes_on(device, held)
     gc.collect()
     with PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)
     forward, backward, step = meter.phases
-    gradients = _bytes_on(device, [each.grad for each in parameters if each.grad is not None])
+    gradients = _bytes_on(device, [parameter.grad for parameter in parameters if parameter.grad is not None])
     return {
         **fixed,
         "gradients": gradients,
-        "outputs": backward.left_bytes - (gradients - _bytes_on(device, there)),
+        "outputs": backward.left_bytes - (gradients - _bytes_on(device, held)),
         "held by the forward": forward.left_bytes,
         "forward and backward": max(forward.peak_bytes, backward.peak_bytes),
         "optimizer temporaries": step.peak_bytes - backward.left_bytes,
@@ -125,7 +125,7 @@ def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.O
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
 ) -> None:
-    """A forward, its backward and the optimiser's step, the outputs held meanwhile as training loops do."""
+    """Run a forward, its backward and the optimiser's step, while the outputs are held as training loops do."""
     output = call()
     loss = scalar_loss(output)
     end_phase()
@@ -136,11 +136,12 @@ def _train(
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    here = (each for each in tensors if each.device == device and each.layout == torch.strided)
+    here = (tensor for tensor in tensors if tensor.device == device and tensor.layout == torch.strided)
     return distinct_bytes(here, ROUNDING_BYTES if device.type == "cuda" else 1)
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlannedCall:
+    """The planned call of the model. Raises `ValueError` or `TypeError` where no step can be checked."""
     planned = planned_call_of(model)
     if planned is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")

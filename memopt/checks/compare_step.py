@@ -13,7 +13,7 @@ from memopt.capture.inputs import Call, as_call, check_device
 from memopt.checks.accuracy import Accuracies, Accuracy
 from memopt.checks.comparison import Comparison, Difference
 from memopt.checks.free_memory import free_bytes
-from memopt.checks.measured_step import Step, autocast_step, measured, scaled, train
+from memopt.checks.measured_step import MeasuredStep, autocast_step, measured, scaled, train
 from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
 from memopt.rewrite.precision.plan import dtype_name
@@ -28,61 +28,70 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
     """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
 
-    Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype; all runs are
-    measured against a float64 step of a copy, whose random numbers are the plain step's. In fp16 the loss is scaled,
-    from 65,536 down until all gradients are finite.
+    Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype. The errors of
+    all runs are against a float64 step of a copy that draws the plain step's random numbers. In fp16 the loss is
+    scaled, from 65,536 down until all gradients are finite.
 
-    Every run starts from the same parameters, buffers and random state and is measured by the same meter. The optimised
-    model runs once before that, so that planning and compiling are not measured. Gradients, buffers and random states
-    are afterwards as they were, also when a step fails.
+    Every run starts from the same parameters, buffers and random state, and has the same meter. The optimised model
+    runs once before, so that planning and compiling are not measured. Afterwards gradients, buffers and random states
+    are as they were, also when a step fails.
 
-    The peaks are of everything on the device (see `measure_peak`) except what the comparison keeps aside. The optimiser
-    does not step; its state counts where it is there.
+    Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimiser
+    does not step; its state counts where it exists.
 
     Args:
-        batch: what the model takes, as `example_inputs` of `optimize`: a tuple, a dict, a tensor; with a `loss_fn` the
-            pair `(inputs, targets)`.
-        reference: "float64"; "fp32", the plain run; or "auto": float64 where twice the plain step's peak is free on the
-            device and the model runs in it, else fp32, with a note.
+        batch: the model's inputs as for `optimize(example_inputs=…)`: a tuple, a dict or a tensor; with a `loss_fn`
+            the pair `(inputs, targets)`.
+        reference: "float64"; "fp32", which is the plain run; or "auto": float64 where the model runs in it and twice
+        the plain step's peak is free on the device, else fp32, with a note.
 
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
-            accumulated gradients, the reference is none of these, or float64 was asked for and does not run.
+            accumulated gradients, `reference` is none of these, or is "float64" and the model does not run in it.
         TypeError: the batch is not one, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, reference)
-    calls = planned.with_loss or planned.forward
-    args, kwargs = as_call(batch, with_targets=planned.with_loss is not None)
-    check_device((args, kwargs), model)
+    call = as_call(batch, with_targets=planned.with_loss is not None)
+    check_device(call, model)
     start = TrainingState.of(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:
         with torch.enable_grad():
-            start.restore()
-            train(lambda: calls(*args, **kwargs))
-            optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
-            plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
-            autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
-        exact = _exact(model, (args, kwargs), calls.loss_fn, start, plain, reference, notes)
+            optimized, plain, autocast = _runs(planned, call, start, low, notes)
+        loss_fn = (planned.with_loss or planned.forward).loss_fn
+        exact = _exact(model, call, loss_fn, start, plain, reference, notes)
     finally:
         start.restore()
         start.restore_gradients()
     return Comparison(
-        plain.run,
-        optimized.run,
-        _differences(optimized.gradients, plain.gradients),
-        _differences(optimized.buffers, plain.buffers),
-        planned.options.budget_bytes,
-        autocast.run if autocast else None,
-        dtype_name(low) if autocast and low else "",
-        _accuracies(exact, plain, autocast, optimized),
-        tuple(notes),
+        plain=plain.run,
+        optimized=optimized.run,
+        gradients=_differences(optimized.gradients, plain.gradients),
+        buffers=_differences(optimized.buffers, plain.buffers),
+        budget_bytes=planned.options.budget_bytes,
+        autocast=autocast.run if autocast else None,
+        autocast_dtype=dtype_name(low) if autocast and low else "",
+        accuracies=_accuracies(exact, plain, autocast, optimized),
+        notes=tuple(notes),
     )
 
 
+def _runs(
+    planned: PlannedCall, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
+) -> tuple[MeasuredStep, MeasuredStep, MeasuredStep | None]:
+    """Measured steps of the optimised model, of the plain model, and, given a dtype `low`, of that under autocast."""
+    calls, (args, kwargs) = planned.with_loss or planned.forward, call
+    start.restore()
+    train(lambda: calls(*args, **kwargs))
+    optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
+    plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
+    return optimized, plain, autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
+
+
 def _checked(model: nn.Module, reference: str) -> PlannedCall:
+    """The planned call of the model. Raises `ValueError` where it cannot be compared."""
     planned = planned_call_of(model)
     if reference not in REFERENCES:
         raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
@@ -95,6 +104,7 @@ def _checked(model: nn.Module, reference: str) -> PlannedCall:
 
 
 def _refuse_acting_hooks(model: nn.Module) -> None:
+    """Raise `ValueError` where a hook acts on accumulated gradients, since it may change the model."""
     for name, parameter in model.named_parameters():
         if post_accumulate_hooks(parameter):
             raise ValueError(
@@ -108,19 +118,22 @@ def _exact(
     call: Call,
     loss_fn: Callable[..., Any] | None,
     start: TrainingState,
-    plain: Step,
+    plain: MeasuredStep,
     reference: str,
     notes: list[str],
 ) -> Exact | None:
-    """The float64 step; None, with a note, where the plain step has to be the reference."""
+    """The loss and gradients in float64; None, with a note that says why, where the plain step is the reference.
+
+    Raises `ValueError` where float64 was asked for and does not run.
+    """
     if reference == "fp32":
         return None
     start.restore()
     needed, free = 2 * plain.run.peak_bytes, free_bytes(start.device)
     try:
         if reference == "auto" and (free is None or needed > free):
-            there = "it is not known how much is free" if free is None else f"{size(free)} are free"
-            raise NoReference(f"float64 would hold {size(needed)} on {start.device}, and {there}")
+            known = "it is not known how much is free" if free is None else f"{size(free)} are free"
+            raise NoReference(f"float64 would hold {size(needed)} on {start.device}, and {known}")
         return float64_step(model, call, loss_fn, start.generators, plain.generators)
     except NoReference as reason:
         if reference == "float64":
@@ -131,10 +144,12 @@ def _exact(
         return None
 
 
-def _accuracies(exact: Exact | None, plain: Step, autocast: Step | None, optimized: Step) -> Accuracies:
+def _accuracies(
+    exact: Exact | None, plain: MeasuredStep, autocast: MeasuredStep | None, optimized: MeasuredStep
+) -> Accuracies:
     against = exact or Exact(plain.run.loss, plain.gradients)
 
-    def accuracy(step: Step) -> Accuracy:
+    def accuracy(step: MeasuredStep) -> Accuracy:
         return Accuracy.of(step.run.loss, step.gradients, against.loss, against.gradients)
 
     return Accuracies(

@@ -1,4 +1,4 @@
-"""What a comparison of the optimised model with the plain one found."""
+"""The result of comparing a step of the optimised model with one of the plain model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WORST_ROWS = 10
 
 @dataclass(frozen=True)
 class Run:
-    """One forward and backward: its loss, the most it held at once (everything on the device), the seconds it took."""
+    """One forward and backward: its loss, the most bytes on the device at once, and its seconds."""
 
     loss: float
     peak_bytes: int
     seconds: float
     loss_scale: float = 1.0
-    """What the loss was multiplied by for the backward, and the gradients divided by again: fp16 needs it."""
+    """The factor by which the loss was multiplied for the backward, and gradients divided afterwards; fp16 needs it."""
 
     @property
     def peak_gb(self) -> float:
@@ -35,21 +35,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor of the optimised run is from the plain run's.
+    """The difference of a tensor between the optimised and the plain run.
 
-    `absolute` is the largest difference of two elements, `relative` that over the largest element of the plain tensor;
-    both are infinite where only one of the two tensors exists or is finite.
+    `absolute` is the largest difference of two elements; `relative` divides it by the largest element of the plain
+    tensor. Both are infinite where only one of the two tensors exists or is finite.
     """
 
     name: str
     absolute: float
     relative: float
     bitwise: bool
-    """Not one bit differs, NaN and the sign of zero included."""
+    """Whether all bits are the same, those of NaN and of the sign of zero included."""
 
     @classmethod
     def of(cls, name: str, optimized: torch.Tensor | None, plain: torch.Tensor | None) -> Difference:
-        """Compare two tensors of one shape."""
+        """Compare two tensors of the same shape; None stands for a tensor that a run does not have."""
         if optimized is None or plain is None:
             return cls(name, math.inf, math.inf, False)
         optimized, plain = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (optimized, plain))
@@ -79,24 +79,24 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step of the optimised model against one of the plain model: same state, same batch, same random numbers; and
-    both, with torch.autocast, against a reference."""
+    """A step of the optimised model against a step of the plain model with the same state, batch and random numbers,
+    and the errors of both, and of torch.autocast, against a reference."""
 
     plain: Run
     optimized: Run
     gradients: tuple[Difference, ...]
-    """One for each parameter that has a gradient in either run."""
+    """A difference for each parameter that has a gradient in either run."""
     buffers: tuple[Difference, ...]
-    """One for each buffer, as the step leaves it."""
+    """A difference for each buffer, as it is after the step."""
     budget_bytes: int
     autocast: Run | None = None
-    """The plain model under `torch.autocast`, in the 16 bits of the plan; None where that is in fp32."""
+    """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None where the plan computes in fp32."""
     autocast_dtype: str = ""
     """"bf16" or "fp16"; empty without `autocast`."""
     accuracies: Accuracies | None = None
-    """How far each run is from the reference, in its loss and in the gradient of every parameter."""
+    """The errors of each run against the reference, of its loss and of every gradient."""
     notes: tuple[str, ...] = ()
-    """What could not be computed, and why."""
+    """Runs that could not be made, and why."""
 
     @property
     def loss_error(self) -> float:
@@ -109,12 +109,13 @@ class Comparison:
     @property
     def bitwise(self) -> bool:
         """Whether the loss, every gradient and every buffer are the same to the last bit."""
-        return self._same_loss and all(each.bitwise for each in (*self.gradients, *self.buffers))
+        return self._same_loss and all(difference.bitwise for difference in (*self.gradients, *self.buffers))
 
     @property
     def worst(self) -> Difference | None:
-        """The gradient or buffer with the largest relative difference; None if there are none at all."""
-        return max((*self.gradients, *self.buffers), key=lambda each: (each.relative, not each.bitwise), default=None)
+        """The gradient or buffer with the largest relative difference; None without any."""
+        differences = (*self.gradients, *self.buffers)
+        return max(differences, key=lambda found: (found.relative, not found.bitwise), default=None)
 
     @property
     def _same_loss(self) -> bool:
@@ -124,7 +125,8 @@ class Comparison:
     def table(self) -> str:
         """The runs side by side, then the gradients and buffers that differ, the worst first, as text."""
         differing = sorted(
-            (each for each in (*self.gradients, *self.buffers) if not each.bitwise), key=lambda each: -each.relative
+            (found for found in (*self.gradients, *self.buffers) if not found.bitwise),
+            key=lambda difference: -difference.relative,
         )
         parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
         if differing:
@@ -147,7 +149,7 @@ class Comparison:
 
     @property
     def _columns(self) -> tuple[tuple[str, Run, Accuracy | None], ...]:
-        """Title, run and accuracy, for each run that there is."""
+        """Title, run and accuracy of each run that was made."""
         known = self.accuracies
         runs = [
             ("plain", self.plain, known.plain if known else None),
@@ -159,22 +161,22 @@ class Comparison:
     def _runs_table(self) -> Table:
         table = Table(title="One forward and backward", title_justify="left")
         columns, known = self._columns, self.accuracies
-        exact = [known] if known is not None and known.reference == "float64" else []
+        exact = [known] if known is not None and known.reference == "float64" else []  # has a column of its own
         table.add_column("")
-        for title in (*(each.reference for each in exact), *(title for title, *_ in columns)):
+        for title in (*(reference.reference for reference in exact), *(title for title, *_ in columns)):
             table.add_column(title, justify="right")
 
         def add(title: str, cells: Iterable[str], first: str = "") -> None:
             table.add_row(title, *(first for _ in exact), *cells)
 
         runs = [run for _, run, _ in columns]
-        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{each.loss:.9g}" for each in exact))
+        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{reference.loss:.9g}" for reference in exact))
         if known is not None:
             accuracies = [accuracy for *_, accuracy in columns]
-            add("loss error", (f"{each.loss:.2e}" if each else "–" for each in accuracies))
-            add("gradient error", (f"{each.gradient:.2e}" if each else "–" for each in accuracies))
-            worst = (each.worst if each else None for each in accuracies)
-            add("  of the worst parameter", (f"{each.relative:.2e}" if each else "–" for each in worst))
+            add("loss error", (f"{accuracy.loss:.2e}" if accuracy else "–" for accuracy in accuracies))
+            add("gradient error", (f"{accuracy.gradient:.2e}" if accuracy else "–" for accuracy in accuracies))
+            worst = (accuracy.worst if accuracy else None for accuracy in accuracies)
+            add("  of the worst parameter", (f"{error.relative:.2e}" if error else "–" for error in worst))
         if any(run.loss_scale != 1 for run in runs):
             add("loss scale", (f"{run.loss_scale:g}" for run in runs))
         add("peak, measured", (size(run.peak_bytes) for run in runs))
@@ -184,7 +186,7 @@ class Comparison:
 
 
 def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accuracy | None]]) -> Table:
-    """The relative error of each gradient, run by run, the worst of the optimised run first."""
+    """A table of the relative error of each gradient in each run, the worst of the optimised run first."""
     title = f"Gradients against {known.reference}: |g - r| / |r|"
     table = Table(title=title, title_justify="left")
     table.add_column("parameter", overflow="fold")
@@ -192,9 +194,9 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, Run, Accura
     for name, _, accuracy in columns:
         if accuracy is not None:
             table.add_column(name, justify="right")
-            errors.append({each.name: each for each in accuracy.gradients})
+            errors.append({error.name: error for error in accuracy.gradients})
     for worst in known.optimized.worst_first[:WORST_ROWS]:
-        table.add_row(worst.name, *(f"{each[worst.name].relative:.2e}" for each in errors))
+        table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
     return table
 
 
@@ -203,6 +205,6 @@ def _differences_table(differing: list[Difference]) -> Table:
     table.add_column("parameter or buffer", overflow="fold")
     for title in ("absolute", "relative"):
         table.add_column(title, justify="right")
-    for each in differing[:WORST_ROWS]:
-        table.add_row(each.name, f"{each.absolute:.3g}", f"{each.relative:.3g}")
+    for difference in differing[:WORST_ROWS]:
+        table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

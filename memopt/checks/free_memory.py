@@ -1,4 +1,4 @@
-"""How much memory could be taken now."""
+"""The memory that is free now, on a GPU or on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What is left of a device's memory, with what torch's allocator has reserved and not handed out; of the host's,
-    what Linux says is available, within this container's limit. None where that is not known."""
+    """Bytes of free memory on a device; None where that is not known.
+
+    On a GPU they include what torch's allocator has reserved and not handed out. On the host they are what Linux says
+    is available, within the limit of this container.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    known = [each for each in (_available(), _left_of_container()) if each is not None]
+    known = [nbytes for nbytes in (_available(), _left_of_container()) if nbytes is not None]
     return min(known, default=None)
 
 

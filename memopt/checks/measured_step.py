@@ -1,4 +1,4 @@
-"""Runs one forward and backward from a kept state, and measures it."""
+"""Runs one forward and backward from a saved state, and measures it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from memopt.train.loss import scalar_loss
 from memopt.training_state import Tensors, TrainingState, generator_states
 
 Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
-# Where torch.amp.GradScaler begins, and, faster than it, how it comes down.
+# The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one forward and backward left behind."""
+class MeasuredStep:
+    """The results of one forward and backward: loss, peak and seconds, gradients, buffers and random states."""
 
     run: Run
     gradients: Tensors
@@ -38,11 +38,14 @@ class Step:
 def measured(
     call: Callable[[], Any],
     start: TrainingState,
-    beside: Sequence[Step],
+    beside: Sequence[MeasuredStep],
     scale: float = 1.0,
     around: Around = nullcontext,
-) -> Step:
-    """Run a step from `start`; what `start` and earlier steps `beside` keep does not count."""
+) -> MeasuredStep:
+    """Run a step from the state `start`, in the context `around` and with the loss multiplied by `scale`.
+
+    The bytes that `start` and earlier steps `beside` keep are left out of the peak.
+    """
     start.restore()
     gc.collect()
     kept = (tensor for step in beside for tensor in (*step.gradients.values(), *step.buffers.values()))
@@ -55,30 +58,36 @@ def measured(
     generators = generator_states(start.device)
     gradients = start.gradients_now()
     if scale != 1:
-        gradients = {name: each / scale for name, each in gradients.items()}
-    return Step(run, gradients, start.buffers_now(), generators)
+        gradients = {name: gradient / scale for name, gradient in gradients.items()}
+    return MeasuredStep(run, gradients, start.buffers_now(), generators)
 
 
 def scaled(
     call: Callable[[], Any],
     start: TrainingState,
-    beside: Sequence[Step],
+    beside: Sequence[MeasuredStep],
     low: torch.dtype | None,
     around: Around = nullcontext,
-) -> Step:
-    """Run a step as a loss scaler would have it: in fp16, the loss is scaled as far as gradients stay finite."""
+) -> MeasuredStep:
+    """Run a step with the largest loss scale with which all gradients are finite, in fp16; with scale 1 in other
+    dtypes."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, around)
-        if scale == 1 or all(bool(_values(each).isfinite().all()) for each in step.gradients.values()):
+        if scale == 1 or all(bool(_values(gradient).isfinite().all()) for gradient in step.gradients.values()):
             return step
         scale = max(1.0, scale / _BACKOFF)
 
 
 def autocast_step(
-    call: Callable[[], Any], start: TrainingState, beside: Sequence[Step], low: torch.dtype | None, notes: list[str]
-) -> Step | None:
-    """A step of the plain model under autocast; None, and a note if it was to run, where it does not."""
+    call: Callable[[], Any],
+    start: TrainingState,
+    beside: Sequence[MeasuredStep],
+    low: torch.dtype | None,
+    notes: list[str],
+) -> MeasuredStep | None:
+    """A step of the plain model under autocast in the dtype `low`; None without one, or, with a note, where it does not
+    run."""
     if low is None:
         return None
     try:
@@ -89,8 +98,8 @@ def autocast_step(
 
 
 def train(call: Callable[[], Any], scale: float = 1.0, around: Around = nullcontext) -> float:
-    """Run a forward, with `around` it, and its backward, the outputs held meanwhile as training loops do; returns the
-    loss."""
+    """Run a forward, in the context `around`, and its backward, while the outputs are held as training loops do; return
+    the loss."""
     with around():
         output = call()
     loss = scalar_loss(output)
@@ -103,4 +112,4 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    return distinct_bytes(each for each in tensors if each.device == device and each.layout == torch.strided)
+    return distinct_bytes(here for here in tensors if here.device == device and here.layout == torch.strided)

@@ -1,4 +1,4 @@
-"""The phases of a step, metered one by one in one recording: the most that each held, and what it left."""
+"""Meters the phases of a step in one recording: the most bytes that each held, and the bytes that it left."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from memopt.compat.profiler import CpuMemoryEvents
 from memopt.meter import resident_cpu_blocks
 
-# What ends a phase in the recording: an allocation where none can be, of an odd size that no tensor has.
+# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
 _MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes beyond what was there when the recording began; `left_bytes` may be negative."""
+    """Bytes beyond those present when the recording began; `left_bytes` may be negative."""
 
     peak_bytes: int
     left_bytes: int
 
 
 class PhaseMeter:
-    """Meters what its `with` block allocates and frees on `device`, a phase from one `end_phase()` to the next.
+    """Meters allocations and frees of its `with` block on `device`; each `end_phase()` ends a phase.
 
-    On the CPU frees are seen of what the block allocates and of what Python's tensors hold at its start (see
+    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
     `measure_peak`); on CUDA the allocator's own statistics are read, and its peak statistics reset.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.phases: tuple[Phase, ...] = ()
-        """Those of the CPU are there once the block has ended."""
+        """The phases; those of the CPU are known once the block has ended."""
         self._device = device
         self._events = CpuMemoryEvents()
         self._start = 0
@@ -50,7 +50,7 @@ class PhaseMeter:
         return self
 
     def end_phase(self) -> None:
-        """The next phase begins with what this one left."""
+        """End the present phase; the next begins with the bytes that it leaves."""
         if self._device.type != "cuda":
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
             return
@@ -66,7 +66,7 @@ class PhaseMeter:
 
 
 def _phases(events: list[int]) -> tuple[Phase, ...]:
-    """Allocations and frees, in order, cut at the marks; what comes after the last mark is no phase."""
+    """The phases of allocations and frees in order, divided at the marks; what follows the last mark is left out."""
     phases: list[Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:

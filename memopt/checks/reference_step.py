@@ -1,4 +1,4 @@
-"""One training step of a copy of the model in float64: what all others are measured against."""
+"""A training step of a copy of the model in float64, the reference for the errors of all other runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt.compat.pytree import tree_map
 from memopt.train.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 
-# Operators that draw random numbers into a tensor of their input's dtype, or of the shape of one.
+# Operators that draw random numbers in the dtype of an input or in the default dtype.
 _DRAWS = frozenset(
     {
         "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
@@ -37,7 +37,7 @@ class Exact:
 
 
 class NoReference(Exception):
-    """There is no such step; says why, after "since"."""
+    """There is no reference step; the message says why, as the end of a sentence with "since"."""
 
 
 def float64_step(
@@ -49,8 +49,8 @@ def float64_step(
 ) -> Exact:
     """Train one forward and backward of a deep copy of `model` in float64, from the states `generators`.
 
-    What the model computes in fp32 whatever its input's type is in float64 too. Random numbers are drawn in fp32, so
-    that they are those of a plain step; `after` is what that leaves of the generators. The model is not touched.
+    Operators that the model has compute in fp32 compute in float64 too. Random numbers are drawn in fp32, so that they
+    are those of a plain step, which leaves the generators in the states `after`. The model itself is not changed.
 
     Raises `NoReference` where the model cannot be copied or run in float64, or drew other random numbers.
     """
@@ -63,12 +63,14 @@ def float64_step(
         with without_autocast(), torch.enable_grad(), _InFloat64():  # type: ignore[no-untyped-call]
             loss = scalar_loss(loss_call(twin, twin_loss)(*args, **kwargs))
             loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as failure:  # whatever the author's code has against float64
+    except Exception as failure:  # the model's code may fail in float64 with any error
         raise NoReference(f"it does not run in float64: {in_brief(failure)}") from failure
     if not _same(generator_states(device), after):
         raise NoReference("float64 draws other random numbers")
     named = twin.named_parameters()
-    return Exact(float(loss.detach()), {name: on_host(each.grad) for name, each in named if each.grad is not None})
+    return Exact(
+        float(loss.detach()), {name: on_host(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    )
 
 
 def _widened(value: Any) -> Any:
@@ -79,7 +81,7 @@ def _widened(value: Any) -> Any:
 
 
 class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has operators that are told to compute in fp32 compute in float64, and draws random numbers in fp32."""
+    """Makes operators that are told to compute in fp32 compute in float64, and draws random numbers in fp32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,18 +96,18 @@ class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator draws in fp32, widened."""
+    """The result of a random operator in fp32, converted to float64."""
     narrow, narrow_kwargs = tree_map(_narrowed, (args, kwargs))
     if narrow_kwargs.get("dtype") == torch.float64:
         narrow_kwargs["dtype"] = torch.float32
     result = func(*narrow, **narrow_kwargs)
     if schema_of(func).is_mutable:
         return args[0].copy_(result)
-    return tree_map(lambda each: each.double() if _is(each, torch.float32) else each, result)
+    return tree_map(lambda leaf: leaf.double() if _is(leaf, torch.float32) else leaf, result)
 
 
 def _dropped(func: Any, value: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Dropout by the mask that fp32 draws."""
+    """Dropout with the mask that is drawn in fp32."""
     _, mask = func(torch.ones_like(value, dtype=torch.float32), p, train)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return (value * mask * scale if train is not False else value.clone()), mask
@@ -120,7 +122,7 @@ def _is(value: Any, dtype: torch.dtype) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of the generators are the same."""
+    """Whether two states of the random generators are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)):

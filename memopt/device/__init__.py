@@ -1,4 +1,4 @@
-"""What a joint graph costs: bytes by storage, seconds by a device's rates."""
+"""Costs on a device: bytes by storage, seconds by the device's rates, workspaces of kernels, and their measurement."""
 
 from memopt.device.calibrate import measure_hardware
 from memopt.device.calibration import calibrated_hardware

@@ -1,4 +1,4 @@
-"""Measures what a device really does, for where the table's data sheets are too far off."""
+"""Measures the rates of a device, where those of its data sheet are too far off."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from passes.ops.fp8_formats import E4M3, quantize
 from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS
 
-# Part of what copies reach by themselves that is counted on while compute uses the device's memory too.
+# Share of the rate of copies alone that is assumed while compute uses the device's memory too.
 _LINK_SHARE = 0.9
 
 
 def measure_hardware(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> Hardware:
-    """Time a large matmul for each dtype, copies and a small op, in about a second; return the rates found.
+    """Time a large matmul for each dtype, copies and a small op, in about a second, and return the rates found.
 
-    On a GPU also copies to the host and back, both at once.
+    On a GPU, copies to the host and back, both at once, are timed too.
     """
     on_cuda = device.type == "cuda"
     size = 4096 if on_cuda else 512
@@ -62,7 +62,7 @@ def measure_hardware(
 
 
 def _scaled_rates(size: int, device: torch.device) -> dict[str, float]:
-    """FLOP/s of 8-bit products, for each kind of scale that the device has units for."""
+    """FLOP/s of 8-bit products, for each kind of scale that the device has kernels for."""
     found: dict[str, float] = {}
     ones = torch.ones(size, size, device=device)
     for tiles in dict.fromkeys(scaling.product for scaling in SCALINGS.values()):
@@ -81,8 +81,10 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 
 def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
-    """Up to how many bytes, read and written, copies are faster by half than large ones, and how fast they are then;
-    a quarter of each of these sizes is left to what else the cache holds."""
+    """The bytes, read and written, up to which copies are 1.5 times as fast as large ones, and their bytes per second.
+
+    A quarter of the size is left for other contents of the cache. (0, 0.0) where no size is that fast.
+    """
     for power in range(26, 15, -1):
         numbers = 2**power // 2 // source.element_size()
         here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0
@@ -92,7 +94,8 @@ def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torc
 
 
 def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
-    """Seconds of a kernel in a graph of small ones, with two views each as in training graphs, less those of itself."""
+    """Seconds per kernel of a graph of small kernels, with two views between each as in training graphs, less the
+    seconds of the kernel itself."""
     graph = fx.Graph()
     value = graph.placeholder("x")
     for _ in range(kernels):
@@ -107,7 +110,7 @@ def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
 
 
 def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
-    """Bytes per second of each direction between a GPU and pinned memory of the host while both are busy."""
+    """Bytes per second, in each direction, between a GPU and pinned host memory while both directions are busy."""
     hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     stream: Any = torch.cuda.Stream

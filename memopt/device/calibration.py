@@ -1,4 +1,4 @@
-"""What was measured of a card, kept on disk: its rates, its context, and the operators that were timed on it."""
+"""Measurements of a device, kept on disk: its rates, its context, and the seconds of operators timed on it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from memopt.device.op_times import call_key, dominant_calls, time_calls
 from memopt.disk_cache import cache_folder, read_json, write_json
 
 FORMAT = 2
-"""Files of another one are measured anew: raised when what is measured, or how, changes."""
+"""Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
+changes."""
+MOST_CALLS = 2**14
+"""Operators whose seconds a device's file keeps, the latest ones."""
 
 
 def calibrated_hardware(device: torch.device) -> Hardware:
-    """The rates of `device` as measured here, now or before with the same card, driver and version of torch.
+    """The rates of `device` as measured on this machine, now or before with the same card, driver and torch version.
 
-    On a GPU with the bytes that a process holds there beside torch's allocator. Takes a second or two the first time.
+    On a GPU they include the bytes that a process holds there beside torch's allocator. The first call takes a second
+    or two.
     """
     known = _read(device)
     if known is None:
@@ -41,10 +45,10 @@ def calibrated_hardware(device: torch.device) -> Hardware:
 
 
 def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
-    """Seconds of one run of the calls that make up most of a step, timed here, now or before.
+    """Seconds of one run of each call that makes up most of a step, as timed on this machine, now or before.
 
     Args:
-        expected: for each call, what all of its runs in a step are expected to take, and how many these are.
+        expected: for each call, the seconds that all of its runs in a step together are expected to take.
     """
     known = _read(device) or {"hardware": asdict(calibrated_hardware(device)), "seconds": {}}
     seconds: dict[str, float] = known["seconds"]
@@ -54,12 +58,12 @@ def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -
         found = {call_key(call): value for call, value in time_calls(fresh, device).items()}
         seconds |= found
         if found:
-            _write(device, known)
+            _write(device, {**known, "seconds": dict(list(seconds.items())[-MOST_CALLS:])})
     return {call: seconds[call_key(call)] for call in wanted if call_key(call) in seconds}
 
 
 def card_key(device: torch.device) -> dict[str, Any]:
-    """What figures depend on: the card by name, its driver, torch, and on the CPU the number of threads."""
+    """What measurements depend on: the card's name, its driver, torch, and on the CPU the number of threads."""
     key = {"format": FORMAT, "torch": torch.__version__}
     if device.type == "cuda":
         driver = Path("/proc/driver/nvidia/version")
@@ -81,12 +85,12 @@ def _path(device: torch.device) -> Path:
 
 
 def _read(device: torch.device) -> dict[str, Any] | None:
-    """What the device's file holds; None where there is none, or one that is damaged or of another kind."""
+    """The contents of the device's file; None where there is none, or it is damaged or of another device or format."""
     values = read_json(_path(device))
     if not isinstance(values, dict) or values.get("key") != card_key(device):
         return None
     seconds = values.get("seconds")
-    if not isinstance(seconds, dict) or not all(_is_positive(each) for each in seconds.values()):
+    if not isinstance(seconds, dict) or not all(map(_is_positive, seconds.values())):
         return None
     try:
         hardware = Hardware(**values["hardware"])
@@ -97,11 +101,12 @@ def _read(device: torch.device) -> dict[str, Any] | None:
 
 
 def _write(device: torch.device, values: Mapping[str, Any]) -> None:
+    """Replace the device's file, or warn where its folder cannot be written."""
     try:
         write_json(_path(device), {"key": card_key(device), **values})
     except OSError as error:
         warnings.warn(
-            f"what was measured of the device is not kept, since {_path(device).parent} cannot be written ({error}); "
+            f"measurements of the device are not kept, since {_path(device).parent} cannot be written ({error}); "
             "name another folder in MEMOPT_CACHE_DIR",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Measures what a process holds on a GPU beside torch's allocator: in another process, which runs this file."""
+"""Measures the bytes that a process holds on a GPU beside torch's allocator, in another process that runs this file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-# What is measured is believed within these bounds: others may take or give back memory in the meantime.
+# Figures outside of these bounds are discarded: other processes may take or free memory in the meantime.
 _LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
 
 
 def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
-    """Bytes by which a GPU's free memory falls, less what torch's allocator reserves, while a process has called the
-    libraries that training calls.
+    """Bytes by which a GPU's free memory falls, less those that torch's allocator reserves, once a process has called
+    the libraries that training calls.
 
-    Modules are loaded when their kernels are first called, so that a large model may come to hold somewhat more. None
-    where the process fails, or the figure cannot be right.
+    CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where the
+    process fails, or the figure is not credible.
     """
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, str(Path(__file__)), str(device)]
@@ -34,7 +34,7 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
-    """What is neither free nor reserved; None where `reserved` is no number or the result is not credible."""
+    """Bytes that are neither free nor reserved; None where `reserved` is no number or the result is not credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)
@@ -42,7 +42,8 @@ def context_bytes(free_before: int, free_during: int, reserved: str) -> int | No
 
 
 def call_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    """A forward and backward through matmul, convolution, attention, norms, an embedding, and an optimiser's step."""
+    """Run a forward and backward through matmul, convolution, attention, norms and an embedding, and an optimiser's
+    step."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(
         [

@@ -1,4 +1,4 @@
-"""What devices can do at best: a table from their makers' data sheets, looked up by name or by torch device."""
+"""Peak rates of devices: a table from their makers' data sheets, looked up by name or by torch device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TERA = 1e12
 
 # Bytes per second of 16 lanes of PCIe, in each direction, by generation: 8, 16 and 32 GT/s with 128b/130b coding.
 PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
-# What starting a copy and waiting for it costs, over and above its bytes; an assumption.
+# Seconds to start a copy and to wait for it, beside those for its bytes; an assumption.
 _COPY_SECONDS = 20e-6
-# The host of a card that is not here: with room for activations of so many times the card's own memory.
+# Room for offloaded activations on the host of a card that is not here, as a multiple of the card's memory.
 _HOST_SHARE = 2
 
 
@@ -33,39 +33,39 @@ class Hardware:
     have a scale for each tile have names of their own (`scaled_rate`)."""
     bytes_per_second: float
     launch_seconds: float
-    """The least time of any kernel, however small: dispatch in eager mode and launch."""
+    """Seconds of the smallest kernel: dispatch in eager mode, and launch."""
     memory_bytes: int
     source: str
     flops_efficiency: float = 0.8
-    """Part of the peak that large matmuls reach: 0.80 on an H100 SXM, 0.86 on an A100 SXM (mag-/gpu_benchmark)."""
+    """Share of the peak that large matmuls reach: 0.80 on an H100 SXM, 0.86 on an A100 SXM (mag-/gpu_benchmark)."""
     bandwidth_efficiency: float = 0.85
-    """Part of the bandwidth that elementwise kernels reach; an assumption, to be replaced by measuring."""
+    """Share of the bandwidth that elementwise kernels reach; an assumption, replaced by measuring."""
     link_bytes_per_second: float = 0.0
-    """To the host's memory and, at the same time, back; 0 where that is the device's own."""
+    """Bytes per second to the host's memory and, at the same time, back; 0 where that is the device's own memory."""
     link_efficiency: float = 0.7
-    """Part of it that copies from and to pinned memory reach while both directions are busy: an assumption on the safe
-    side, since one direction alone reaches 0.8 to 0.85."""
+    """Share of it that copies from and to pinned memory reach while both directions are busy: a cautious assumption,
+    since one direction alone reaches 0.8 to 0.85."""
     least_moved_bytes: int = 2**20
-    """Smaller values do not go to the host: starting their copies would take the CPU longer than they take the link."""
+    """Smaller values are not offloaded: the CPU would take longer to start their copies than the link to make them."""
     cached_bytes: int = 0
-    """Ops that move no more find what they read in the device's cache, as what ran before left it there."""
+    """Ops that move no more bytes find their inputs in the device's cache, left there by the op before."""
     cached_bytes_per_second: float = 0.0
-    """At which they move it."""
+    """The rate of those ops."""
     between_seconds: float = 0.0
-    """What passes between two kernels where nothing runs meanwhile: Python, views, frees. Launches then add too. 0 on a
-    GPU, where both are beside the kernel before."""
+    """Seconds between two kernels in which nothing computes: Python, views, frees. Launches then add too. 0 on a GPU,
+    where both overlap with the kernel before."""
     major: int = 9
-    """Of the card's compute capability: cuBLAS takes its workspace by it."""
+    """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
     context_bytes: int = 512 * 1024**2
-    """What a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when they are
-    called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400 MB in use
-    (pytorch/pytorch#107667, #109888); more is assumed, to be on the safe side until it is measured."""
+    """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
+    they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
+    MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured."""
     host_bytes: int | None = None
-    """Room on the host for what is moved there; None: twice the device's memory."""
+    """Room on the host for offloaded values; None for twice the device's memory."""
 
     @property
     def link(self) -> Link:
-        """The road to the host's memory."""
+        """The link to the host's memory, as the solver takes it."""
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 
@@ -79,8 +79,8 @@ class Hardware:
 
 
 def scaled_rate(tile: str) -> str:
-    """The name of the rate of 8-bit products whose first operand has a scale for each tile, along what is summed over;
-    of "" for the whole."""
+    """The name in `Hardware.flops` for 8-bit products whose first operand has a scale for each tile along the dimension
+    that is summed over; "" is one scale for the whole operand."""
     return f"float8_e4m3fn {tile}".rstrip()
 
 
@@ -195,12 +195,13 @@ def hardware(name: str) -> Hardware:
 
 
 def known_hardware() -> tuple[str, ...]:
+    """The names that `hardware` takes."""
     return (*sorted(_BY_NAME), "cpu")
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The table's entry for a torch device, with the memory that the device reports, and half of this machine's as room
-    on the host.
+    """The table's entry for a torch device, with the memory that the device reports; half of this machine's memory is
+    the room on the host.
 
     Raises ValueError for a device that the table does not list: `measure_hardware` serves any.
     """

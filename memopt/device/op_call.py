@@ -1,4 +1,5 @@
-"""One operator on arguments of one kind: the key under which a kernel's price is known."""
+"""An operator call without values: the operator, and shapes, strides and dtypes of its tensors. Equal calls cost the
+same, so a call is the key under which a kernel's price is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from memopt.compat.symbols import upper_bound
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a kernel's memory may depend on in a tensor. Sizes that depend on data are the largest they may be."""
+    """The properties of a tensor that a kernel's memory may depend on. Sizes that depend on data are at their bound."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +35,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes that its elements span in memory: fewer than `dense_bytes` if expanded, more if it has gaps."""
+        """Bytes from its first to its last element: fewer than `dense_bytes` if it is expanded, more if it has gaps."""
         if not self.numel:
             return 0
         return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
@@ -49,7 +50,7 @@ class TensorSpec:
         return True
 
     def make(self, device: str) -> torch.Tensor:
-        """A tensor whose values any op takes: 0 is a valid index, True is the mask that selects most."""
+        """A tensor with values that any op accepts: 0 is a valid index, and a mask of True selects most."""
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
         if self.dtype == torch.bool:
             return tensor.fill_(True)
@@ -58,7 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operator, its arguments and results, with `TensorSpec` for tensors. Nodes with equal calls cost the same."""
+    """An operator, its arguments and its results, with `TensorSpec` in the place of tensors."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -74,23 +75,25 @@ class OpCall:
         return tuple(_specs(self.results))
 
     def argument(self, position: int, name: str = "") -> Any:
+        """The argument at this position, or the keyword of this name; None where neither is given."""
         return self.args[position] if position < len(self.args) else dict(self.kwargs).get(name)
 
     def make_arguments(self, device: str) -> tuple[list[Any], dict[str, Any]]:
-        """Real (or meta) arguments to run it on."""
+        """Arguments with made-up values on `device` ("cpu", "cuda", "meta"), to run the operator on."""
         args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
         for argument, value in zip(schema_of(self.op).arguments, args, strict=False):
-            # Where groups of rows end: zeros would leave a grouped matmul nothing to compute.
+            # The ends of groups of rows: with zeros a grouped matmul would have nothing to compute.
             if argument.name == "offs" and isinstance(value, torch.Tensor) and device == "cpu":
                 value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
         return args, kwargs
 
     def make_results(self, device: str) -> Any:
+        """Results of the same shapes on `device`, with made-up values."""
         return _make(self.results, device)
 
 
 def op_call(node: fx.Node) -> OpCall | None:
-    """The node's call, or None for what has no kernel: Python operators, higher-order ops, arithmetic on sizes.
+    """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes.
 
     Raises `ValueError` for a size that depends on data and has no bound.
     """

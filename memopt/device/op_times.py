@@ -1,4 +1,4 @@
-"""Times the operators that make up most of a step, on the device itself, each by itself on random values."""
+"""Times the operators that make up most of a step, one by one, on the device and on random values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from memopt.device.op_call import OpCall, tensors_in
 
 LIMIT_SECONDS = 4.0
-"""What timing the operators of one step may take in all."""
+"""The most seconds that timing the operators of one step takes."""
 _SHARE = 0.97
 _ROUNDS = 8
 _ROUND_SECONDS = 0.002
 _RUNS, _RUNS_SECONDS = 12, 0.2
 _OTHER_BYTES = 4 * 1024**2
-# Their kernels are our own, or talk to other processes.
+# The namespaces of operators that can be run by themselves: no custom ones, none that talk to other processes.
 _ALONE = ("aten", "prims")
 
 
@@ -29,7 +29,7 @@ def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tu
     """The fewest calls that make up `share` of all seconds, the longest first."""
     left = share * sum(seconds.values())
     found = []
-    for call in sorted(seconds, key=lambda each: -seconds[each]):
+    for call in sorted(seconds, key=lambda timed: -seconds[timed]):
         if left <= 0:
             break
         found.append(call)
@@ -40,13 +40,14 @@ def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tu
 def time_calls(
     calls: Mapping[OpCall, float], device: torch.device, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[OpCall, float]:
-    """Seconds of one run of each call on `device`, in the order given, with what they are expected to take.
+    """Seconds of one run of each call on `device`. `calls` gives the seconds that each is expected to take; they are
+    timed in its order.
 
-    A kernel that is shorter than its launch counts as long as that. Calls that cannot run by themselves (operators of
-    other libraries, collectives, values that do not suit), that do not fit into half of the free memory, or that come
-    after `limit_seconds` are left out. Random states stay as they were.
+    A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
+    themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
+    half of the free memory, or that would begin after `limit_seconds`. Random states stay as they were.
     """
-    # In a thread of our own, whatever modes and autocast are active in the caller's: see `measure_workspaces`.
+    # In a thread of its own, where the caller's modes and autocast are not active: see `memopt.device.workspace`.
     with ThreadPoolExecutor(1, "memopt-time") as worker:
         return worker.submit(_time_all, calls, device, limit_seconds, torch.get_num_threads()).result()
 
@@ -69,15 +70,15 @@ def _time_all(
                 continue
             try:
                 found[call] = _seconds(call, device)
-            except Exception:  # a kernel may refuse made-up values in any way, or the card be too full
+            except Exception:  # a kernel may refuse made-up values with any error, or the card may be full
                 continue
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was tried is no part of the step's memory
+        torch.cuda.empty_cache()  # the memory of these runs is no part of the step's
     return found
 
 
 def _seconds(call: OpCall, device: torch.device) -> float:
-    """That of the fastest of several rounds of runs: what else the machine does can only add."""
+    """Seconds of one run, from the fastest of several rounds: other work on the machine can only add."""
     args, kwargs = call.make_arguments(str(device))
     _randomize(args, kwargs)
 
@@ -99,34 +100,34 @@ def _seconds(call: OpCall, device: torch.device) -> float:
 
 
 def _alone(run: Callable[[], object]) -> float:
-    """The median seconds of single runs on the CPU, each after memory like that of other operators was touched: one
-    right after the other they would find all that they read in the nearest cache, as no operator of a step does.
+    """The seconds of a run on the CPU, from single runs with other memory touched in between.
 
-    Of a step's results about half, those that are kept for the backward, are written to pages that the system gives
-    anew, since most of a step's memory goes back to it at the end, and the others where something has just been freed:
-    the mean of the medians of both is returned.
+    Runs one right after the other would find their inputs in the nearest cache, as no operator of a step does. About
+    half of a step's results, those saved for the backward, are written to pages fresh from the system, since most of
+    a step's memory goes back to it at the end; the others are written where memory has just been freed. The mean of
+    both medians is returned.
     """
     other = torch.ones(_OTHER_BYTES // 4)
-    # A single thread's own time: other work on the machine does not count in it.
+    # A single thread's own time does not count other work on the machine.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     run()
-    anew: list[float] = []
-    again: list[float] = []
+    fresh: list[float] = []
+    reused: list[float] = []
     for number in range(_RUNS):
         other.mul_(1.0)
         if number % 2 == 0:
             _give_back_free_memory()
         begin = clock()
         result = run()
-        (again if number % 2 else anew).append(clock() - begin)
+        (reused if number % 2 else fresh).append(clock() - begin)
         del result
-        if again and sum(anew) + sum(again) > _RUNS_SECONDS:
+        if reused and sum(fresh) + sum(reused) > _RUNS_SECONDS:
             break
-    return max(1e-9, (statistics.median(anew) + statistics.median(again)) / 2)
+    return max(1e-9, (statistics.median(fresh) + statistics.median(reused)) / 2)
 
 
 def _give_back_free_memory() -> None:
-    """By glibc's `malloc_trim`; other C libraries keep what they keep."""
+    """Return freed memory to the system, by glibc's `malloc_trim`; other C libraries have nothing like it."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -141,7 +142,8 @@ def _c_library() -> Any:
 
 
 def _randomize(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Numbers are drawn, since constant ones take less power and go faster; indices are valid in any dimension."""
+    """Fill the tensors with random numbers, since kernels run faster on constants, and with indices that are valid in
+    any dimension."""
     tensors = list(tensors_in((args, list(kwargs.values()))))
     numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
     bound = min((size for tensor in numbers for size in tensor.shape if size > 0), default=1)
@@ -154,5 +156,6 @@ def _randomize(args: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _fits(call: OpCall, device: torch.device) -> bool:
+    """Whether the tensors of the call take at most half of the free memory of a GPU, or 2 GB on the CPU."""
     held = sum(spec.bytes for spec in (*call.inputs, *call.outputs))
     return held <= (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 * 1024**3)

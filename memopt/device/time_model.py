@@ -1,6 +1,7 @@
-"""Seconds of an ATen node by the roofline (Williams et al. 2009): arithmetic, memory traffic or launch, the longest.
+"""Seconds of an ATen node by the roofline model (Williams et al. 2009): the longest of arithmetic, memory traffic and
+launch.
 
-Reads the fake tensors in `node.meta["val"]`; nothing runs. Sizes that depend on data count as the largest they may be.
+Only the fake tensors in `node.meta["val"]` are read; nothing runs. Sizes that depend on data are at their bound.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from passes.ops.fp8_formats import tile_of, turned
 
 aten = torch.ops.aten
 
-# Read as many bytes of their source as they write, not all of it: a few rows of a large embedding.
+# These read as many bytes of their source as they write, like a few rows of a large embedding.
 _GATHERS = {"aten.embedding", "aten.index", "aten._unsafe_index", "aten.index_select", "aten.gather"}
-# Look at their input's shape only.
+# These read only the shape of their input.
 _READ_NOTHING = {
     f"aten.{kind}"
     for make in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
@@ -33,22 +34,23 @@ _READ_NOTHING = {
 
 
 def _turned_bytes(node: fx.Node) -> int:
-    """Kernels of 8-bit products take the rows of their first operand and the columns of their second; what lies in
-    another way is copied: read and written."""
+    """Bytes read and written to copy operands of an 8-bit product that do not lie as its kernel takes them: the first
+    by rows, the second by columns."""
     a, b, (turn_a, turn_b) = node.args[0], node.args[2], node.args[5:7]
-    copied = [each for each, turned in ((a, turn_a), (b, not turn_b)) if turned]
-    return 2 * sum(_touched_bytes(each.meta["val"]) for each in copied if isinstance(each, fx.Node))
+    copied = [operand for operand, copies in ((a, turn_a), (b, not turn_b)) if copies]
+    return 2 * sum(_touched_bytes(operand.meta["val"]) for operand in copied if isinstance(operand, fx.Node))
 
 
-def _looked_at_twice(node: fx.Node) -> int:
-    """A scale is found before anything is divided by it."""
+def _second_read(node: fx.Node) -> int:
+    """Bytes of the input, which is read once to find its scale and once more to divide by it."""
     return _touched_bytes(node.all_input_nodes[0].meta["val"])
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
-    """max(FLOPs / peak, bytes / bandwidth, launch), peak and bandwidth as far as kernels reach them.
+    """Seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), with the peak and bandwidth that kernels
+    reach.
 
-    Where nothing runs between kernels, the launch and what else passes then come on top of the longer of the other two.
+    On hardware with `between_seconds`, launch and gap come on top of the longer of arithmetic and traffic.
     """
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
     cached = bytes_moved <= hardware.cached_bytes
@@ -60,7 +62,7 @@ def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> 
 
 
 def node_seconds(node: fx.Node, hardware: Hardware) -> float:
-    """Estimated seconds of one evaluation of the node; 0 for views, sizes and all else that runs no kernel."""
+    """Estimated seconds of one evaluation of the node; 0 where no kernel runs, as for views and sizes."""
     if not runs_kernel(node):
         return 0.0
     if _name(node) == "memopt.fp8_matmul":
@@ -69,7 +71,7 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 
 
 def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
-    """On units that take such scales; elsewhere of wider copies, which are made first."""
+    """Seconds of an 8-bit product, on units that take its scales, or of wider copies where the device has none."""
     values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
     a, a_scale, b, _, _, turn_a = values[:6]
     tile = tile_of(a, a_scale)
@@ -78,13 +80,13 @@ def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
         return op_seconds(node_flops(node), node_bytes(node), scaled_rate(tile), hardware)
     result = node.meta["val"]
     wide = torch.float32 if hardware.name == "cpu" else result.dtype
-    making = sum(op_seconds(0, (1 + wide.itemsize) * each.numel(), "float32", hardware) for each in (a, b))
+    making = sum(op_seconds(0, (1 + wide.itemsize) * operand.numel(), "float32", hardware) for operand in (a, b))
     bytes_moved = wide.itemsize * (a.numel() + b.numel()) + _touched_bytes(result)
     return making + op_seconds(node_flops(node), bytes_moved, str(wide).removeprefix("torch."), hardware)
 
 
 def runs_kernel(node: fx.Node) -> bool:
-    """Whether evaluating the node touches the device: neither a view, a size, an assertion nor a placeholder."""
+    """Whether evaluating the node runs a kernel: it is no view, size, assertion or placeholder."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     mutates = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
@@ -92,9 +94,9 @@ def runs_kernel(node: fx.Node) -> bool:
 
 
 def node_flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, two to a multiply-add.
+    """Floating-point operations of a node, two for a multiply-add.
 
-    Counts what torch's flop counter counts (matmuls, convolutions, attention), and 0 for all else, which memory bounds.
+    Matmuls, convolutions and attention count, as in torch's flop counter; others are bound by memory and count as 0.
     """
     formula = _FORMULAS.get(_name(node)) or flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
@@ -104,7 +106,7 @@ def node_flops(node: fx.Node) -> int:
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Bytes that a node's kernel reads and writes; 0 for views. An expanded input counts by what lies in memory."""
+    """Bytes that a node's kernel reads and writes; 0 for views. An expanded input counts its bytes in memory."""
     if not runs_kernel(node):
         return 0
     written = sum(_touched_bytes(tensor) for tensor in tensors_of(node))
@@ -151,7 +153,8 @@ def _whole(size: int | torch.SymInt) -> int:
 
 
 def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Each row (or column, or slice of the sum) belongs to one group, so that only a batch multiplies the work."""
+    """FLOPs of a grouped matmul: each row (or column, or summand) belongs to one group, so only a batch multiplies
+    them."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -167,7 +170,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
 def _convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any, out_val: Any, **_: Any
 ) -> int:
-    """Each gradient costs what the forward costs. torch's formula forgets that groups divide the weight's."""
+    """FLOPs of a convolution's backward: those of the forward for each gradient. torch's formula omits that groups
+    divide those of the weight's gradient."""
     transposed: bool = options[4]
     output_mask: Iterable[bool] = options[7]
     forward = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed=transposed)
@@ -182,7 +186,7 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "aten._grouped_mm": _grouped_matmul,
     "transformers.grouped_mm_fallback": _grouped_matmul,
     "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
-    # These take their tensors in the order of CUDA's flash attention.
+    # These have the argument order of CUDA's flash attention.
     "aten._scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
     "aten._scaled_dot_product_fused_attention_overrideable": _ATTENTION,
@@ -190,5 +194,5 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
 }
 _FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
     "memopt.fp8_matmul": _turned_bytes,
-    "memopt.fp8_quantize": _looked_at_twice,
+    "memopt.fp8_quantize": _second_read,
 }

@@ -1,9 +1,10 @@
-"""Workspace of operators: the temporary bytes that a kernel holds beside what it reads and what it returns."""
+"""Workspace of operators: the temporary bytes that a kernel holds beside its inputs and its results."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,24 +23,45 @@ from passes.ops.fp8_history import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9
-"""An op that holds or computes more is not run for its price: it would cost more than a step may."""
+"""An op whose tensors or arithmetic are larger is not run to find its price, since that would take too long."""
 
 _CHEAP_SECONDS = 0.005
 _TIMED_RUNS = 3
-# Their kernels talk to other processes.
+# The namespaces of operators whose kernels talk to other processes.
 _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm_mem")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What an op costs beside the bytes of its inputs."""
+    """What an op costs beside the bytes of its inputs, measured by running it or, where that is not done, estimated."""
 
     workspace_bytes: int
-    """Highest sum of its allocations, less `output_bytes`."""
+    """The most bytes allocated at once while it ran, less `output_bytes`."""
     output_bytes: int | None
-    """Bytes of the storages that it made and returned, views of its inputs left out; None if it was not run."""
+    """Bytes of the storages that it made and returned, without views of its inputs; None if it was not run."""
     seconds: float | None
-    """Time of a run on this machine's CPU, the median of three after a first one if that is short; None if not run."""
+    """Seconds of a run on this machine's CPU, the median of three more runs if the first is short; None if not run."""
+
+
+class _Memory:
+    """The results of the latest measured calls, in order of their last use; holds at most `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._results: OrderedDict[Any, Measured] = OrderedDict()
+
+    def get(self, key: Any) -> Measured | None:
+        """The result that was put under this key; None if there is none any more."""
+        if key in self._results:
+            self._results.move_to_end(key)
+        return self._results.get(key)
+
+    def put(self, key: Any, result: Measured) -> None:
+        """Keep a result, and drop the one that was not used for longest where there are too many."""
+        self._results[key] = result
+        self._results.move_to_end(key)
+        if len(self._results) > self.limit:
+            self._results.popitem(last=False)
 
 
 def workspace_bytes(node: fx.Node, device_type: str) -> int:
@@ -58,50 +80,58 @@ def workspace_bytes(node: fx.Node, device_type: str) -> int:
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
     """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and meter it.
 
-    Results are kept for the life of the process. The global random state stays as it was. What is too large to run,
-    or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then).
+    The process keeps the results of the latest calls. The global random state stays as it was. What is too large to
+    run, or cannot be run on made-up values, is estimated (`output_bytes` and `seconds` are None then).
     """
     calls = {node: op_call(node) for node in nodes}
-    _measure_fresh(call for call in calls.values() if call is not None)
-    return {node: _NOTHING if call is None else _known[_key(call)] for node, call in calls.items()}
+    found = _measured(call for call in calls.values() if call is not None)
+    return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
 
 
 def call_workspace_bytes(call: OpCall, device_type: str) -> int:
-    """Temporary bytes of a call's kernel: `workspace_bytes` for what is no node of a graph."""
+    """Temporary bytes of a call's kernel: like `workspace_bytes`, for a call that is no node of a graph."""
     if device_type != "cpu":
         return estimate_workspace(call, device_type)
-    _measure_fresh([call])
-    return _known[_key(call)].workspace_bytes
+    return _measured([call])[call].workspace_bytes
 
 
-def _measure_fresh(calls: Iterable[OpCall]) -> None:
-    """Measure the calls that are not known yet."""
-    fresh = dict.fromkeys(call for call in calls if _key(call) not in _known)
+def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
+    """The result of each distinct call, from memory or by measuring it now."""
+    found = {call: _latest.get(_key(call)) for call in calls}
+    fresh = [call for call, result in found.items() if result is None]
     if fresh:
-        # Profilers, autocast and dispatch modes belong to a thread: in one of our own, whatever is active in the
-        # caller's (a meter around the first step, the fake mode of a compiler) neither disturbs us nor is disturbed.
+        # Profilers, autocast and dispatch modes belong to a thread. In a thread of its own the measurement neither
+        # sees nor disturbs those of the caller (a meter around the first step, the fake mode of a compiler).
         with ThreadPoolExecutor(1, "memopt-workspace") as worker:
-            worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
+            results = worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
+        for call, result in results.items():
+            found[call] = result
+            _latest.put(_key(call), result)
+    return {call: result for call, result in found.items() if result is not None}
 
 
 _NOTHING = Measured(0, None, None)
-_known: dict[tuple[OpCall, int], Measured] = {}
+# A model has a few thousand distinct calls at most; a result and its key take about a kilobyte.
+_latest = _Memory(limit=2**15)
 
 
 def _key(call: OpCall) -> tuple[OpCall, int]:
     return call, torch.get_num_threads()  # kernels hold buffers per thread
 
 
-def _measure_all(fresh: Iterable[OpCall], threads: int) -> None:
-    # OpenMP's number, which oneDNN sizes its buffers by, belongs to a thread too, and is not what torch reports.
+def _measure_all(fresh: Iterable[OpCall], threads: int) -> dict[OpCall, Measured]:
+    # oneDNN sizes its buffers by OpenMP's number of threads, which belongs to a thread and is not what torch reports.
     torch.set_num_threads(threads)
+    found = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for call in fresh:
             measured = _measure(call) if _is_cheap(call) else None
-            _known[_key(call)] = measured or Measured(estimate_workspace(call, "cpu"), None, None)
+            found[call] = measured or Measured(estimate_workspace(call, "cpu"), None, None)
+    return found
 
 
 def _measure(call: OpCall) -> Measured | None:
+    """Run the call on the CPU and meter it; None where it does not run on made-up values."""
     args, kwargs = call.make_arguments("cpu")
     inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, list(kwargs.values())))}
     events = CpuMemoryEvents()
@@ -113,7 +143,7 @@ def _measure(call: OpCall) -> Measured | None:
         made = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(results)}
         del results
     except Exception:  # a kernel in Python may raise anything
-        return None  # made-up values do not suit it (a singular matrix, an index that must not be 0)
+        return None  # as for a singular matrix, or an index that must not be 0
     finally:
         recorded = events.stop()
     output_bytes = sum(nbytes for address, nbytes in made.items() if address not in inputs)
@@ -130,6 +160,7 @@ def _time(op: OpOverload, args: Any, kwargs: Any) -> float:
 
 
 def _is_cheap(call: OpCall) -> bool:
+    """Whether the call may be run for its price: it is small, and reaches no other device or process."""
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != "cpu" for value in values if isinstance(value, torch.device))
     if call.op.namespace in _COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:

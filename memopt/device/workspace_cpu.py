@@ -1,4 +1,4 @@
-"""Workspace of torch's CPU kernels, by rule: upper bounds, checked against measurement."""
+"""Rules for the workspace of torch's CPU kernels, in bytes: upper bounds, tested against measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
 
 def promoted(call: OpCall) -> int:
-    """The CPU's iterator copies every argument whose dtype is not the common one; CUDA converts as it reads."""
+    """Pointwise kernels: the CPU copies every argument whose dtype is not the common one, where CUDA converts as it
+    reads."""
     values = [s for s in call.inputs if s.dtype != torch.bool] if "where" in str(call.op) else list(call.inputs)
     common = values[0].dtype
     for spec in values[1:]:
@@ -37,7 +38,7 @@ def promoted(call: OpCall) -> int:
 
 
 def converted(call: OpCall) -> int:
-    """Reductions and scans in another dtype than their input's: integers in int64, 16 bits in fp32."""
+    """Reductions and scans that accumulate in another dtype than their input's: integers in int64, 16 bits in fp32."""
     spec = first(call)
     accumulator = 4 if spec.dtype.is_floating_point else 8
     outputs = sum(out.numel for out in call.outputs)
@@ -47,7 +48,7 @@ def converted(call: OpCall) -> int:
 
 
 def _cpu_softmax(call: OpCall) -> int:
-    """The safe form asks which rows are masked whole: a mask of bools, and two of a row each."""
+    """The safe form finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
     numel = first(call).numel
     return numel + 4 * numel // max(1, first(call).size[-1]) + copies(call) + SCALARS
 
@@ -67,13 +68,14 @@ def _cpu_group_norm(call: OpCall) -> int:
 
 
 def _cpu_flash(call: OpCall) -> int:
-    """Scores of a block of 256 queries by 512 keys, a thread; in 16 bits keys and values are packed anew."""
+    """Scores of a block of 256 queries by 512 keys for each thread; in 16 bits also packed copies of keys and
+    values."""
     query = first(call)
     keys = max(spec.size[-2] for spec in call.inputs[:3])
     rows, columns = min(256, query.size[-2]), min(512, keys)
-    each = rows * columns + 2 * rows + rows * query.size[-1]
+    elements = rows * columns + 2 * rows + rows * query.size[-1]
     packed = 0 if query.dtype.itemsize >= 4 else 2 * sum(s.dense_bytes for s in call.inputs[1:3]) + 64 * KB
-    return _threads() * each * (4 if packed == 0 else 6) + packed
+    return _threads() * elements * (4 if packed == 0 else 6) + packed
 
 
 def _cpu_flash_backward(call: OpCall) -> int:
@@ -83,26 +85,28 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 
 def _cpu_convolution(call: OpCall) -> int:
-    """oneDNN keeps its own layout of all arguments; what it does not take (fp64) becomes columns for a matmul."""
+    """oneDNN copies all arguments to layouts of its own; for fp64, which it does not take, torch makes columns for a
+    matmul."""
     weight = call.argument(2 if "backward" in schema_of(call.op).name else 1)
     columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
     return 2 * all_bytes(call) + 64 * KB + (columns if first(call).dtype == torch.float64 else 0)
 
 
 def _cpu_matmul(call: OpCall) -> int:
-    """oneDNN's 16-bit matmuls reorder what is transposed."""
-    return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 256 * KB
+    """In 16 bits, oneDNN reorders transposed operands, and without bfloat16 units it sums into a float32 buffer of the
+    size of the result."""
+    return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
 
 
 def _cpu_fp8(call: OpCall) -> int:
-    """A part of the matrix in fp32, twice, and where there are tiles the scale of each of its elements."""
+    """Two fp32 copies of a part of the matrix, and where there are tiles the scale of each element of that part."""
     spec = first(call)
     rows = min(spec.size[0], max(LONGEST, PART_ELEMENTS // max(1, spec.size[1]) + LONGEST))
     return 12 * rows * spec.size[1] + fp8_scales(call) + copies(call)
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
-    """One operand in fp32 after the other, each part by part, and then the product."""
+    """The operands are converted to fp32 one after the other, part by part, before they are multiplied."""
     a, a_scale, b = call.inputs[:3]
 
     def making(spec: TensorSpec) -> int:
@@ -118,7 +122,7 @@ def _cpu_batch_norm(call: OpCall) -> int:
 
 
 def _cpu_scatter(call: OpCall) -> int:
-    """In 16 bits they go through fp32; an index that is expanded is copied."""
+    """In 16 bits the values are converted to fp32; an expanded index is copied."""
     narrow = first(call).dtype.itemsize < 4
     return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + copies(call)
 

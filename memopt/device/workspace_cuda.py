@@ -1,4 +1,4 @@
-"""Workspace of torch's CUDA kernels, by rule: upper bounds, read off their sources."""
+"""Rules for the workspace of torch's CUDA kernels, in bytes: upper bounds, read from their sources."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from passes.ops.fp8_kernels import library
 
 
 def library_workspaces(major: int) -> tuple[int, ...]:
-    """Bytes of the blocks that cuBLAS and cuBLASLt take from the allocator at their first calls, and keep.
+    """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep, on a card of compute
+    capability `major`.
 
-    Each thread has handles of its own, the caller's and autograd's, and a workspace for each. Where torch lets cuBLASLt
-    share that of cuBLAS, or does not keep them, it is less. For a card of compute capability `major`, with what
-    `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) say.
+    The caller's thread and autograd's have handles of their own, with a workspace for each. The bytes are fewer where
+    torch lets cuBLASLt share the workspace of cuBLAS, or does not keep them. The environment's
+    `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) are respected.
 
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`.
     """
@@ -39,7 +40,8 @@ def library_workspaces(major: int) -> tuple[int, ...]:
 
 
 def _cuda_flash_backward(call: OpCall) -> int:
-    """FlashAttention-2: fp32 dQ, padded to 128 rows and 32 columns, its row sums, dK and dV of each query head."""
+    """FlashAttention-2: dQ in fp32, padded to 128 rows and 32 columns, its row sums, and dK and dV of each query
+    head."""
     query, key = call.inputs[1:3]
     batch, heads = query.size[0], max(query.size[1], key.size[1])
     rows = -(-query.size[2] // 128) * 128
@@ -49,7 +51,8 @@ def _cuda_flash_backward(call: OpCall) -> int:
 
 
 def _cuda_flash(call: OpCall) -> int:
-    """Few query blocks are split along the keys, each part with an fp32 output, until the 132 multiprocessors work."""
+    """Where there are few query blocks, the keys are split into parts, each with an fp32 output, to fill 132
+    multiprocessors."""
     batch, heads, rows, width = first(call).size
     keys = call.inputs[1].size[2]
     blocks = batch * heads * -(-rows // 64)
@@ -58,7 +61,7 @@ def _cuda_flash(call: OpCall) -> int:
 
 
 def _cuda_embedding_backward(call: OpCall) -> int:
-    """Indices are sorted with their positions (int64, double buffers), then summed by parts of ten rows in fp32."""
+    """Indices are sorted with their positions (int64, double buffers), then rows are summed in fp32 by parts of ten."""
     gradient, indices = call.inputs[:2]
     rows = call.argument(2)
     if not isinstance(rows, int):
@@ -68,7 +71,7 @@ def _cuda_embedding_backward(call: OpCall) -> int:
 
 
 def _cuda_index_put(call: OpCall) -> int:
-    """Linear indices, sorted with their positions; values that are broadcast are expanded."""
+    """Linear indices, sorted with their positions, and an expanded copy of broadcast values."""
     indexed = max((spec.numel for spec in call.inputs[1:-1]), default=0)
     return 6 * 8 * indexed + call.inputs[-1].dense_bytes + index(call)
 
@@ -88,7 +91,8 @@ def _cuda_batch_norm(call: OpCall) -> int:
 
 
 def _cuda_convolution(call: OpCall) -> int:
-    """cuDNN: both layouts of every tensor, and its heuristics' workspace (a guess: it is chosen when it runs)."""
+    """cuDNN: a second layout of every tensor, and the workspace of its algorithm, which it chooses when it runs (a
+    guess)."""
     return all_bytes(call) + 32 * MB
 
 
@@ -98,13 +102,13 @@ def _cuda_sort(call: OpCall) -> int:
 
 
 def _cuda_scan(call: OpCall) -> int:
-    """Converted to the result's dtype first."""
+    """A copy in the result's dtype, where the input has another."""
     return (output_bytes(call) if first(call).dtype != call.outputs[0].dtype else 0) + MB
 
 
 def _cuda_fp8_matmul(call: OpCall) -> int:
-    """Both operands as wide as the result, where there are no 8-bit units; more than the turned copies that units want.
-    torchao's kernels are timed, with all of a cache overwritten each time."""
+    """Copies of both operands in the result's dtype, where there are no 8-bit units; these are larger than the
+    transposed copies that such units need. torchao times its kernels, and allocates a buffer of 256 MB for that."""
     a, a_scale, b = call.inputs[:3]
     timed = 256 * MB if a_scale.size and library() == "torchao" else 0
     return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed
@@ -124,7 +128,7 @@ CUDA: dict[str, Rule] = {
         "cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward",
         _cuda_batch_norm,
     ),
-    # Planned as fake CPU, flash attention has this name, whatever runs it later.
+    # Plans are traced on fake CPU tensors, where flash attention has this name, whichever kernel runs it later.
     **for_each(
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",

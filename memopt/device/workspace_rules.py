@@ -1,4 +1,4 @@
-"""The terms in which rules of workspace are put, and the rules that hold on every device."""
+"""Building blocks of the rules for workspaces, and the rules that hold on every device; all give bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from passes.ops.fp8_formats import E8M0
 Rule = Callable[[OpCall], int]
 
 KB, MB = 1024, 1024**2
-SCALARS = 64  # Python numbers, wrapped in tensors
+SCALARS = 64
+"""Bytes of Python numbers that operators wrap in tensors."""
 
 
 def for_each(names: str, rule: Rule) -> dict[str, Rule]:
+    """The same rule for each of the operators whose names are in a text, separated by spaces."""
     return dict.fromkeys(names.split(), rule)
 
 
@@ -37,7 +39,7 @@ def all_bytes(call: OpCall) -> int:
 
 
 def copies(call: OpCall) -> int:
-    """Kernels that take contiguous tensors only."""
+    """Contiguous copies of the inputs that are not contiguous, for kernels that take no others."""
     return sum(spec.dense_bytes for spec in call.inputs if not spec.contiguous)
 
 
@@ -50,21 +52,23 @@ def nothing(call: OpCall) -> int:
 
 
 def loss(call: OpCall) -> int:
-    """The elementwise loss, in fp32 where 16 bits are averaged; some keep it behind the result's single number."""
+    """The elementwise loss, in fp32 where values of 16 bits are averaged; some kernels reduce it in place, so that it
+    stays behind the result's single number."""
     spec = max(call.inputs, key=lambda s: s.numel)
     return 2 * spec.dense_bytes + (4 * spec.numel if spec.dtype.itemsize < 4 else 0) + SCALARS
 
 
 def index(call: OpCall) -> int:
-    """A mask becomes the int64 coordinates of its elements, found twice over; broadcast indices are expanded."""
+    """A mask becomes the int64 coordinates of its elements, twice; broadcast indices are expanded."""
     masks = [spec for spec in call.inputs[1:] if spec.dtype in (torch.bool, torch.uint8)]
     expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
     return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
 
 
 def chunked_loss(call: OpCall) -> int:
-    """A chunk of logits: in fp32, once more for a softcap, smoothing by class weights or fp16's lift, and in 16 bits;
-    the layer's weight in the dtype of its input; the sums of its gradient in fp32; some numbers a row."""
+    """The chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for smoothing by class
+    weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the sums of its gradient
+    in fp32; some numbers for each row."""
     hidden, weight = call.inputs[:2]
     tokens, width = hidden.size
     rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
@@ -73,14 +77,14 @@ def chunked_loss(call: OpCall) -> int:
     copies = 1 + bool(call.argument(9)) + bool(weighted) + (hidden.dtype == torch.float16)
     logits = rows * weight.size[0] * (wide * copies + (narrow if narrow < wide else 0))
     cast = weight.numel * narrow if weight.dtype != hidden.dtype else 0
-    of_weight = call.outputs[-2].numel  # of both operators; not as large where it is not computed
+    of_weight = call.outputs[-2].numel  # in both operators; smaller than the weight where it is not computed
     sums = weight.numel * wide if of_weight == weight.numel and call.outputs[-2].dtype.itemsize < wide else 0
     return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
 
 
 def fp8_scales(call: OpCall) -> int:
-    """The scales and what they are found from: one for all, or one for each 128 elements or, rounded to powers of two
-    in several steps, for each 32."""
+    """The scales of an 8-bit tensor and the tensors that they are computed from: one for all elements, one for each
+    128, or, rounded to powers of two in several steps, one for each 32."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 

@@ -1,4 +1,4 @@
-"""Workspace by rule, for ops that are not run for their price."""
+"""Estimates workspaces by rule, for operators that are not run to be measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from memopt.device.workspace_rules import COMMON, MB, SCALARS, all_bytes
 def estimate_workspace(call: OpCall, device_type: str) -> int:
     """Temporary bytes that the kernel of a call holds at most, beyond inputs and outputs.
 
-    `device_type` is "cuda", or anything else for the CPU. An op that no rule knows is taken to copy all its
-    tensors once; views and pointwise ops hold nothing (on the CPU: the arguments whose dtype must change).
+    `device_type` is "cuda"; any other is the CPU. An op without a rule is assumed to copy all its tensors once. Views
+    and pointwise ops hold nothing, except on the CPU copies of arguments whose dtype must change.
     """
     cuda = device_type == "cuda"
     name = schema_of(call.op).name.split("::")[-1].removesuffix("_")

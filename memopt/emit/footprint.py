@@ -31,9 +31,9 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = next((value.device.type for value in given if isinstance(value, torch.Tensor)), "cpu")
     ledger = Ledger(device)
-    ledger.know(given)
+    ledger.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, ledger))
-    forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes()
+    forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes
     kept, saved = results[:outputs], results[outputs:]
     del results
     tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
@@ -42,7 +42,7 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     arguments = _arguments(backward, saved, tangents)
     del saved
     gradients = dry_run(backward.source, arguments, mode, ledger)
-    left = ledger.live_bytes()
+    left = ledger.live_bytes
     assert len(kept) <= outputs
     assert gradients is not None
     return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, left)

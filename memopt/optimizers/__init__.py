@@ -1,11 +1,7 @@
-"""Changes of the training that save memory at a price which the user has to agree to: each made only where named."""
+"""Proposals: levers that change the optimiser or the parameters' dtype, used only where `allow` names them."""
 
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, Rounding, kept_wide, use_bf16_parameters
-from memopt.optimizers.lever_price import LeverPrice, price_levers
-from memopt.optimizers.levers import Levers
-from memopt.optimizers.low_bit_backend import Backend, use_low_bit_optimizer
 from memopt.optimizers.low_bit_optimizer import LowBitOptimizer
-from memopt.optimizers.offers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS, Offer, offers
 from memopt.optimizers.offload_optimizer import OffloadedOptimizer, Where
 from memopt.optimizers.optimizer_in_backward import (
     OptimizerInBackward,
@@ -13,36 +9,43 @@ from memopt.optimizers.optimizer_in_backward import (
     refuse_what_needs_all_gradients,
     stepping_hooks,
 )
-from memopt.optimizers.proposal import Proposal, StepBytes
-from memopt.optimizers.propose import propose
+from memopt.optimizers.priced_proposal import PricedProposal, StepBytes
+from memopt.optimizers.proposal_sets import (
+    BF16_PARAMETERS,
+    OPTIMIZER_IN_BACKWARD,
+    OPTIMIZER_PROPOSALS,
+    ProposalSet,
+    combinations_of,
+)
+from memopt.optimizers.proposals import Proposals
+from memopt.optimizers.receipt import price_proposals
 from memopt.optimizers.stepping import Stepping
 from memopt.optimizers.training_facts import TrainingFacts
+from memopt.optimizers.training_price import TrainingPrice, price_training
 
 __all__ = [
     "BF16_PARAMETERS",
     "OPTIMIZER_IN_BACKWARD",
     "OPTIMIZER_PROPOSALS",
     "BF16ParametersOptimizer",
-    "Backend",
-    "LeverPrice",
-    "Levers",
     "LowBitOptimizer",
-    "Offer",
     "OffloadedOptimizer",
     "OptimizerInBackward",
-    "Proposal",
+    "PricedProposal",
+    "ProposalSet",
+    "Proposals",
     "Rounding",
     "StepBytes",
     "Stepping",
     "SteppingHook",
     "TrainingFacts",
+    "TrainingPrice",
     "Where",
+    "combinations_of",
     "kept_wide",
-    "offers",
-    "price_levers",
-    "propose",
+    "price_proposals",
+    "price_training",
     "refuse_what_needs_all_gradients",
     "stepping_hooks",
     "use_bf16_parameters",
-    "use_low_bit_optimizer",
 ]

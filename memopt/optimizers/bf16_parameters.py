@@ -1,4 +1,4 @@
-"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution survive."""
+"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from memopt.optimizers.rounding import joined, round_stochastically, split, wide
 from memopt.optimizers.wrapped_optimizer import State, is_per_element
 
 Rounding = Literal["stochastic", "compensated"]
-# Their kernels take parameters in the dtype of their statistics, which are buffers and stay in float32.
+# The kernels of these modules take parameters in the dtype of their statistics, which are buffers in float32.
 _KEPT_WIDE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BF16ParametersOptimizer(Parameterwise):
     """Steps bfloat16 parameters in float32, one piece of a parameter at a time; others as `inner` would.
 
-    A step of 1e-4 on a weight of 1 is 40 times less than what a bfloat16 there can change by, and plain bfloat16 stays
-    where it is. `rounding` says how it survives:
+    An update of 1e-4 to a weight of 1 is 40 times smaller than the distance between neighbouring bfloat16 values there,
+    so plain bfloat16 would never change. `rounding` says how updates are kept:
 
-    - "stochastic": the new value is rounded up or down by chance, right in expectation. Nothing more is kept.
-    - "compensated": the 16 bits that bfloat16 leaves out are kept as state ("low_bits", 2 bytes an element), so that
-      the values stepped are exactly those that float32 parameters would have (compensated summation, Kahan 1965, where
-      the compensation loses nothing).
+    - "stochastic": the new value is rounded up or down at random, right in expectation. No further state is kept.
+    - "compensated": the 16 bits that bfloat16 leaves out are kept as state ("low_bits", 2 bytes for each element), so
+      that the values stepped are exactly those that float32 parameters would have (compensated summation, Kahan 1965,
+      with a compensation that loses nothing).
 
     Args:
-        inner: any optimiser that steps each parameter by itself.
-        rounding: see above.
-        seed: of the chances; their generators are in `state_dict`, so a resumed run is bitwise the same.
-        state_dtype: that of the state with an element for each of a parameter's: float32, or bfloat16, rounded
-            stochastically: rounded to nearest, a second moment that decays by 0.1% a step would not decay.
+        inner: any optimiser that steps each parameter independently of the others.
+        rounding: "stochastic" or "compensated".
+        seed: the seed of the random roundings; their generators are in `state_dict`, so that a resumed run is bitwise
+            the same.
+        state_dtype: the dtype of state tensors with the parameter's shape: float32, or bfloat16 with stochastic
+            rounding. Rounded to nearest, a second moment that decays by 0.1% in a step would never decay.
 
     Raises:
-        TypeError, ValueError: for options of other kinds, or an optimiser that needs a closure.
+        TypeError, ValueError: for other options, or an optimiser that needs a closure.
     """
 
     title: ClassVar[str] = "bf16_parameters"
@@ -57,7 +58,7 @@ class BF16ParametersOptimizer(Parameterwise):
             raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype!r}")
         super().__init__(inner)
         self.rounding, self.state_dtype, self.generators = rounding, state_dtype, Generators(seed)
-        for parameter, state in self.state.items():  # Adagrad makes it when it is made, in the parameter's dtype
+        for parameter, state in self.state.items():  # Adagrad's constructor makes it, in the parameter's dtype
             for key, value in state.items():
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
                     state[key] = value.to(state_dtype)
@@ -120,10 +121,10 @@ def use_bf16_parameters(
     seed: int = 0,
     state_dtype: torch.dtype = torch.float32,
 ) -> BF16ParametersOptimizer:
-    """Turn the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
+    """Convert the float32 parameters of `model` to bfloat16, in place, frozen ones too, and wrap their optimiser.
 
-    Parameters of BatchNorm and all buffers stay as they are. Gradients that are there are turned as well. A forward
-    that mixes dtypes (float32 inputs or buffers) is to run under `torch.autocast` or `memopt.optimize`.
+    Parameters of BatchNorm and all buffers keep their dtype; present gradients are converted as well. A forward that
+    mixes dtypes (float32 inputs or buffers) must run under `torch.autocast` or `memopt.optimize`.
     For the arguments and errors see `BF16ParametersOptimizer`.
     """
     wrapped = BF16ParametersOptimizer(optimizer, rounding, seed, state_dtype)
@@ -136,12 +137,13 @@ def use_bf16_parameters(
 
 
 def kept_wide(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that stay in float32."""
-    return [each for module in model.modules() if isinstance(module, _KEPT_WIDE) for each in module.parameters()]
+    """The parameters of `model` that stay in float32, since their kernels want it."""
+    wide = (module for module in model.modules() if isinstance(module, _KEPT_WIDE))
+    return [parameter for module in wide for parameter in module.parameters()]
 
 
 def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
-    """Turn one parameter to bfloat16; one that is trained with compensation keeps the rest from the start."""
+    """Convert one parameter to bfloat16; with compensation, the bits left out are kept at once."""
     gradient, parameter.grad = parameter.grad, None
     value, parameter.data = parameter.data, parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
@@ -157,7 +159,7 @@ def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) ->
 
 
 def keep_low_bits(state: State, parameter: torch.Tensor) -> None:
-    """Make room in a parameter's state for what bfloat16 leaves out, if there is none yet."""
+    """Add zeroed "low_bits" to a parameter's state, for the bits that bfloat16 leaves out, unless it has them."""
     if "low_bits" not in state:
         state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16).detach()
 

@@ -1,8 +1,8 @@
-"""Tensors in 8 bits: blocks of 256 values, each a code for its part of the largest in its block.
+"""Tensors in 8 bits: in blocks of 256 values, each value is a code for its share of the largest in the block.
 
-Block-wise, dynamic tree quantisation of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"
-(arXiv:2110.02861). Of the 7 bits beside the sign, zeros in front are a decimal exponent (none is 1, six are 1e-6), a
-one ends them, and what is left divides 0.1 to 1 evenly. What is never negative has the bit of the sign for finer steps.
+Block-wise dynamic tree quantisation of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization"
+(arXiv:2110.02861). Of the 7 bits beside the sign, the leading zeros are a decimal exponent (none is 1, six are 1e-6), a
+one ends them, and the remaining bits divide 0.1 to 1 evenly. Values that are never negative use the sign's bit too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ _EXPONENTS = 7
 
 
 def blocks_of(elements: int) -> int:
+    """The number of blocks that `elements` values take; the last may be partly filled."""
     return -(-elements // BLOCK)
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
-    """Write codes (uint8, as many as values) and scales (float32, one a block) of 1-dimensional `values`, which are
-    overwritten. Values that are not signed and not 0 never become 0: Adam divides by them.
+    """Write the codes (uint8, one for each value) and scales (float32, one for each block) of 1-dimensional float32
+    `values`, which are overwritten.
 
-    A block with infinity or NaN comes back as NaN.
+    Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN is NaN when it
+    is dequantised.
     """
     for part, its_codes, its_scales in _blocks(values, codes, scales):
         low, high = torch.aminmax(part, dim=1)
@@ -56,9 +58,9 @@ def _blocks(
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)
 def code_values(signed: bool) -> tuple[float, ...]:
-    """What the 256 codes stand for, in ascending order: 0 and 1 are among them."""
+    """The values of the 256 codes in ascending order; 0 and 1 are among them."""
     found = [0.0, 1.0]
     for zeros in range(_EXPONENTS):
         steps = 2 ** (_EXPONENTS - 1 - zeros) * (1 if signed else 2)
@@ -74,7 +76,8 @@ def _codebook(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def _boundaries(signed: bool, device: torch.device) -> torch.Tensor:
-    """Half-way between neighbours; what is not signed is 0 only where it is exactly."""
+    """The limits between codes, half-way between their values; an unsigned value gets the code of 0 only where it is
+    0."""
     values = code_values(signed)
     middles = [(left + right) / 2 for left, right in itertools.pairwise(values)]
     return torch.tensor(middles if signed else [0.0, *middles[1:]], device=device)

@@ -13,20 +13,21 @@ from memopt.optimizers.one_parameter import Piece, flat, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, Span
 from memopt.optimizers.wrapped_optimizer import State
 
-# The second moments are never negative.
+# Whether a moment has a sign: second moments are never negative.
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-# Smaller parameters (biases, norms) are few bytes; bitsandbytes and torchao draw the line at the same size.
+# The moments of smaller parameters (biases, norms) stay in float32, as in bitsandbytes and torchao: they are few bytes.
 LEAST_ELEMENTS = 4096
 
 
 class LowBitOptimizer(Parameterwise):
-    """Keeps the moments of Adam or AdamW as 8-bit codes with a scale for each 256 of them, and brings those of one
-    piece of a parameter to float32 to step it. Parameters of less than 4096 elements keep theirs in float32.
+    """Keeps the moments of Adam or AdamW as 8-bit codes with a scale for each 256 of them, and converts those of one
+    piece of a parameter at a time to float32 to step it.
 
-    In a parameter's state "exp_avg" is then "exp_avg_codes" and "exp_avg_scales", and so on.
+    Parameters of less than 4096 elements keep their moments in float32. In the state of the others, "exp_avg_codes" and
+    "exp_avg_scales" take the place of "exp_avg", and so for the other moments.
 
     Raises:
-        TypeError, ValueError: for another optimiser; `BF16ParametersOptimizer` around one of these two serves.
+        TypeError, ValueError: for another optimiser than these two, or `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
@@ -72,11 +73,12 @@ class LowBitOptimizer(Parameterwise):
 
 
 def _is_kept_low(parameter: torch.Tensor) -> bool:
+    """Whether the moments of a parameter are kept in 8 bits."""
     return parameter.numel() >= LEAST_ELEMENTS and is_dense(parameter)
 
 
 def _slices(state: State, key: str, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a piece's codes and scales; pieces begin with a block."""
+    """Views of a piece's codes and scales; a piece begins where a block does."""
     assert piece.start % BLOCK == 0
     codes, scales = state[f"{key}_codes"], state[f"{key}_scales"]
     return codes[piece.start : piece.stop], scales[piece.start // BLOCK : blocks_of(piece.stop)]
@@ -87,5 +89,5 @@ def check_adam(optimizer: Any) -> None:
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
-            f"{type(optimizer).__name__}; use one of these, or leave this lever out"
+            f"{type(optimizer).__name__}; use one of these, or leave this proposal out"
         )

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA), as far as planning asks for it: what is frozen, and what learns beside it."""
+"""Low-rank adaptation (LoRA) of a model on "meta", to plan what training it that way would take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RANK = 16
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer, and a sum of `rank` outer products that learns beside it (Hu et al. 2021), in fp32."""
+    """A frozen linear layer plus a trained product of two fp32 matrices of rank `rank` (Hu et al. 2021)."""
 
     def __init__(self, base: nn.Module, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class LowRank(nn.Module):
 
 
 def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
-    """A copy on "meta" in which only adapters at the linear layers learn, and how many of them there are.
+    """A copy of the model on "meta" in which only adapters at its linear layers are trained, and their number.
 
-    The layer that gives the logits has none, as is usual: the last linear layer of the model outside of its blocks.
+    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual.
     """
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    memo: dict[int, Any] = {number: _on_meta(each) for number, each in tensors.items()}
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)
     number = 0
     for module in list(twin.modules()):
@@ -46,7 +46,8 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear layer: torch's, or GPT-2's in transformers, which turns its weight."""
+    """Input and output features of a linear layer, torch's or the transposed `Conv1D` of transformers; None for
+    others."""
     weight = getattr(module, "weight", None)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features

@@ -1,4 +1,4 @@
-"""Optimiser state in the host's memory, brought to the device piece by piece, or stepped on the host."""
+"""Optimiser state in the host's memory, copied to the device piece by piece, or stepped on the host."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _HOST = torch.device("cpu")
 class OffloadedOptimizer(Parameterwise):
     """Keeps `inner`'s state in the host's memory, and steps one piece of a parameter at a time.
 
-    `update` says where it is stepped:
+    `update` says where a piece is stepped:
 
-    - "device": the state of a piece is copied there and back. The numbers are those of `inner` as it steps parameters
-      one by one.
-    - "host": gradient and parameter of a piece are copied to the host, and the parameter back. For optimisers whose
-      state is more than both; the host's arithmetic may round otherwise than the device's.
+    - "device": its state is copied to the device and back. The numbers are those of `inner` stepping parameters one by
+      one.
+    - "host": its gradient and parameter are copied to the host, and the parameter back. This moves fewer bytes where
+      the state is larger than both; the host's arithmetic may round differently.
 
-    Where the parameters are with the host already, the same copies are made, for nothing. Copies wait for each other.
-    `state_dict` is that of `inner`; a state dict of a plain optimiser can be loaded, and goes to the host.
+    Parameters in the host's memory are copied too, without use. Copies wait for each other. `state_dict` is that of
+    `inner`; a state dict of a plain optimiser can be loaded, and goes to the host.
 
     Raises:
-        TypeError, ValueError: for another `update`, an optimiser that needs a closure, or one with `capturable=True`,
-            which runs on a GPU only, to be stepped on the host.
+        TypeError, ValueError: for another `update`, an optimiser that needs a closure, or `update="host"` with
+            `capturable=True`, which runs on a GPU only.
     """
 
     title: ClassVar[str] = "offload_optimizer"
@@ -94,13 +94,13 @@ class OffloadedOptimizer(Parameterwise):
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, whole or on its way there in the order of its stream; on the host, whole."""
-    # From pinned memory, which nobody writes to before the copy back, and that is queued behind this one.
+    """A copy on `device`: complete on the host, in stream order on a GPU."""
+    # Pinned memory is next written by the copy back, which is queued behind this one.
     return tensor.to(device, copy=True, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())
 
 
 def check_update(optimizer: Any, update: Any) -> None:
-    """Raise `ValueError` for another place than the two, or an optimiser that cannot be stepped there."""
+    """Raise `ValueError` for another `update`, or an optimiser that cannot be stepped there."""
     if update not in get_args(Where):
         raise ValueError(f"update must be one of {', '.join(get_args(Where))}, not {update!r}")
     groups = optimizer.param_groups if isinstance(optimizer, optim.Optimizer) else []

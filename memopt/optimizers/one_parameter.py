@@ -1,4 +1,4 @@
-"""An optimiser's own code on one tensor at a time, and the pieces in which a large tensor is taken."""
+"""Runs an optimiser's own code on one tensor at a time, and divides large tensors into pieces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import optim
 
-# Elements of a piece: kernels on so many still take longer than their launch, and a float32 copy of them is 8 MB.
+# Elements of a piece: kernels on them take longer than their launch, and a float32 copy is 8 MB.
 PIECE_ELEMENTS = 2**21
 
-# Those of torch that treat each element by itself, so that a tensor may be stepped in pieces.
+# torch's optimisers that treat each element by itself, so that a tensor may be stepped in pieces.
 _ELEMENTWISE = (
     optim.Adadelta,
     optim.Adagrad,
@@ -32,11 +32,12 @@ _ELEMENTWISE = (
 def step_one(
     optimizer: optim.Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Let `optimizer` step `tensor`, which has its gradient, by a group's options and from `state`; the state after.
+    """Step `tensor`, which has a gradient, by the code of `optimizer`, a group's `options` and the `state`; return the
+    state after the step.
 
-    The optimiser's own groups and state are as before. Tensors of `state` may be written to.
+    The optimiser's groups and state are not changed. Tensors of `state` may be written to.
 
-    Raises `ValueError` for an optimiser that changes its group's options as it steps, which are all parameters'.
+    Raises `ValueError` for an optimiser whose step changes its group's options, since all parameters share these.
     """
     groups, states = optimizer.param_groups, optimizer.state
     own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -64,14 +65,15 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimiser treats each element by itself; subclasses may do anything, so they count as no."""
+    """Whether the optimiser is known to treat each element by itself; subclasses are not, since they may do
+    anything."""
     return type(optimizer) in _ELEMENTWISE
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter and of all tensors of its shape: elements `start` to `stop` in memory order, or, for an
-    optimiser that looks at the shape, the whole as it is."""
+    """A part of a parameter and of all tensors of its shape: elements `start` to `stop` in memory order, or the whole
+    tensor in its shape (`flat=False`), for optimisers that use the shape."""
 
     start: int
     stop: int
@@ -81,6 +83,7 @@ class Piece:
 
     @property
     def whole(self) -> bool:
+        """Whether it is the only piece of its parameter."""
         return self.first and self.last
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,12 +92,14 @@ class Piece:
 
 
 def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Piece]:
-    """What to step one after the other."""
+    """The pieces of a parameter, to be stepped one after the other; one piece unless `elementwise`."""
     elements = parameter.numel()
     if not (elementwise and parameter.dim() and is_dense(parameter)):
         yield Piece(0, elements, flat=False, first=True, last=True)
         return
-    starts = range(0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS)  # no piece is small: the last has the rest
+    starts = range(
+        0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS
+    )  # the last piece takes the rest, so that none is small
     for start in starts:
         stop = elements if start == starts[-1] else start + PIECE_ELEMENTS
         yield Piece(start, stop, flat=True, first=start == 0, last=stop == elements)
@@ -106,7 +111,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in whatever order, each place once."""
+    """Whether the elements fill a contiguous range of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride != expected:
@@ -116,7 +121,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`tensor`, in the order of memory that `parameter` has: itself where it is so already."""
+    """`tensor` with the strides of `parameter`: itself where it has them, else a copy."""
     if tensor.stride() == parameter.stride():
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,4 +1,4 @@
-"""The optimiser stepped within the backward: each gradient is used as soon as it is whole, and freed."""
+"""Steps the optimiser within the backward: each gradient is used as soon as it is complete, and freed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from memopt.optimizers.wrapped_optimizer import refuse_closure
 
 
 class OptimizerInBackward(Parameterwise):
-    """Steps a parameter when the backward has its gradient, which is then freed: no two gradients need be held at once.
+    """Steps a parameter as soon as the backward has its gradient, and frees the gradient, so that no two gradients need
+    be alive at once.
 
-    Equal bit for bit to `inner` stepped after the backward, as far as that goes over its parameters one by one.
-    `loss.backward()` trains; `step()` is still to be called after each, as schedulers ask for it, and steps what got
-    its gradient otherwise. `state_dict` is that of `inner`.
+    The result is bitwise that of `inner` stepping its parameters one by one after the backward. `loss.backward()`
+    trains; call `step()` after each backward nevertheless: schedulers need it, and it steps parameters that got their
+    gradients in another way. `state_dict` is that of `inner`.
 
-    Autograd calls it for a parameter once the gradient is there. The backward of a captured call hands all gradients
-    over at its end; one that is planned with this lever calls it inside, once nothing reads the parameter any more.
+    Autograd calls a hook for a parameter once its gradient is complete. The backward of a captured call hands all
+    gradients to autograd at its end; one that is planned with this proposal calls the hook inside, once nothing reads
+    the parameter any more.
 
-    What has to see all gradients before any is used is impossible, and refused where it is known: clipping by the
-    norm of all, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped half.
+    Whatever needs all gradients before one is used is impossible, and refused where it is known: clipping by the total
+    norm, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped some parameters.
 
     Args:
-        inner: any optimiser that steps each parameter by itself, or a proposal's around one.
-        max_grad_norm, scaler, accumulate: what the training step does to gradients, as for `memopt.TrainStep`.
+        inner: any optimiser that steps each parameter independently of the others, or a proposal's wrapper of one.
+        max_grad_norm, scaler, accumulate: the options of the training step, as for `memopt.TrainStep`.
 
     Raises:
         ValueError: where these are not None, None and 1; at the second backward before a `step()`.
@@ -46,7 +48,7 @@ class OptimizerInBackward(Parameterwise):
         super().__init__(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimiser; the group's parameters are stepped in the next backward."""
+        """Add a group as to any optimiser; its parameters are stepped from the next backward on."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for parameter in self.param_groups[-1]["params"]:
@@ -55,30 +57,30 @@ class OptimizerInBackward(Parameterwise):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """End the step: what still has a gradient (set by hand, or trained only lately) is stepped now."""
+        """End the step: parameters that still have a gradient (set by hand, or only lately trained) are stepped now."""
         refuse_closure(closure, self.title)
         super().step()
         self._stepped.clear()
 
     def detach(self) -> optim.Optimizer:
-        """Step in backwards no more; returns the optimiser inside, with all that it has learned."""
+        """Remove the hooks from the parameters, and return the inner optimiser with its state."""
         for handle in self._handles:
             handle.remove()
         self._forget_hooks()
         return self.inner
 
     def step_now(self, number: int, parameter: torch.Tensor) -> None:
-        """Step a parameter of group `number` by its whole gradient, and free that.
+        """Step a parameter of group `number` by its gradient, and free the gradient.
 
         Raises `ValueError` where it has been stepped since the last `step()`.
         """
-        if parameter.grad is None:  # autograd calls hooks where no gradient came, too
+        if parameter.grad is None:  # autograd calls hooks also where there is no gradient
             return
         if id(parameter) in self._stepped:
             raise ValueError(
                 "a second backward before optimizer.step(): with the optimizer in the backward, each backward is "
                 "a whole step, and gradients cannot be accumulated; call step() after each, have the loss read "
-                "parameters within the model's own call alone, or take another lever"
+                "parameters within the model's own call alone, or take another proposal"
             )
         self._stepped.add(id(parameter))
         with torch.no_grad():
@@ -90,7 +92,7 @@ class OptimizerInBackward(Parameterwise):
         self._stepped: set[int] = set()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has no hooks: it steps in `step()`."""
+        """Restore a copy, which has no hooks: it steps in `step()`."""
         super().__setstate__(state)
         if "_handles" not in self.__dict__:
             self._forget_hooks()
@@ -98,7 +100,7 @@ class OptimizerInBackward(Parameterwise):
 
 @dataclass(frozen=True, eq=False)
 class SteppingHook:
-    """What autograd calls once a parameter's gradient is whole: its `OptimizerInBackward` steps it."""
+    """The hook that autograd calls once a parameter's gradient is complete: the optimiser steps the parameter."""
 
     optimizer: OptimizerInBackward
     group: int
@@ -108,26 +110,26 @@ class SteppingHook:
 
 
 def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
-    """Those among the parameter's hooks; none where no optimiser steps it in the backward."""
+    """The stepping hooks of a parameter; none where no optimiser steps it in the backward."""
     return [hook for hook in post_accumulate_hooks(parameter) if isinstance(hook, SteppingHook)]
 
 
 def refuse_what_needs_all_gradients(
     max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
 ) -> None:
-    """Raise `ValueError` for what an optimiser in the backward cannot do."""
+    """Raise `ValueError` for options of a training step that need all gradients before one is used."""
     if max_grad_norm is not None:
         raise ValueError(
             f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with "
-            "optimizer_in_backward each is used and freed at once; give max_grad_norm=None, or leave this lever out"
+            "optimizer_in_backward each is used and freed at once; give max_grad_norm=None, or leave this proposal out"
         )
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(
             "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward others are used "
-            "before that is known; train in bfloat16 without a scaler, or leave this lever out"
+            "before that is known; train in bfloat16 without a scaler, or leave this proposal out"
         )
     if accumulate != 1:
         raise ValueError(
             f"accumulate={accumulate} sums gradients over backwards, and with optimizer_in_backward each is used and "
-            "freed at once; give accumulate=1, or leave this lever out"
+            "freed at once; give accumulate=1, or leave this proposal out"
         )

@@ -1,4 +1,4 @@
-"""An optimiser around another, which lets it step one parameter at a time on tensors made for the moment."""
+"""An optimiser around another that has it step one piece of a parameter at a time, on temporary tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ class Span:
 
 
 class Parameterwise(WrappedOptimizer):
-    """Steps by `inner`'s own code, parameter by parameter; subclasses say in what form values are kept in between."""
+    """Steps by `inner`'s own code, parameter by parameter.
+
+    Subclasses say in which form parameters and state are kept between steps: `_open…` methods convert them for `inner`,
+    `_close…` methods convert them back.
+    """
 
     own_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a parameter's state that `inner` does not see."""
+    """Keys of a parameter's state that are hidden from `inner`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -46,7 +50,7 @@ class Parameterwise(WrappedOptimizer):
                 "step; build its module with sparse=False"
             )
         state, gradient = self.state[parameter], like(parameter.grad, parameter)
-        known = frozenset(state)  # what the first piece makes is not yet the others'
+        known = frozenset(state)  # state that the first piece makes has no values for the others yet
         for piece in pieces_of(parameter, elementwise=goes_in_pieces(self.inner)):
             self._step_piece(group, parameter, gradient, piece, known)
 
@@ -68,17 +72,17 @@ class Parameterwise(WrappedOptimizer):
         self._close(parameter, piece, tensor)
 
     def _open(self, parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The tensor that `inner` steps in the place of a piece of the parameter."""
+        """The tensor that `inner` steps instead of a piece of the parameter."""
         return piece.of(parameter)
 
     def _open_gradient(self, gradient: torch.Tensor, piece: Piece) -> torch.Tensor:
         return piece.of(gradient)
 
     def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
-        """Put what `inner` made of the tensor of `_open` back into the parameter."""
+        """Write the tensor of `_open`, as `inner` stepped it, back into the parameter."""
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Piece) -> State:
-        """The state of a piece, as `inner` is to have it."""
+        """The state of a piece, as `inner` expects it."""
         given = {}
         for key, value in state.items():
             if key in self.own_keys:
@@ -93,7 +97,7 @@ class Parameterwise(WrappedOptimizer):
         return given
 
     def _give(self, parameter: torch.Tensor, state: State, piece: Piece, given: State, after: State) -> None:
-        """Keep the state of a piece."""
+        """Keep the state of a piece as it is `after` the step; `given` is what `_take` returned before."""
         shape = piece.of(parameter).shape
         for key, value in after.items():
             span = self._inner_span(key, parameter, piece)
@@ -113,7 +117,8 @@ class Parameterwise(WrappedOptimizer):
     def _close_state(
         self, parameter: torch.Tensor, state: State, key: str, piece: Piece, value: torch.Tensor, in_place: bool
     ) -> None:
-        """Keep `value`; `in_place` says that it is the very tensor of `_open_state`."""
+        """Keep `value` as a piece's part of a tensor with the parameter's shape; `in_place`: it is the tensor of
+        `_open_state`."""
         if in_place:
             return
         if piece.whole:
@@ -124,20 +129,20 @@ class Parameterwise(WrappedOptimizer):
         piece.of(state[key]).copy_(value)
 
     def _close_part(self, kept: torch.Tensor, value: torch.Tensor, in_place: bool) -> None:
-        """Write a piece's part of an array; `in_place` says that it is the very tensor of `_take`."""
+        """Write a piece's part of a tensor of another shape; `in_place`: `value` is the tensor of `_take`."""
         if not in_place:
             kept.copy_(value)
 
     def _open_other(self, parameter: torch.Tensor, kept: Any, piece: Piece) -> Any:
-        """What has no element for each of the parameter's: the number of the step, say, which each piece counts."""
+        """A state value of another shape than the parameter, like the step number, which every piece increases."""
         return kept.clone() if isinstance(kept, torch.Tensor) and not piece.last else kept
 
     def _close_other(self, parameter: torch.Tensor, kept: Any, value: Any) -> Any:
-        """What to keep of such a value; `kept` is what was kept before."""
+        """The value to keep instead of such a `value`; `kept` is the one kept before."""
         return value
 
     def span(self, key: str, parameter: torch.Tensor, piece: Piece) -> Span | None:
-        """What of an array of the state, of another shape than the parameter, is that of a piece; None for what has no
+        """The part of a state tensor of another shape than the parameter that belongs to a piece; None where it has no
         parts."""
         return self._inner_span(key, parameter, piece)
 
@@ -147,5 +152,5 @@ class Parameterwise(WrappedOptimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether a tensor may be stepped in pieces."""
+    """Whether the optimiser may step a tensor in pieces."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)

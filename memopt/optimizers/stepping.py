@@ -1,4 +1,4 @@
-"""What stepping parameters within the backward takes, parameter by parameter, as far as plans need it."""
+"""The bytes that stepping parameters within the backward takes, as plans need them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, TypeAlias
 import torch
 
 Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a parameter."""
+"""Shape, strides and dtype of a parameter; parameters of the same kind cost the same."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """The optimiser steps within the backward of a call that is one region."""
+    """How the optimiser steps within the backward of a call that is one region."""
 
     temporaries: tuple[tuple[Kind, int], ...]
-    """The most bytes that the step of a parameter of each kind makes and frees again."""
+    """For each kind of parameter the most bytes alive at once that its step makes and frees."""
     left: frozenset[int] = frozenset()
-    """Numbers of the inputs that are stepped at the backward's end, although they could be before."""
+    """Numbers of the inputs that are stepped at the backward's end, although an earlier step is possible."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """From parameters, the dtypes in which they are stepped, and the bytes that each takes."""
+        """From parameters, the dtypes in which they are stepped, and the bytes of each step's temporaries."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -31,11 +31,11 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """With more inputs left to the end."""
+        """The same with these inputs left to the backward's end as well."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
-        """Of stepping a graph's input, given its fake; None for what is no parameter."""
+        """Bytes of temporaries of stepping a graph's input, given its fake tensor; None where it is no parameter."""
         if not isinstance(value, torch.Tensor):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))

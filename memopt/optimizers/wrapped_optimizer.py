@@ -1,4 +1,4 @@
-"""An optimiser around another: what both share, and how its state is saved and loaded."""
+"""An optimiser around another: it shares the inner one's groups and state, and saves and loads them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ State = dict[str, Any]
 
 
 class WrappedOptimizer(optim.Optimizer):
-    """Has the groups and the state of `inner`, so that learning rate schedulers of either work, and what `inner` has
-    learned so far stays. `inner` is to be stepped no more by itself.
+    """Shares the groups and the state of `inner`, so that schedulers of either work and training goes on from the state
+    that `inner` has. Do not step `inner` by itself any more.
 
-    `state_dict` is `inner`'s, with the kept forms, and "proposal" beside "state" and "param_groups".
+    `state_dict` is that of `inner`, with values in the form in which they are kept, and a further key "proposal".
     """
 
     title: ClassVar[str]
-    """What it is called in errors and in `state_dict`."""
+    """Its name in errors and in `state_dict`."""
     fields: ClassVar[tuple[str, ...]] = ("inner",)
-    """Attributes that copies and pickles have beside an optimiser's own."""
+    """Attributes that copies and pickles have beside those of any optimiser."""
     keeps_form: ClassVar[bool] = False
-    """Whether values are kept in the form that `inner` has them in, so that state dicts of either serve both."""
+    """Whether values are kept in the form that `inner` has, so that state dicts of either can be loaded into both."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         check_inner(inner, self.title)
@@ -32,16 +32,19 @@ class WrappedOptimizer(optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor in the shape of `tensor`, where state of `parameter` is kept."""
+        """A new tensor in the shape of `tensor`, on the device where state of `parameter` is kept."""
         return torch.empty_like(tensor, dtype=dtype, device=self.home(parameter), requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
-        """What goes into `state_dict` beside groups and state, as plain values and tensors."""
+        """The value of "proposal" in `state_dict`, of plain values and tensors."""
         inner = self.inner.extra_state() if isinstance(self.inner, WrappedOptimizer) else {}
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
-        """Set what `extra_state` gave. Raises `ValueError` for that of another kind, before anything is changed."""
+        """Restore what `extra_state` returned.
+
+        Raises `ValueError` for that of another kind of optimiser, before anything is changed.
+        """
         title = saved.get("title") if saved else None
         wanted = None if self.keeps_form else self.title
         inner = self.inner if isinstance(self.inner, WrappedOptimizer) else None
@@ -55,11 +58,11 @@ class WrappedOptimizer(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as of any optimiser, and "proposal"; tensors are the live ones."""
+        """Groups and state as of any optimiser, and "proposal"; tensors are not copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, whose tensors are copied, in the dtypes that they have.
+        """Restore a state, whose tensors are copied in their own dtypes.
 
         Raises `ValueError` where it is not of an optimiser built as this one.
         """
@@ -78,7 +81,7 @@ class WrappedOptimizer(optim.Optimizer):
                     self.state[parameter] = {k: self._placed(group, parameter, v) for k, v in values.items()}
 
     def _placed(self, group: dict[str, Any], parameter: torch.Tensor, value: Any) -> Any:
-        """A copy of a loaded value, where this optimiser keeps it."""
+        """A copy of a loaded value on the device where this optimiser keeps it."""
         if not isinstance(value, torch.Tensor):
             return value
         if is_per_element(value, parameter):
@@ -89,11 +92,11 @@ class WrappedOptimizer(optim.Optimizer):
         return value.detach().to(self.stepped_on(parameter) if on_device else value.device, copy=True)
 
     def home(self, parameter: torch.Tensor) -> torch.device:
-        """Where the state of a parameter is kept."""
+        """The device on which the state of a parameter is kept."""
         return parameter.device
 
     def stepped_on(self, parameter: torch.Tensor) -> torch.device:
-        """Where `inner` steps the parameter."""
+        """The device on which `inner` steps the parameter."""
         return parameter.device
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,12 +104,12 @@ class WrappedOptimizer(optim.Optimizer):
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a value of a parameter's state has an element for each of its own."""
+    """Whether a value of a parameter's state is a tensor of the parameter's shape."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def check_inner(inner: Any, title: str) -> None:
-    """Raise `TypeError` or `ValueError` for what cannot be stepped parameter by parameter."""
+    """Raise `TypeError` or `ValueError` for an optimiser that cannot be stepped parameter by parameter."""
     if not isinstance(inner, optim.Optimizer):
         raise TypeError(f"{title} wraps a torch.optim.Optimizer, not {inner!r}")
     closure = inspect.signature(type(inner).step).parameters.get("closure")
@@ -120,12 +123,13 @@ def check_inner(inner: Any, title: str) -> None:
 
 
 def refuse_closure(closure: Any, title: str) -> None:
+    """Raise `ValueError` for a closure."""
     if closure is not None:
         raise ValueError(f"{title} steps without a closure; call backward() first, then step()")
 
 
 def _share_groups(optimizer: WrappedOptimizer) -> None:
-    """Have all optimisers inside have the groups of this one."""
+    """Give all inner optimisers the groups of this one."""
     inner = optimizer.inner
     inner.param_groups = optimizer.param_groups
     if isinstance(inner, WrappedOptimizer):
@@ -133,6 +137,7 @@ def _share_groups(optimizer: WrappedOptimizer) -> None:
 
 
 def _check_groups(saved: dict[str, Any], optimizer: optim.Optimizer) -> None:
+    """Raise `ValueError` where a saved state has other numbers of parameters in its groups."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:

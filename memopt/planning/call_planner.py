@@ -164,10 +164,10 @@ class CallPlanner:
     def search(self, situation: Situation, *, advise: bool = True) -> PlanSearch:
         """What weighs plans with other levers against each other; `advise`: and names what is not allowed."""
         proposing = self.proposing
-        offers = proposing.offers if advise else proposing.offers_allowed
-        offered = partial(offers, gradients_held=situation.gradients_held)
+        combinations = proposing.combinations if advise else proposing.allowed_combinations
+        proposed = partial(combinations, gradients_held=situation.gradients_held)
         notes = (*self.options.notes(self.device().type), *proposing.notes)
-        return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, offered, notes=notes)
+        return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
     def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rung], Candidate | None]:
         """What gives the call with some levers as it will be once the parameters are in bf16; None where its code

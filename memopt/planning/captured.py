@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,8 +19,10 @@ from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
 from memopt.price.node_prices import price_nodes
-from memopt.price.price import NodePrice, PricedGraph, PricedStep, is_scheduled, price
-from memopt.price.stepping import Steps
+from memopt.price.parameter_steps import ParameterSteps
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
 from passes.graphs.node_facts import is_tangent
 
@@ -136,16 +138,16 @@ class Captured:
             for region in self.regions
         ]
 
-    def _steps(self, region: JointGraph, left: frozenset[int]) -> Steps:
+    def _steps(self, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
         """The parameters that are stepped in the backward of a region: before its end only where there is no other."""
         if self.stepping is None:
-            return Steps()
+            return ParameterSteps()
         given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         sizes = {number: self.stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
         workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
         inside = region.parameter_gradients if len(self.regions) == 1 and not region.fused else {}
         steady = self.stepping.left | left
-        return Steps(
+        return ParameterSteps(
             {at: number for at, number in inside.items() if number in workspaces and number not in steady}, workspaces
         )
 
@@ -180,7 +182,7 @@ class Joined:
     """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
 
     @property
-    def steps(self) -> dict[int, PricedStep]:
+    def steps(self) -> Mapping[int, PricedParameterStep]:
         """The ops that stand for steps of parameters within the backward: those of the one region, in its numbers."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 

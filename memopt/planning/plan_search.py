@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError, round_up
-from memopt.optimizers import Offer
+from memopt.optimizers import ProposalSet
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
@@ -34,7 +34,7 @@ class PlanSearch:
     effort: Effort
     allowed: frozenset[str] = frozenset()
     """Proposals that may be chosen where no lever set fits without them."""
-    offers: Callable[[], Sequence[Offer]] = tuple
+    combinations: Callable[[], Sequence[ProposalSet]] = tuple
     """All combinations of proposals, the cheapest first."""
     narrowed: Callable[[Rung], Candidate | None] = lambda levers: None
     """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
@@ -86,7 +86,7 @@ class PlanSearch:
         none does, with the smallest budget of all and the cheapest combinations that would help.
         """
         self._offload()
-        return self._fastest() if self._plans else self._with_offer()
+        return self._fastest() if self._plans else self._with_proposals()
 
     def _offload(self) -> None:
         """Plan the lever sets with offloading, except those whose step takes at least as long as the best plan even
@@ -102,49 +102,49 @@ class PlanSearch:
             with contextlib.suppress(BudgetError):
                 self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
 
-    def _with_offer(self) -> tuple[Plan, Rung]:
+    def _with_proposals(self) -> tuple[Plan, Rung]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
         `BudgetError`."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
-        helpful: list[tuple[Offer, int]] = []
-        for offer in self.offers():
-            allowed = self.allowed.issuperset(offer.names)
-            if not allowed and self._is_hopeless(offer):
+        helpful: list[tuple[ProposalSet, int]] = []
+        for chosen in self.combinations():
+            allowed = self.allowed.issuperset(chosen.names)
+            if not allowed and self._is_hopeless(chosen):
                 continue
-            least = self._least(offer)
+            least = self._least(chosen)
             if least is None:
                 continue
-            found[offer.names] = least.smallest_bytes
+            found[chosen.names] = least.smallest_bytes
             if allowed:
                 self._refused.append(least)
             if least.smallest_bytes > self.budget_bytes:
                 continue
-            helpful.append((offer, least.smallest_bytes))
+            helpful.append((chosen, least.smallest_bytes))
             if allowed:
-                return self._take(offer)
+                return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        proposed = (_proposed(offer, nbytes) for offer, nbytes in helpful[:_SHOWN])
+        proposed = (_proposed(chosen, nbytes) for chosen, nbytes in helpful[:_SHOWN])
         texts = [*self._notes, *proposed, *self.advice(self._steps)]
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
             least.dominated_by,
             further=texts,
-            proposals=tuple(offer.names for offer, _ in helpful),
+            proposals=tuple(chosen.names for chosen, _ in helpful),
             smallest_with=found,
         )
 
-    def _with(self, offer: Offer, steps: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The candidates with an offer's proposals applied."""
+    def _with(self, chosen: ProposalSet, steps: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The candidates with the chosen proposals applied."""
         for step in steps:
-            taken = self._narrowed(step[0]) if offer.narrows else step
+            taken = self._narrowed(step[0]) if chosen.narrows else step
             if taken is not None:
                 levers, captured, account = taken
-                yield levers, captured.stepping_by(offer.stepping), account
+                yield levers, captured.stepping_by(chosen.stepping), account
 
-    def _is_hopeless(self, offer: Offer) -> bool:
+    def _is_hopeless(self, chosen: ProposalSet) -> bool:
         """Whether the resident bytes alone exceed the budget in every candidate."""
-        return all(offer.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
+        return all(chosen.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
     def _narrowed(self, levers: Rung) -> Candidate | None:
         """The lever set's candidate with narrower parameters, captured once; None where it cannot be captured."""
@@ -152,26 +152,26 @@ class PlanSearch:
             self._narrowed_by_id[id(levers)] = self.narrowed(levers)
         return self._narrowed_by_id[id(levers)]
 
-    def _least(self, offer: Offer) -> BudgetError | None:
-        """The refusal with an offer's proposals: the smallest budget, and what dominates it. Narrower parameters are
+    def _least(self, chosen: ProposalSet) -> BudgetError | None:
+        """The refusal with the chosen proposals: the smallest budget, and what dominates it. Narrower parameters are
         tried on the lever set with the smallest budget only; None where they cannot be captured."""
-        steps = [min(self._steps, key=_smallest)] if offer.narrows else self._steps
+        steps = [min(self._steps, key=_smallest)] if chosen.narrows else self._steps
         found = [
-            _smallest((levers, captured, offer.adjusted(account)))
-            for levers, captured, account in self._with(offer, steps)
+            _smallest((levers, captured, chosen.adjusted(account)))
+            for levers, captured, account in self._with(chosen, steps)
         ]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
-    def _take(self, offer: Offer) -> tuple[Plan, Rung]:
-        """The best plan with an offer's proposals, and its lever set."""
-        for levers, captured, account in self._with(offer, self._steps):
+    def _take(self, chosen: ProposalSet) -> tuple[Plan, Rung]:
+        """The best plan with the chosen proposals, and its lever set."""
+        for levers, captured, account in self._with(chosen, self._steps):
             try:
-                plan = make_plan(captured, offer.adjusted(account), self.budget_bytes, self.effort)
+                plan = make_plan(captured, chosen.adjusted(account), self.budget_bytes, self.effort)
             except BudgetError:
                 continue
-            self._plans.append((replace(plan, proposals=offer.names), levers))
+            self._plans.append((replace(plan, proposals=chosen.names), levers))
         plan, levers = self._fastest()
-        notes = (*map(str, offer.proposals), *_on_steps(plan))
+        notes = (*map(str, chosen.priced), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), levers
 
     def _fastest(self) -> tuple[Plan, Rung]:
@@ -211,7 +211,7 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
-def _proposed(offer: Offer, least_bytes: int) -> str:
-    """An offer as a sentence of a refusal."""
-    words = "; ".join(map(str, offer.proposals))
-    return f"with {' and '.join(map(repr, offer.names))} in allow {round_up(least_bytes / GIB)} GB would do ({words})"
+def _proposed(chosen: ProposalSet, least_bytes: int) -> str:
+    """The chosen proposals as a sentence of a refusal."""
+    words = "; ".join(map(str, chosen.priced))
+    return f"with {' and '.join(map(repr, chosen.names))} in allow {round_up(least_bytes / GIB)} GB would do ({words})"

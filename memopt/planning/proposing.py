@@ -16,12 +16,12 @@ from memopt.optimizers import (
     BF16_PARAMETERS,
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_PROPOSALS,
-    Levers,
-    Offer,
+    Proposals,
+    ProposalSet,
     Stepping,
     TrainingFacts,
+    combinations_of,
     kept_wide,
-    offers,
     stepping_hooks,
 )
 from memopt.planning.captured import Captured
@@ -44,15 +44,15 @@ class Proposing:
     low: torch.dtype | None
     fused: bool = False
     """Whether calls are compiled by a backend that orders kernels itself."""
-    pulled: Offer | None = None
+    pulled: ProposalSet | None = None
     """The chosen proposals, on which every plan is based; None without any."""
     decided: bool = False
     """Whether the choice is final, because the optimiser may exist by now."""
 
     def decide(self, names: Collection[str]) -> None:
         """Base every further plan on exactly these proposals."""
-        levers = Levers.named(names)
-        self.pulled = Offer.of(self.facts, levers) if names else None
+        levers = Proposals.named(names)
+        self.pulled = ProposalSet.of(self.facts, levers) if names else None
         self.decided = True
 
     @property
@@ -79,15 +79,15 @@ class Proposing:
         """Why an allowed proposal is not considered."""
         return (_NOT_FUSED,) if self.fused and OPTIMIZER_IN_BACKWARD in self.allowed else ()
 
-    def offers(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
+    def combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """All possible combinations, allowed or not, the cheapest first; empty once some are chosen. `gradients_held`:
         for a call that adds to existing gradients."""
-        return offers(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
+        return combinations_of(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
 
-    def offers_allowed(self, *, gradients_held: bool = False) -> tuple[Offer, ...]:
+    def allowed_combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """The combinations of allowed proposals, the cheapest first."""
         names = self._possible(gradients_held) & self.allowed
-        return offers(self.facts, names) if names else ()
+        return combinations_of(self.facts, names) if names else ()
 
     def _possible(self, gradients_held: bool) -> frozenset[str]:
         """The proposals that can work for the model, device and call."""
@@ -118,7 +118,7 @@ class Proposing:
         """A captured call with the proposals of `plan`, a plan from the cache."""
         stepping = self.stepping
         if OPTIMIZER_IN_BACKWARD in plan.proposals:
-            stepping = Offer.of(self.facts, Levers.named(plan.proposals)).stepping
+            stepping = ProposalSet.of(self.facts, Proposals.named(plan.proposals)).stepping
         return captured.stepping_by(stepping).stepping_as([region.steps for region in plan.regions])
 
     @property

@@ -8,12 +8,12 @@ backward operator that reads it; operators that a schedule recomputes may read i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memopt.account.breakdown import ANY_LINK
 from memopt.planning.captured import Joined
-from memopt.price.price import PricedStep
+from memopt.price.priced_graph import PricedParameterStep
 from memopt.solver import Offload, Schedule, Solution, simulate
 
 ROUNDS = 4
@@ -71,7 +71,7 @@ def settle(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]
 class _StepPositions:
     """Positions in a schedule, by the operator that is a step."""
 
-    steps: dict[int, PricedStep]
+    steps: Mapping[int, PricedParameterStep]
     at: dict[int, int]
     """Position of the step itself."""
     last: dict[int, int]

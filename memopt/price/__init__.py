@@ -1,1 +1,1 @@
-"""What a joint graph costs: an optimisation problem over operators and storages, in bytes and seconds."""
+"""From joint graphs to problems of numbers: bytes, seconds and workspaces of nodes, and which may be recomputed."""

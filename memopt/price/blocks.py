@@ -1,4 +1,4 @@
-"""What a node belongs to, by its module's path: a repeated block, an attention core."""
+"""Finds, by module paths, the repeated block that a node lies in, and whether it belongs to an attention core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _PROJECTIONS = ("aten.mm.", "aten.addmm.")
 
 
 def number_blocks(paths: Iterable[str]) -> dict[str, int]:
-    """Number the repeated blocks: the outermost list element (`layers.3` of `layers.3.mlp`) that a path lies in."""
+    """The number of the repeated block of each path: its outermost list element, as `layers.3` of `layers.3.mlp`. Paths
+    outside of blocks are left out."""
     numbers: dict[str, int] = {}
     blocks: dict[str, int] = {}
     for path in paths:
@@ -23,6 +24,6 @@ def number_blocks(paths: Iterable[str]) -> dict[str, int]:
 
 
 def is_attention_core(node: fx.Node, path: str) -> bool:
-    """Whether the node computes scores, weights or their weighted sum, rather than a projection."""
+    """Whether the node computes attention scores, their softmax or the weighted sum, rather than a projection."""
     target = str(node.target)
     return "attention" in target or ("att" in path.lower() and not target.startswith(_PROJECTIONS))

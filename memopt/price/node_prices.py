@@ -1,4 +1,4 @@
-"""The price of every node: seconds by the card's time model, workspace as measured or estimated."""
+"""Prices of nodes: seconds by the device's time model or as timed, workspaces as measured or estimated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, workspace_bytes
-from memopt.price.price import NodePrice
+from memopt.price.priced_graph import NodePrice
 
 
 def price_nodes(
@@ -21,10 +21,10 @@ def price_nodes(
 ) -> dict[fx.Node, NodePrice]:
     """Seconds and workspace of one evaluation of each node on `card`.
 
-    On the CPU each kind of op is run once to see what its kernel allocates and, where the plan is to be `timed`, how
-    long it takes, unless it is large: those, and all ops of other cards, are estimated. Where it is to be timed, the
-    ops that make up most of the step then are timed by themselves, on the GPU too, if it is one at hand. Nodes that are
-    `generated` run in kernels without temporaries.
+    On the CPU each distinct op is run once to measure what its kernel allocates and, if `timed`, its seconds; ops that
+    are too large to run, and those of other devices, are estimated. If `timed`, the ops that make up most of the step
+    are then timed one by one, on the CPU or on this machine's GPU. Nodes that are `generated` run in compiled kernels
+    without temporaries.
     """
     if generated:
         prices = price_nodes([node for node in nodes if node not in generated], card, timed=timed)
@@ -36,17 +36,18 @@ def price_nodes(
     found = measure_workspaces(nodes)
     seconds = dict(modelled)
     if timed:
-        once = {node: each.seconds for node, each in found.items() if each.seconds is not None}
+        once = {node: measured.seconds for node, measured in found.items() if measured.seconds is not None}
         seconds |= once
         timed_here = once | _timed(seconds, torch.device("cpu"))
-        seconds |= {node: each + card.between_seconds for node, each in timed_here.items()}
+        seconds |= {node: timed_seconds + card.between_seconds for node, timed_seconds in timed_here.items()}
     return {
-        node: NodePrice(seconds[node], each.workspace_bytes, each.output_bytes or 0) for node, each in found.items()
+        node: NodePrice(seconds[node], measured.workspace_bytes, measured.output_bytes or 0)
+        for node, measured in found.items()
     }
 
 
 def _timed(modelled: Mapping[fx.Node, float], device: torch.device) -> dict[fx.Node, float]:
-    """Seconds of the nodes that make up most of the step, as timed on the device."""
+    """Seconds, timed on the device, of the nodes that make up most of the step; `modelled` has the estimates of all."""
     calls = {node: call for node in modelled if runs_kernel(node) and (call := op_call(node)) is not None}
     expected: Counter[OpCall] = Counter()
     for node, call in calls.items():

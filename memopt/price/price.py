@@ -1,71 +1,35 @@
-"""From a joint graph to a `RematProblem`: storages, seconds, workspace, and what must not be evaluated twice."""
+"""From a joint graph to a `RematProblem`: its storages, seconds and workspaces, and which ops may be recomputed."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from memopt.compat.operators import OpOverload, schema_of
-from memopt.device.storages import Storages, find_storages, is_view, storage_bytes
+from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
-from memopt.price.stepping import PlacedStep, Steps, place_steps
+from memopt.price.parameter_steps import ParameterSteps, PlacedParameterStep, place_steps
+from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
 from passes import FoundReuse, is_pure, is_random
 from passes.graphs.module_path import module_path
-from passes.graphs.node_facts import backward_nodes, binds_new_symbols, is_tangent
-from passes.ops.offload_ops import TRANSFERS
+from passes.graphs.node_facts import binds_new_symbols, is_tangent
 
-GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
-
-# In training these ignore the running statistics that they read, and return new ones that only the first time uses.
+# Where the argument at this position says that they train, these ignore the running statistics that they read, and the
+# new statistics that they return are used only once: they may be recomputed although the step writes to what they read.
 _TRAINING_ARGUMENT = {
     torch.ops.aten._native_batch_norm_legit_functional.default: 5,
 }
 
-# A draw of seeds is a few bytes, and what they seed is drawn from them as often as it may be.
+# Draws of seeds are saved: they are a few bytes, and random values are recomputed from them.
 _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
-@dataclass(frozen=True)
-class NodePrice:
-    """What one evaluation of a node costs: seconds, and the bytes of its kernel's own temporaries."""
-
-    seconds: float
-    workspace_bytes: int
-    output_bytes: int = 0
-    """What its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps the
-    memory of its elements); else 0."""
-
-
-NO_STEPS = Steps()
-
-
-@dataclass(frozen=True)
-class PricedStep:
-    """A parameter's step within the backward: an op of the account only."""
-
-    number: int
-    """Of the input."""
-    after: frozenset[int]
-    """The ops that read the parameter or its gradient: it comes behind all their evaluations."""
-
-
-@dataclass(frozen=True)
-class PricedGraph:
-    """A joint graph as numbers. `nodes[i]` names the node that op `i` evaluates; "" for an op of the account only."""
-
-    problem: RematProblem
-    nodes: tuple[str, ...]
-    modules: tuple[str, ...]
-    """The module path of each op, "" where none is known."""
-    values: tuple[str, ...] = ()
-    """The node whose tensor each storage is, "" for what cannot be moved elsewhere (`Storage.movable`)."""
-    steps: dict[int, PricedStep] = field(default_factory=dict)
-    """By op."""
+NO_STEPS = ParameterSteps()
 
 
 def price(
@@ -76,41 +40,60 @@ def price(
     fused: frozenset[fx.Node] = frozenset(),
     least_moved_bytes: int = 0,
     block_bytes: int = 1,
-    steps: Steps = NO_STEPS,
+    steps: ParameterSteps = NO_STEPS,
     reuses: Collection[FoundReuse] = (),
 ) -> PricedGraph:
-    """Price a canonical joint graph; the values of `fused` nodes are never held, and no schedule names these.
+    """Price a canonical joint graph.
 
-    `forward_outputs` of its results are the forward's. `accumulated` are the positions, among all results, of the
-    gradients that are added to an existing `.grad` as soon as they are there; all other results are kept to the end.
-    Values of fewer than `least_moved_bytes` cannot go to the host. Memory is handed out in multiples of `block_bytes`.
-    Of `steps`, those that can be are taken as soon as the parameter and its gradient are read no more, the others at
-    the end, one after the other. `reuses` are the calls of the backward whose results take an operand's memory.
+    Args:
+        joint: the graph, with fake tensors in `meta["val"]`.
+        forward_outputs: how many of its results are the forward's; the others are gradients.
+        price_of: the seconds and workspace of a node.
+        accumulated: positions, among all results, of the gradients that are added to an existing `.grad` as soon as
+            they are made. All other results are kept to the end of the step.
+        fused: nodes whose values never lie in memory; no schedule names them.
+        least_moved_bytes: smaller values cannot be offloaded.
+        block_bytes: memory is allocated in multiples of this.
+        steps: the parameters stepped within the backward: each as soon as neither it nor its gradient is read any more
+            where that is possible, the others at the end, one after the other.
+        reuses: the calls of the backward whose results take an operand's memory.
     """
     return _Pricer(
         joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses
     ).run()
 
 
+@dataclass
 class _Pricer:
-    def __init__(
-        self,
-        joint: fx.GraphModule,
-        forward_outputs: int,
-        price_of: Callable[[fx.Node], NodePrice],
-        accumulated: Collection[int],
-        fused: frozenset[fx.Node],
-        least_moved_bytes: int,
-        block_bytes: int,
-        steps: Steps,
-        reuses: Collection[FoundReuse],
-    ) -> None:
-        self.graph = joint.graph
-        self.least_moved_bytes = least_moved_bytes
-        self.block_bytes = block_bytes
-        self.price_of = price_of
-        self.fused = fused
-        self.storages: Storages = find_storages(joint.graph, fused, reuses)
+    """The state of one call of `price`, whose arguments are its first fields."""
+
+    joint: fx.GraphModule
+    forward_outputs: int
+    price_of: Callable[[fx.Node], NodePrice]
+    accumulated: Collection[int]
+    fused: frozenset[fx.Node]
+    least_moved_bytes: int
+    block_bytes: int
+    steps: ParameterSteps
+    reuses: Collection[FoundReuse]
+    placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
+    stepped_by: set[int] = field(default_factory=set)
+    """Storages of the gradients that a parameter step frees."""
+    kept: set[int] = field(default_factory=set)
+    """Storages that live to the end of the step."""
+    listed: list[Storage] = field(default_factory=list)
+    number: dict[int, int] = field(default_factory=dict)
+    """Position in `listed` of a storage of the graph."""
+    ops: list[Op] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    priced_steps: dict[int, PricedParameterStep] = field(default_factory=dict)
+    op_of: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = self.joint.graph
+        self.storages: Storages = find_storages(self.graph, self.fused, self.reuses)
         self.resident = {
             index
             for index, info in enumerate(self.storages.infos)
@@ -118,27 +101,13 @@ class _Pricer:
         }
         self.mutated = {
             index
-            for node in joint.graph.nodes
+            for node in self.graph.nodes
             if node.op == "call_function" and is_mutation(node)
             for index in self.storages.of[node]
         }
-        results = joint.graph.output_node().args[0]
+        results = self.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results
-        self.steps = steps
-        self.placed: dict[fx.Node, list[PlacedStep]] = {}
-        self.stepped_by: set[int] = set()
-        self.kept: set[int] = set()
-        self.accumulated = accumulated
-        self.forward_outputs = forward_outputs
-        self.listed: list[Storage] = []
-        self.number: dict[int, int] = {}
-        self.ops: list[Op] = []
-        self.nodes: list[str] = []
-        self.modules: list[str] = []
-        self.values: list[str] = []
-        self.priced_steps: dict[int, PricedStep] = {}
-        self.op_of: dict[fx.Node, int] = {}
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.fused)
@@ -159,10 +128,11 @@ class _Pricer:
                 self.add_step(step)
         self.add_hand_over()
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), self.priced_steps)
+        steps = MappingProxyType(self.priced_steps)
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps)
 
     def kept_results(self) -> set[int]:
-        """Storages of results that are alive to the end."""
+        """Storages of the results that are alive to the end of the step."""
         gone = {*self.accumulated, *(step.position for steps in self.placed.values() for step in steps)}
         return {
             index
@@ -171,16 +141,17 @@ class _Pricer:
             for index in self.storages.of.get(node, ())
         }
 
-    def add_step(self, step: PlacedStep) -> None:
-        """The optimiser's step of one parameter."""
+    def add_step(self, step: PlacedParameterStep) -> None:
+        """Append the optimiser's step of one parameter."""
         after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
-        self.priced_steps[len(self.ops)] = PricedStep(step.number, after)
+        self.priced_steps[len(self.ops)] = PricedParameterStep(step.number, after)
         name = f"step_of_input_{step.number}"
         self.append(
             Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False)
         )
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
+        """Append the op of a node, which lies in the module `path` and in the repeated block number `block`, or -1."""
         price = self.price_of(node)
         self.op_of[node] = len(self.ops)
         reads = [self.number[index] for index in self.storages.read_by(node) if index not in self.resident]
@@ -189,7 +160,7 @@ class _Pricer:
         made = self.storages.made_by(node)
         surplus = max(0, price.output_bytes - sum(self.storages.infos[index].bytes for index in made))
         makes = tuple(self.list_storage(index, surplus if index == made[0] else 0) for index in made)
-        # A repeated draw puts the generator's present state aside.
+        # To recompute a random op, the generator's present state is saved meanwhile.
         set_aside = GENERATOR_STATE_BYTES[_device_type(node)] if recomputable and is_random(node) else 0
         self.append(
             Op(
@@ -207,23 +178,25 @@ class _Pricer:
         )
 
     def append(self, op: Op, node: str = "", path: str = "") -> None:
+        """Append an op, the name of its node and its module path; both are "" for an op that stands for no node."""
         self.ops.append(op)
         self.nodes.append(node)
         self.modules.append(path)
 
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
+        """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its number."""
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
-        stays = written or info.bytes < self.least_moved_bytes
-        value = "" if stays else self.value_of(index)
+        fixed = written or info.bytes < self.least_moved_bytes
+        value = "" if fixed else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
         self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))
         self.values.append(value)
         return self.number[index]
 
     def value_of(self, index: int) -> str:
-        """The node whose tensor a storage is: its maker, or an element of what that returns."""
+        """The node whose tensor a storage is: its maker or an element of its results; "" if there is none."""
         maker = self.storages.infos[index].maker
         if is_tangent(maker):
             return ""
@@ -231,7 +204,7 @@ class _Pricer:
         return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
-        """What a random op must keep to be repeated: an op of its own, so that keeping it is the schedule's choice."""
+        """Append the op that saves the generator's state for a random op: keeping it is the schedule's choice."""
         if not self.recomputable(node):
             return
         device = _device_type(node)
@@ -241,7 +214,7 @@ class _Pricer:
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_tangents(self) -> None:
-        """The gradients of the outputs: autograd makes them before the backward and holds them until its end."""
+        """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
         for node in self.graph.nodes:
             if is_tangent(node):
                 self.kept.update(self.storages.of[node])
@@ -249,9 +222,12 @@ class _Pricer:
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 
     def add_hand_over(self) -> None:
-        """Autograd takes a gradient over as `.grad` where its strides are the parameter's, else it copies it, one after
-        the other; the copy of an expanded gradient is larger than what it copies. It steps by it, too, where parameters
-        are stepped in the backward, and this one is not yet."""
+        """Append the op in which autograd sets `.grad`, at the end of the backward.
+
+        A gradient with the parameter's strides becomes `.grad` itself. Others are copied one after the other, and the
+        copy of an expanded gradient is larger than the original. Where parameters are stepped in the backward, those
+        that could not be stepped earlier are stepped here.
+        """
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
         copied = [
@@ -270,9 +246,11 @@ class _Pricer:
         self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=workspace, recomputable=False))
 
     def rounded(self, nbytes: int) -> int:
+        """Bytes of the blocks that the allocator gives for `nbytes`."""
         return -(-nbytes // self.block_bytes) * self.block_bytes
 
     def recomputable(self, node: fx.Node) -> bool:
+        """Whether a second evaluation of a forward node gives the same values and changes nothing else."""
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
             return False
         if str(node.target).startswith(_DRAWS_SEEDS):
@@ -281,25 +259,6 @@ class _Pricer:
         position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
         trains = position is not None and node.args[position] is True
         return trains or not reads_mutated
-
-
-def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes to schedule (those that make memory or have effects), forward and backward, each in program order."""
-    late = backward_nodes(graph)
-    scheduled = [node for node in graph.nodes if is_scheduled(node) and node not in fused]
-    return [node for node in scheduled if node not in late], [node for node in scheduled if node in late]
-
-
-def is_scheduled(node: fx.Node) -> bool:
-    """Whether a schedule names the node; the others follow what they read, or run beside compute."""
-    if node.op != "call_function" or node.target in TRANSFERS:
-        return False
-    return is_mutation(node) or not (is_view(node) or node.target is operator.getitem)
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Whether the node writes into one of its arguments."""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

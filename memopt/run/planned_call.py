@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt.capture.inputs import as_call, check_device
 from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
-from memopt.optimizers import Levers
+from memopt.optimizers import Proposals
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.run.training import TrainingCalls
@@ -75,9 +75,9 @@ class PlannedCall:
         return self.forward.planner.rewriting.autocast
 
     @property
-    def pulled(self) -> Levers:
+    def pulled(self) -> Proposals:
         """The chosen optimiser proposals, on which plans are based."""
-        return offer.levers if (offer := self.forward.planner.proposing.pulled) else Levers()
+        return chosen.chosen if (chosen := self.forward.planner.proposing.pulled) else Proposals()
 
     @property
     def latest(self) -> Plan | None:

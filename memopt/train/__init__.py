@@ -1,4 +1,4 @@
-"""The training step: microbatches, loss scaling, clipping, optimisers and schedulers, in the order that is right."""
+"""The training step: microbatches, loss scaling, clipping, optimisers and schedulers, in the right order."""
 
 from memopt.train.step_result import StepResult
 from memopt.train.train_step import TrainStep

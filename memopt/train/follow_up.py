@@ -1,4 +1,4 @@
-"""What follows an effective batch once it is known whether it was skipped: schedulers step, or the user is told why."""
+"""Acts on an effective batch once it is known whether it was skipped: schedulers step, or the user is warned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memopt.train.step_result import Verdict
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an effective batch; its verdict may still be on the device."""
+    """The result of an effective batch; its verdict may still be on the device."""
 
     number: int
     loss: torch.Tensor
@@ -22,7 +22,7 @@ class Outcome:
 
 
 class FollowUp:
-    """Steps the schedulers after the optimisers, and warns once of a step that was skipped not for its scale.
+    """Steps the schedulers after the optimisers, and warns once of a skipped step that a smaller scale would not mend.
 
     An outcome that is still on the device waits for `settle`.
     """
@@ -33,13 +33,13 @@ class FollowUp:
         self._warned = False
 
     def of(self, outcome: Outcome) -> None:
-        """Follow `outcome` up, now if that costs no wait."""
+        """Take the outcome of the latest effective batch, and act on it now if its verdict is on the host."""
         self._waiting = outcome
         if outcome.verdict.on_host:
             self.settle()
 
     def settle(self) -> None:
-        """Follow the latest outcome up, if this is still to do."""
+        """Act on the latest outcome, unless that is done; waits for the device where its verdict is there."""
         outcome, self._waiting = self._waiting, None
         if outcome is None:
             return
@@ -50,6 +50,7 @@ class FollowUp:
             self._warn(outcome)
 
     def forget(self) -> None:
+        """Drop an outcome that was not acted on."""
         self._waiting = None
 
     def _warn(self, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""The random state in plain values, as `torch.load(weights_only=True)` accepts them."""
+"""Random states as plain values, which `torch.load(weights_only=True)` accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memopt.training_state import generator_states, set_generators
 
 
 def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, the latter on the CPU and on the CUDA `devices`."""
+    """The states of Python's, numpy's and torch's generators, of the last on the CPU and on the CUDA devices given."""
     python, (kind, keys, *rest), cpu, _ = generator_states(torch.device("cpu"))
     return {
         "python": python,
@@ -23,8 +23,10 @@ def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> None:
-    """Set the generators back to what `random_state` gave, wherever its tensors were loaded to; those of CUDA devices
-    that are not among `devices` are left out."""
+    """Set the generators back to what `random_state` returned; its tensors may be on any device.
+
+    Generators of CUDA devices that are not among `devices` are left as they are.
+    """
     kind, keys, *rest = state["numpy"]
     numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
     set_generators((state["python"], numpy, state["cpu"].cpu(), None), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What is done to the gradients of all optimisers together."""
+"""Operations on the gradients of all optimisers together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from memopt.train.optimizers import Optimizers, parameters_of
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """The optimisers that have something to do. Raises `ValueError` if none has, or for sparse gradients."""
+    """The optimisers with a parameter that has a gradient.
+
+    Raises `ValueError` if there is none, or for sparse gradients.
+    """
     for parameter in parameters_of(optimizers):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and torch has no norm of "
-                "such; build its module with sparse=False"
+                "sparse gradients; build its module with sparse=False"
             )
-    found = tuple(each for each in optimizers if any(p.grad is not None for p in parameters_of([each])))
+    found = tuple(optimizer for optimizer in optimizers if any(p.grad is not None for p in parameters_of([optimizer])))
     if not found:
         raise ValueError("no parameter of the optimizers got a gradient; the loss must depend on at least one of them")
     return found
@@ -32,12 +35,13 @@ def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the norm of all gradients together to `limit`, in place; returns the norm before that."""
+    """Clip the total norm of all gradients to `limit`, in place, unless it is None; return the norm before."""
     if limit is None:
-        return get_total_norm([each.grad for each in parameters if each.grad is not None])
+        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return clip_grad_norm_(parameters, limit)
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:
+    """Free all gradients."""
     for parameter in parameters:
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""The loss of a batch, from a plain or an optimised model, checked before anything is differentiated."""
+"""The loss of a batch, from a plain or an optimised model, checked before its backward runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LossFunction = Callable[..., Any]
 def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
     """The mean loss of `batch`, a scalar with its graph.
 
-    With a loss function, the model's own if it was optimised with one, else `loss_fn`, the batch is the pair
-    `(inputs, targets)`; without, it is what the model takes, and the model returns the loss.
+    With a loss function (the one that the model was optimised with, else `loss_fn`) the batch is the pair
+    `(inputs, targets)`. Without one the batch is the model's input, and the model returns the loss.
 
     Raises:
-        TypeError: the batch is no pair, or there is no loss in what was returned.
-        ValueError: the loss is no scalar or has no gradient; loss functions contradict each other; the model is
-            optimised and in eval mode, where it would run plain, beyond its budget.
+        TypeError: the batch is no pair, or the model's output has no loss.
+        ValueError: the loss is no scalar or has no gradient; the two loss functions differ; the model is optimised and
+            in eval mode, in which it would run plain and exceed its budget.
     """
     planned = planned_call_of(unwrapped(model))
     if planned is not None and not planned.model.training:
@@ -47,7 +47,11 @@ def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
 
 
 def scalar_loss(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: itself, its `.loss`, its "loss", or the first of a tuple; 0-dimensional."""
+    """The 0-dimensional loss in a model's output: the output itself, its `.loss`, its item "loss", or the first of a
+    tuple.
+
+    Raises `TypeError` where there is none, `ValueError` where it is no scalar or has no gradient.
+    """
     loss = output
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -74,6 +78,7 @@ def scalar_loss(output: Any) -> torch.Tensor:
 
 
 def _check_single_loss_function(model: nn.Module, given: LossFunction | None, own: LossFunction | None) -> None:
+    """Raise `ValueError` where a model optimised with a loss function is given another, or is under DDP."""
     if given is not None and given is not own:
         raise ValueError(
             f"this TrainStep has the loss_fn {given!r}, but its model was optimised with {own!r}; leave the loss_fn "

@@ -1,4 +1,4 @@
-"""Optimisers and schedulers as the user gives them, checked once."""
+"""Checks the optimisers, schedulers and clipping limit that the user gives to a `TrainStep`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
-    """One optimiser or several, over parameters of `model` (or of a `loss_fn` that is a module), each in one only.
+    """The optimisers, one or several, as a tuple.
 
-    Raises `TypeError`, `ValueError`.
+    Raises `TypeError` or `ValueError` unless they are over parameters of `model` (or of a `loss_fn` that is a module),
+    with each parameter in one of them only, and can be stepped by a `TrainStep`.
     """
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not optimizers:
         raise ValueError("the list of optimizers is empty; give at least one")
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, not {each!r}")
-        if isinstance(each, torch.optim.LBFGS):
+    for given in optimizers:
+        if not isinstance(given, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, not {given!r}")
+        if isinstance(given, torch.optim.LBFGS):
             raise ValueError("LBFGS evaluates the loss several times a step, which TrainStep does not; use another")
-        if isinstance(each, OptimizerInBackward):
+        if isinstance(given, OptimizerInBackward):
             raise ValueError(
                 "OptimizerInBackward steps within the backward, before TrainStep could clip or skip: train in a loop "
                 "of your own (loss.backward(), optimizer.step()), or leave it out"
@@ -40,16 +41,16 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
     parameters = parameters_of(optimizers)
-    foreign = [each for each in parameters if id(each) not in known]
+    foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
         raise ValueError(
             f"{len(foreign)} of the {len(parameters)} parameters of the optimizers are not {type(model).__name__}'s, "
-            f"the first of shape {tuple(foreign[0].shape)}; build the optimizer from model.parameters(), after all "
-            "that replaces them"
+            f"the first of shape {tuple(foreign[0].shape)}; build the optimizer from model.parameters(), after "
+            "everything that replaces them"
         )
-    if len({id(each) for each in parameters}) < len(parameters):
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise ValueError("a parameter is in two optimizers, which would both step it; give each parameter to one")
-    if any(each.requires_grad and each.dtype is torch.float16 for each in parameters):
+    if any(parameter.requires_grad and parameter.dtype is torch.float16 for parameter in parameters):
         raise ValueError(
             "a parameter is in float16, where its updates vanish and gradients cannot be unscaled; keep parameters in "
             "float32 (model.float()) and run the forward in fp16"
@@ -58,27 +59,31 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
 
 
 def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
-    """None, one learning rate scheduler, or several, each of one of `optimizers`. Raises `TypeError`, `ValueError`."""
+    """The learning rate schedulers, none, one or several, as a tuple.
+
+    Raises `TypeError` for another object, `ValueError` for a scheduler of an optimiser that is not among `optimizers`.
+    """
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
-    for each in schedulers:
-        if isinstance(each, ReduceLROnPlateau):
+    for given in schedulers:
+        if isinstance(given, ReduceLROnPlateau):
             raise TypeError("ReduceLROnPlateau steps on a metric, not on steps; call its step(metric) yourself")
-        if not all(callable(getattr(each, name, None)) for name in ("step", "state_dict", "load_state_dict")):
-            raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler or a list of them, not {each!r}")
-        if getattr(each, "optimizer", optimizers[0]) not in optimizers:
-            raise ValueError(f"the {type(each).__name__} is of another optimizer than those given; give that too")
+        if not all(callable(getattr(given, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+            raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler or a list of them, not {given!r}")
+        if getattr(given, "optimizer", optimizers[0]) not in optimizers:
+            raise ValueError(f"the {type(given).__name__} is of another optimizer than those given; give that too")
     return schedulers
 
 
 def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All parameters, in the order of the optimisers and their groups; added groups are seen."""
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    """All parameters, in the order of the optimisers and their groups, groups added later included."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Raise `ValueError` where a plan counts on proposals that are not around the optimisers."""
+    """Raise `ValueError` where the model's plan counts on proposals that the optimisers do not have."""
     planned = planned_call_of(unwrapped(model))
     pulled = planned.pulled.names if planned is not None else ()
     if OPTIMIZER_IN_BACKWARD in pulled:
@@ -87,7 +92,7 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
             "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "
             "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave it out of allow"
         )
-    if pulled and not all(isinstance(each, Parameterwise) for each in optimizers):
+    if pulled and not all(isinstance(optimizer, Parameterwise) for optimizer in optimizers):
         raise ValueError(
             f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(pulled)}: give TrainStep "
             "memopt.wrap_optimizer(model, optimizer)"

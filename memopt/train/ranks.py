@@ -1,4 +1,4 @@
-"""The step under `DistributedDataParallel`: gradients are averaged once an effective batch, tokens counted over all."""
+"""The step under `DistributedDataParallel`: gradients are averaged once per effective batch, tokens over all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_parallel(model: nn.Module) -> bool:
+    """Whether the model is wrapped in `DistributedDataParallel`."""
     return isinstance(model, DistributedDataParallel)
 
 
 def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, a backward does not exchange gradients (`no_sync`); a later one exchanges their sum."""
+    """A context in which backwards do not exchange gradients (`no_sync`); the next backward outside exchanges their
+    sum."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """The mean of each of `values` over the ranks that train `model`; the values themselves if there is but one."""
+    """The mean of each element of `values` over the ranks that train `model`; `values` themselves if there is only
+    one."""
     if not isinstance(model, DistributedDataParallel):
         return values
     total = values.clone()

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` for several optimisers with one verdict for all of them; it also guards steps without fp16."""
+"""`torch.amp.GradScaler` for several optimisers, which all step or all skip; it also guards steps without fp16."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memopt.train.step_result import Verdict
 
 
 class Scaling:
-    """Scales losses, unscales gradients, and lets the optimisers step only if all gradients and the loss are finite.
+    """Scales losses, unscales gradients, and steps the optimisers only if all gradients and the loss are finite.
 
-    A given scaler adapts its scale. Without one, a `GradScaler` whose scale stays 1 does the same checks, so that a
-    loss of NaN never reaches the parameters: numbers are bitwise those of no scaler. The price is GradScaler's: a pass
-    over the gradients, and for an ordinary optimiser one flag read from the device a step; fused optimisers read it
-    there themselves.
+    A given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, so that
+    a NaN never reaches the parameters; the numbers are bitwise those without a scaler. The cost is a pass over the
+    gradients and, for optimisers that are not fused, one flag read from the device in each step; fused ones read it on
+    the device.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
@@ -36,38 +36,38 @@ class Scaling:
         return self.scaler.scale(torch.ones((), device=device))
 
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
-        """Divide the gradients by the scale; returns 1.0 (on the device) if nothing may step, else 0.0.
+        """Divide the gradients by the scale; return a tensor on the device, 1.0 if the step is skipped and else 0.0.
 
-        Nothing may if `finite` is false or any gradient of any optimiser is not finite. GradScaler by itself decides
-        for each optimiser alone, but one norm clips all of them: a NaN in the gradients of one is then in all.
+        It is skipped if `finite` is false or any gradient of any optimiser is not finite. GradScaler by itself decides
+        for each optimiser alone, but the gradients of all are clipped by one norm, so a NaN in one is in all.
         """
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
         flags = [nonfinite_flags(self.scaler, optimizer) for optimizer in optimizers]
         skipped = (~finite).float()
-        for flag in (flag for each in flags for flag in each):
+        for flag in (flag for of_optimizer in flags for flag in of_optimizer):
             skipped = torch.maximum(skipped, flag.to(skipped.device, non_blocking=True))
         for first, *others in flags:
             first.copy_(skipped)
-            for flag in others:  # on other devices: GradScaler adds them up, and fused kernels test for exactly 1
+            for flag in others:  # on other devices; GradScaler adds all flags up, and fused kernels test for exactly 1
                 flag.zero_()
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> Verdict:
-        """Step all optimisers or none, as `skipped` from `unscale` says."""
+        """Step all optimisers, or none if `skipped`, the result of `unscale`, says so."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return Verdict(skipped)
         return Verdict(not all(ran))
 
     def update(self) -> None:
-        """Adapt the scale, once an effective batch."""
+        """Adapt the scale; to be called once per effective batch."""
         self.scaler.update(None if self.adapts else 1.0)
         self._unscaled = False
 
     def forget(self) -> None:
-        """Make ready for the next batch after an error, which may have come before `update`; the scale stays."""
+        """Reset for the next batch after an error, which may have come before `update`; the scale does not change."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
@@ -84,13 +84,14 @@ class Scaling:
 
 
 def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.GradScaler | None:
-    """The scaler that the precision of the forward needs: one for fp16, whose small gradients vanish, else None."""
+    """A new scaler if the forward computes in fp16, where small gradients would vanish; else None."""
     planned = planned_call_of(unwrapped(model))
     needed = autocast is torch.float16 or (planned is not None and planned.low is torch.float16)
     return torch.amp.GradScaler(next(model.parameters()).device.type) if needed else None
 
 
 def check_scaler(scaler: Any) -> None:
+    """Raise `TypeError` for what is neither a `GradScaler` nor None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"scaler must be a torch.amp.GradScaler, or None for the one that the precision needs, not {scaler!r}"
@@ -98,7 +99,8 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_autocast(autocast: Any, model: nn.Module) -> None:
-    """Raise `ValueError` for a dtype that autocast does not run in, or a model that has a precision of its own."""
+    """Raise `ValueError` for a dtype that autocast does not support, or for an optimised model, which has its
+    precision."""
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, not {autocast!r}")
     if autocast is not None and planned_call_of(unwrapped(model)) is not None:
@@ -106,8 +108,10 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Let the scaler step the optimiser; whether its `step` ran (a fused one always does, and may skip inside).
-    `GradScaler.step` returns what the optimiser does, which is None either way."""
+    """Let the scaler step the optimiser, and return whether its `step` ran.
+
+    A fused optimiser's always runs, and may skip inside. `GradScaler.step` does not tell: it returns None either way.
+    """
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
     try:

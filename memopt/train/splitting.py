@@ -1,8 +1,9 @@
-"""Into how many microbatches a batch is split, where an optimised model's step would not fit otherwise."""
+"""Splits batches into microbatches where the step of an optimised model would not fit its budget otherwise."""
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,48 +17,57 @@ from memopt.planning.plan import Plan
 from memopt.run.planned_call import planned_call_of
 from memopt.train.ranks import unwrapped
 
+MOST_SIGNATURES = 256
+"""Signatures of batches whose number of pieces is remembered; the oldest one is planned again."""
+
 
 class Splitting:
-    """The number of equal pieces for each kind of batch: 1 until a plan is refused."""
+    """The number of equal pieces for batches of each signature (shapes and dtypes): 1 until a plan is refused."""
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
-        self._pieces: dict[str, int] = {}
+        self._pieces: OrderedDict[str, int] = OrderedDict()  # by signature, the latest ones
 
     def pieces(self, batch: Any) -> int:
-        """Into how many pieces this batch is to be split, as far as is known."""
-        return self.fixed or (self._pieces.get(_kind_of(batch), 1) if self._pieces else 1)
+        """The number of pieces that is known to be needed for this batch; 1 where none is."""
+        return self.fixed or (self._pieces.get(_signature_of(batch), 1) if self._pieces else 1)
 
     def more(self, batch: Any, refused: BudgetError) -> int:
-        """The least number of pieces above the present one with which the step fits, by planning; it is kept.
+        """The least number of pieces above the present one with which the step fits, found by planning and remembered.
 
-        Raises `refused` where the user has set the number, does not allow the lever or gives microbatches himself,
-        where pieces would have batch statistics of their own, and where not even single samples fit.
+        Raises `refused` where the user has set the number, gives microbatches or does not allow the lever, where pieces
+        would have batch statistics of their own, and where not even single samples fit.
         """
         planned = planned_call_of(unwrapped(self.model))
         if planned is None or self.fixed or is_series(batch) or MICROBATCH not in planned.options.allow:
             raise refused
         least = refused
         for number in _divisors_above(self.pieces(batch), samples_of(batch)):
-            try:  # as a piece that comes after others, whose gradients are there
+            try:  # as a later piece, beside the gradients of earlier ones
                 plan = planned.plan(split(batch, number)[0], gradients_held=True, advise=False)
             except BudgetError as error:
-                least = min(least, error, key=lambda each: each.smallest_bytes)
+                least = min(least, error, key=lambda refusal: refusal.smallest_bytes)
                 continue
-            except CaptureError:  # the model takes no batch so small
+            except CaptureError:  # the model does not accept so small a batch
                 break
             self._check_statistics(plan, number, refused)
-            self._pieces[_kind_of(batch)] = number
+            self._remember(_signature_of(batch), number)
             warnings.warn(
                 f"a batch of {samples_of(batch)} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
                 f"{number} microbatches, weighted by their tokens; a loss that compares samples with each other would "
-                "be another one: give TrainStep microbatches=1 to be refused instead",
+                "differ: give TrainStep microbatches=1 to be refused instead",
                 stacklevel=4,
             )
             return number
         raise least
 
+    def _remember(self, signature: str, number: int) -> None:
+        self._pieces[signature] = number
+        if len(self._pieces) > MOST_SIGNATURES:
+            self._pieces.popitem(last=False)
+
     def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
+        """Raise `BudgetError` where the model normalises over the batch, so that pieces would change the numbers."""
         assert plan.captured is not None
         if any(region.has_batch_statistics for region in plan.captured.regions):
             instead = (
@@ -69,9 +79,9 @@ class Splitting:
             ) from None
 
 
-def _kind_of(batch: Any) -> str:
+def _signature_of(batch: Any) -> str:
     return call_signature(((batch,), {}))
 
 
 def _divisors_above(number: int, samples: int) -> Iterator[int]:
-    return (each for each in range(number + 1, samples + 1) if samples % each == 0)
+    return (pieces for pieces in range(number + 1, samples + 1) if samples % pieces == 0)

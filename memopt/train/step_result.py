@@ -1,4 +1,4 @@
-"""What a call of `TrainStep` says; nothing is read from the device until it is asked for."""
+"""The result of a call of `TrainStep`; nothing is read from the device until a value is used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 
 
 class Verdict:
-    """Whether an effective batch was skipped: known on the host, or (a tensor, 1 for skipped) still on its device."""
+    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
+    device."""
 
     def __init__(self, skipped: bool | torch.Tensor) -> None:
         self._flag, self._arrived = skipped, None
         if isinstance(skipped, torch.Tensor) and skipped.is_cuda:
-            # Copied behind the step's own work: reading it later waits for that step, not for what was queued since.
+            # Copied right behind the step's own work, so that reading it later waits for that step and for no later
+            # work.
             self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
             self._flag.copy_(skipped, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -22,11 +24,12 @@ class Verdict:
 
     @property
     def on_host(self) -> bool:
-        """Whether asking costs no wait for a device."""
+        """Whether `skipped` can be read without waiting for a device."""
         return self._arrived is None and (isinstance(self._flag, bool) or self._flag.device.type == "cpu")
 
     @cached_property
     def skipped(self) -> bool:
+        """Whether it was skipped; waits for the device if necessary."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._flag)
@@ -34,16 +37,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a call did. Tensors are 0-dimensional, detached and on the model's device; `float(…)` waits for it."""
+    """The figures of a call. Tensors are 0-dimensional, detached and on the model's device; `float(…)` waits for it."""
 
     loss: torch.Tensor
-    """The mean loss of the effective batch up to here, weighted by its tokens (or samples)."""
+    """The mean loss over the tokens (or samples) of the effective batch so far."""
     scale: torch.Tensor
-    """What the loss was multiplied by for this call's backward; 1 without loss scaling."""
+    """The factor by which the loss was multiplied for this call's backward; 1 without loss scaling."""
     grad_norm: torch.Tensor | None = None
-    """The norm of all gradients together, unscaled, before clipping; None where the effective batch goes on."""
+    """The total norm of all gradients, unscaled and before clipping; None where the effective batch is not complete."""
     verdict: Verdict | None = None
-    """None where the effective batch goes on."""
+    """Whether the batch was skipped; None where the effective batch is not complete."""
 
     @property
     def complete(self) -> bool:
@@ -52,7 +55,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the effective batch is complete and changed nothing, since its loss or gradients are not finite."""
+        """Whether the effective batch is complete but changed nothing, because its loss or a gradient is not finite."""
         return self.verdict is not None and self.verdict.skipped
 
     @property

@@ -1,4 +1,4 @@
-"""`TrainStep.state_dict`: everything but the model that the rest of a run depends on."""
+"""The state of a `TrainStep`: everything but the model's own state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ if TYPE_CHECKING:
     from memopt.train.train_step import TrainStep
 
 StateDict = dict[str, Any]
-KEYS = {"number", "accumulate", "optimizers", "schedulers", "scaler", "effective_batch", "gradients", "generators"}
+KEYS = frozenset(
+    {"number", "accumulate", "optimizers", "schedulers", "scaler", "effective_batch", "gradients", "generators"}
+)
 
 
 def state_of(step: TrainStep) -> StateDict:
-    """The state as plain values and tensors; tensors are the live ones, as in torch's own state dicts."""
+    """The state as plain values and tensors, which are not copied, as in torch's own state dicts."""
     parameters = step.parameters
     return {
         "number": step.number,
         "accumulate": step.accumulate,
-        "optimizers": [each.state_dict() for each in step.optimizers],
-        "schedulers": [each.state_dict() for each in step.schedulers],
+        "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
         "scaler": step.scaling.scaler.state_dict() if step.scaling.adapts else None,
         "effective_batch": asdict(step.effective_batch),
-        "gradients": [each.grad if step.effective_batch.calls else None for each in parameters],
-        "generators": random_state({each.device for each in parameters}),
+        "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
+        "generators": random_state({parameter.device for parameter in parameters}),
     }
 
 
 def restore(step: TrainStep, state: StateDict) -> None:
-    """Set `step` to `state`. Raises `ValueError` where they do not belong together, before anything is changed."""
+    """Set `step` to `state`.
+
+    Raises `ValueError` where the state is of a TrainStep built otherwise, before anything is changed.
+    """
     _check(step, state)
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -49,24 +54,14 @@ def restore(step: TrainStep, state: StateDict) -> None:
     }
     step.effective_batch = EffectiveBatch(calls=state["effective_batch"]["calls"], **tensors)
     for parameter, gradient in zip(step.parameters, state["gradients"], strict=True):
-        # A copy: the next backward adds to it.
+        # A copy, since the next backward adds to it.
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
     step.number = state["number"]
-    set_random_state(state["generators"], {each.device for each in step.parameters})
+    set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
 def _check(step: TrainStep, state: StateDict) -> None:
-    missing = {
-        "number",
-        "accumulate",
-        "optimizers",
-        "schedulers",
-        "scaler",
-        "effective_batch",
-        "gradients",
-        "generators",
-    }
-    missing -= state.keys()
+    missing = KEYS - state.keys()
     if missing:
         raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")
     for name, own in (("optimizers", step.optimizers), ("schedulers", step.schedulers)):
@@ -80,7 +75,7 @@ def _check(step: TrainStep, state: StateDict) -> None:
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
             f"accumulate={step.accumulate}; build it as it was, or save after a complete one"
         )
-    shapes = [None if each is None else each.shape for each in state["gradients"]]
-    own_shapes = [each.shape for each in step.parameters]
+    shapes = [None if gradient is None else gradient.shape for gradient in state["gradients"]]
+    own_shapes = [parameter.shape for parameter in step.parameters]
     if len(shapes) != len(own_shapes) or any(a not in (None, b) for a, b in zip(shapes, own_shapes, strict=True)):
         raise ValueError("the gradients of the state are of other parameters than this TrainStep's; build it as it was")

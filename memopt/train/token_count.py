@@ -1,4 +1,4 @@
-"""How many terms a batch's mean loss is the mean of: what it weighs among the microbatches of an effective batch."""
+"""Counts the terms that a batch's mean loss averages: the weight of the batch within its effective batch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from memopt.microbatch import samples_of
 from memopt.train.ranks import unwrapped
 
 IGNORED = -100
-"""The target that torch's cross entropy and Hugging Face's losses leave out."""
+"""The target that torch's cross entropy and Hugging Face's losses ignore."""
 SHIFTING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Hugging Face's loss types, and heads without one, whose loss compares position t with label t + 1."""
+"""Parts of the names of Hugging Face's loss types, and of models without one, whose loss compares position t with label
+t + 1."""
 
 Count = Callable[[Any], Any]
 
 
 def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets: bool) -> int | float | torch.Tensor:
-    """The number of terms in the mean loss of `batch`, on the device if it is computed from tensors there.
+    """The number of terms in the mean loss of `batch`, as a tensor on the device if it is computed from tensors there.
 
-    With `count`, what that says. Else the integer labels (`labels` or `shift_labels` of a dict, the targets of a pair
-    `(inputs, targets)`) that are not -100, in a causal Hugging Face model without the first of each sequence, which
-    nothing predicts. Without such labels the number of samples.
+    A given `count` is called. Otherwise integer labels other than -100 are counted (`labels` or `shift_labels` of a
+    dict, or the targets of a pair `(inputs, targets)`); in a causal Hugging Face model the first label of each sequence
+    is left out, since nothing predicts it. Without such labels the samples are counted.
 
     Raises:
-        ValueError: samples are to be counted, but the tensors disagree about them; or the count is no number of terms;
-            or the batch brings a normalisation of its own (`num_items_in_batch`).
-        TypeError: `count` gives neither a number nor a tensor of one element.
+        ValueError: samples are counted, but the tensors have different numbers of them; or `count` returns a negative
+            or infinite number; or the batch has a normalisation of its own (`num_items_in_batch`).
+        TypeError: `count` returns neither a number nor a tensor of one element.
     """
     if count is not None:
         return _checked(count(batch))
@@ -52,7 +53,7 @@ def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether this is a Hugging Face model that shifts labels against logits itself: decoders do, and encoder-decoders
+    """Whether this is a Hugging Face model whose loss shifts labels against logits, as decoders do; encoder-decoders
     shift the decoder's inputs instead."""
     plain: Any = unwrapped(model)
     config = getattr(plain, "config", None)

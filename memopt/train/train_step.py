@@ -1,4 +1,4 @@
-"""One training step, from a batch to the optimisers' step, in the order that is right."""
+"""One training step, from a batch to the optimisers' step, with everything in the right order."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class TrainStep:
     scale and schedulers.
 
     Args:
-        model: returns its mean loss, or an object or a tuple with it, for a batch (a dict is keywords, a tuple
-            positional); or was optimised with a loss function, or is given a `loss_fn`: then a batch is the pair
-            `(inputs, targets)`. `DistributedDataParallel` around it exchanges gradients once an effective batch.
+        model: returns its mean loss, or an object or a tuple with it, for a batch (a dict for keywords, a tuple for
+            positional arguments). If it was optimised with a loss function, or a `loss_fn` is given, a batch is the
+            pair `(inputs, targets)`. `DistributedDataParallel` around it exchanges gradients once per effective batch.
         optimizer: one or several; all of them step, or none.
-        max_grad_norm: what the norm of all gradients together is clipped to; None does not clip.
+        max_grad_norm: the limit to which the total norm of all gradients is clipped; None for no clipping.
         scheduler: one or several learning rate schedulers, stepped after each step of the optimisers.
-        accumulate: how many calls make one effective batch.
+        accumulate: the number of calls in one effective batch.
         scaler: a `torch.amp.GradScaler`. None: one where the forward is in fp16, else no scaling.
         loss_fn: for a plain model, `loss_fn(output, targets)`.
-        microbatches: how many equal pieces each batch is trained in, one after the other. None: 1, or, for a model
-            that was optimised with the lever "microbatch", as few as fit its budget where one does not.
-        count: how many terms the mean loss of a batch has, an int or a tensor: what batches weigh in an effective
+        microbatches: the number of equal pieces into which each batch is split. None: 1, or, for a model that was
+            optimised with the lever "microbatch", as few as fit its budget where the whole batch does not.
+        count: returns for a batch the number of terms in its mean loss, an int or a tensor: its weight in an effective
             batch. None: see `token_count.count_of`.
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
 
-    A batch may also be a list or an iterator of microbatches, of any sizes. However the tokens are spread over
+    A batch may also be a list or an iterator of microbatches of any sizes. However the tokens are distributed over
     microbatches, calls and ranks, the gradient is that of the mean over all tokens. Batch statistics (BatchNorm) and
-    losses that compare samples of a batch (contrastive ones) are those of each microbatch.
+    losses that compare samples of a batch (contrastive ones) see one microbatch at a time.
 
-    A loss or gradient that is not finite changes nothing but the scale, and `result.skipped` says so; the first time
-    that it cannot be the scale's fault it is warned of. Results wait for the device only when asked. Where all
-    optimisers are fused on CUDA, so do the schedulers: they step in the next call, or in `settle`.
+    A step whose loss or gradients are not finite changes nothing but the scale, and `result.skipped` is True; a warning
+    is given the first time that the scale cannot be the cause. Results wait for the device only when they are read.
+    Where all optimisers are fused on CUDA, schedulers do not wait either: they step in the next call, or in `settle`.
 
     Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later (out of memory) leaves
-    gradients as they were; if it had already added to those of earlier calls, it leaves none, and the
-    effective batch begins anew.
+    gradients as they were; if it had already added to those of earlier calls, it leaves no gradients, and a new
+    effective batch begins.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrainStep:
         self.follow_up = FollowUp(self.schedulers, self.scaling.adapts)
         self.effective_batch = EffectiveBatch.empty(self.device)
         self.number = 0
-        """How many effective batches are complete, stepped or skipped."""
+        """The number of complete effective batches, stepped or skipped."""
         self._touched = False
 
     def __call__(self, batch: Any) -> StepResult:
@@ -121,13 +121,13 @@ class TrainStep:
         self.effective_batch = batch
 
     def _finish(self) -> tuple[Outcome, StepResult]:
-        """The effective batch is complete: let the optimisers step, if all is finite."""
+        """Complete the effective batch: step the optimisers if the loss and all gradients are finite."""
         self.follow_up.settle()
         batch = self.effective_batch.over_ranks(self.model)
         optimizers = gradients.with_gradients(self.optimizers)
         scale = self.scaling.current(self.device)
         skipped = self.scaling.unscale(optimizers, torch.isfinite(batch.mean_loss))
-        if self.accumulate > 1:  # in one call the reference is right
+        if self.accumulate > 1:  # within one call the reference is exact
             gradients.multiply(self.parameters, batch.correction)
         norm = gradients.clip(self.parameters, self.max_grad_norm)
         verdict = self.scaling.step(optimizers, skipped)
@@ -137,22 +137,23 @@ class TrainStep:
         return Outcome(self.number, batch.mean_loss, verdict), StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch, if its optimisers stepped and this is still to do."""
+        """Step the schedulers for the latest effective batch, if its optimisers stepped and the schedulers did not
+        yet."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:
         """The state between two calls, also within an effective batch: with it and the model's own state dict a run
-        goes on bitwise as if it had never stopped.
+        resumes bitwise as if it had never stopped.
 
-        Holds optimisers, schedulers, scaler, gradients so far, number of steps, and the states of Python's, numpy's and
-        torch's generators. It is read by `torch.load(weights_only=True)`; tensors are the live ones, so save or copy
-        them before the next call. Under DDP each rank has its own.
+        It has the states of optimisers, schedulers and scaler, the gradients so far, the number of steps, and the
+        states of Python's, numpy's and torch's random generators. `torch.load(weights_only=True)` can read it. Tensors
+        are not copied: save or copy them before the next call. Under DDP each rank has a state of its own.
         """
         self.settle()
         return state_of(self)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from `state`; call it last, after the model's `load_state_dict`, as it sets the generators.
+        """Restore `state`; call this last, after the model's `load_state_dict`, since it sets the random generators.
 
         Raises `ValueError`, before anything is changed, where this TrainStep was not built as the one of `state`.
         """
@@ -161,16 +162,16 @@ class TrainStep:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those of all optimisers."""
+        """The parameters of all optimisers."""
         return parameters_of(self.optimizers)
 
     def _counts(self, microbatches: Sequence[Any]) -> list[torch.Tensor]:
-        """What each microbatch weighs; one that is all there is weighs 1, uncounted."""
+        """The weight of each microbatch; 1, without counting, where there is only one."""
         if len(microbatches) == self.accumulate == 1 and not is_parallel(self.model):
             return [as_count(1, self.effective_batch)]
         pairs = has_loss_function(self.model, self.loss_fn)
-        counts = [count_of(each, self.model, self.count, with_targets=pairs) for each in microbatches]
-        return [as_count(each, self.effective_batch) for each in counts]
+        counts = [count_of(microbatch, self.model, self.count, with_targets=pairs) for microbatch in microbatches]
+        return [as_count(count, self.effective_batch) for count in counts]
 
     def _loss(self, batch: Any) -> torch.Tensor:
         self.scaling.check_ambient_autocast(self.device)
@@ -186,7 +187,8 @@ class TrainStep:
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """A call that fails leaves gradients as they were, or, where it has added to those of earlier calls, none."""
+        """A block that, when it fails, leaves gradients as they were, or none where it has added to those of earlier
+        calls."""
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
@@ -206,6 +208,7 @@ class TrainStep:
 
 
 def _check_functions(model: nn.Module, **functions: Any) -> None:
+    """Raise `TypeError` unless the model is a module and the functions are None or callable."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, function in functions.items():

@@ -57,7 +57,7 @@ def test_bounds(seed: int, scale: int, expandable: bool) -> None:
     """The bytes that are simulated are handed out, and at most a megabyte more a block."""
     chance = random.Random(seed)
     small = random_problem(chance, 8)
-    storages = tuple(replace(each, bytes=each.bytes * scale) for each in small.storages)
+    storages = tuple(replace(storage, bytes=storage.bytes * scale) for storage in small.storages)
     problem = replace(small, storages=storages)
     schedule = random_schedule(chance, problem)
     peaks = replay(problem, schedule, StepBlocks((1000,)), expandable_segments=expandable)

@@ -64,8 +64,8 @@ def test_the_optimised_step_is_the_plain_one(batch: Batch) -> None:
     assert found.bitwise
     assert found.loss_error == 0
     assert memopt.plan_of(model).added_seconds > 0
-    assert [each.name for each in found.gradients] == [name for name, _ in model.named_parameters()]
-    assert [each.name for each in found.buffers] == [name for name, _ in model.named_buffers()]
+    assert [difference.name for difference in found.gradients] == [name for name, _ in model.named_parameters()]
+    assert [difference.name for difference in found.buffers] == [name for name, _ in model.named_buffers()]
     assert found.optimized.peak_bytes < found.plain.peak_bytes
     assert found.plain.seconds > 0
 
@@ -234,10 +234,10 @@ def test_the_reference_by_hand() -> None:
     found = memopt.compare(model, inputs)
     assert found.accuracies is not None
     assert found.accuracies.autocast is not None
-    assert {each.name: each.relative for each in found.accuracies.autocast.gradients} == pytest.approx(expected)
+    assert {error.name: error.relative for error in found.accuracies.autocast.gradients} == pytest.approx(expected)
     worst = found.accuracies.autocast.worst
     assert worst is not None
-    assert worst.relative == max(each.relative for each in found.accuracies.autocast.gradients)
+    assert worst.relative == max(error.relative for error in found.accuracies.autocast.gradients)
     assert found.accuracies.optimized.gradient < 1.15 * found.accuracies.autocast.gradient
     assert "torch.autocast bf16" in found.table()
     assert "Gradients against float64" in found.table()
@@ -314,7 +314,7 @@ def test_an_accuracy() -> None:
 def test_a_zero_with_rounding_is_not_the_worst() -> None:
     exact = {"zero": torch.full((1,), 1e-17), "w": torch.tensor([3.0, 4.0])}
     found = Accuracy.of(2.0, {"zero": torch.full((1,), 1e-9), "w": torch.tensor([3.0, 4.5])}, 2.0, exact)
-    assert [each.name for each in found.worst_first] == ["w", "zero"]
+    assert [error.name for error in found.worst_first] == ["w", "zero"]
     assert found.gradient == pytest.approx(0.1)
 
 

@@ -1,4 +1,4 @@
-"""What was measured of a card is kept, and measured anew where it does not fit any more."""
+"""Measurements of a device are kept on disk, and repeated where the file is damaged or of another device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from memopt.device import calibration, hardware
 from memopt.device.calibration import calibrated_hardware, calibrated_seconds, card_key
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall, describe
+from memopt.device.op_times import call_key
 
 CPU = torch.device("cpu")
 
 
 class Measurements:
-    """Stands in for what takes time: counts, and gives figures of its own."""
+    """Stands in for the measurements: counts them, and gives figures of its own."""
 
     def __init__(self) -> None:
         self.devices = 0
@@ -116,3 +117,13 @@ def test_a_folder_that_cannot_be_written_is_said(
     monkeypatch.setenv("MEMOPT_CACHE_DIR", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="name another folder in MEMOPT_CACHE_DIR"):
         assert calibrated_hardware(CPU) == hardware("h100")
+
+
+def test_the_file_keeps_the_latest_calls_only(
+    made: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(calibration, "MOST_CALLS", 2)
+    assert calibrated_seconds({neg(1): 1.0, neg(2): 1.0}, CPU) == {neg(1): 0.25, neg(2): 0.25}
+    assert calibrated_seconds({neg(5): 1.0}, CPU) == {neg(5): 0.25}
+    kept = json.loads(the_file(tmp_path).read_text())
+    assert list(kept["seconds"]) == [call_key(neg(2)), call_key(neg(5))]

@@ -6,7 +6,8 @@ from torch.fx import GraphModule, Node
 
 from memopt.device.fusion import fused_away
 from memopt.device.storages import find_storages
-from memopt.price.price import NodePrice, price
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice
 from passes import ApplySchedule
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
 
@@ -67,7 +68,7 @@ def test_who_reads_such_a_value_reads_what_it_is_computed_from() -> None:
     assert found.of[square] == found.of[product]
     priced = price(module, 1, lambda _: NodePrice(1.0, 0), (), fused)
     assert [op.name for op in priced.problem.ops if op.seconds] == ["mm", "sum_1", "mul_1", "mm_1"]
-    reads = {op.name: [priced.problem.storages[each].name for each in op.reads] for op in priced.problem.ops}
+    reads = {op.name: [priced.problem.storages[index].name for index in op.reads] for op in priced.problem.ops}
     assert reads["sum_1"] == ["mm"]
     assert reads["mul_1"] == ["mm", "tangents_1"]
 

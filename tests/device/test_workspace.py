@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.profiler import profiler_is_active
 from memopt.device.op_call import OpCall, op_call
-from memopt.device.workspace import MAX_RUN_BYTES, Measured, measure_workspaces, workspace_bytes
+from memopt.device.workspace import MAX_RUN_BYTES, Measured, _Memory, measure_workspaces, workspace_bytes
 from memopt.device.workspace_table import estimate_workspace
 from memopt.meter import measure_peak
 
@@ -196,3 +196,12 @@ def test_a_kernel_is_measured_with_the_threads_that_it_will_run_with(threads: in
         assert workspace_bytes(node, "cpu") == peak.allocated_bytes - product.nbytes
     finally:
         torch.set_num_threads(before)
+
+
+def test_memory_of_measured_calls_is_bounded_and_drops_the_one_unused_for_longest() -> None:
+    memory, result = _Memory(limit=2), Measured(1, None, None)
+    memory.put("a", result)
+    memory.put("b", result)
+    assert memory.get("a") is result
+    memory.put("c", result)
+    assert [memory.get(key) for key in "abc"] == [result, None, result]

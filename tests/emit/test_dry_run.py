@@ -32,9 +32,9 @@ def run(body: str, *, known: bool = True) -> tuple[int, int, int]:
     ledger = Ledger("cpu")
     with mode:
         inputs = [torch.empty(256)]
-    (ledger.know if known else ledger.count)(inputs)
+    (ledger.exclude if known else ledger.count)(inputs)
     results = dry_run(HEAD + "".join(f"    {line}\n" for line in body.splitlines()), inputs, mode, ledger)
-    return ledger.peak_bytes, ledger.live_bytes(), len(results)
+    return ledger.peak_bytes, ledger.live_bytes, len(results)
 
 
 def test_what_is_deleted_is_free() -> None:

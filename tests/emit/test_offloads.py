@@ -19,8 +19,11 @@ from memopt.emit.partition import partition
 from memopt.planning.captured import Joined, join
 from memopt.planning.planner import split
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
-from memopt.price.price import NodePrice, is_scheduled, is_tangent, price
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice
+from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
+from passes.graphs.node_facts import is_tangent
 from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, TRANSFERS, host_memory
 from tests.emit.test_partition import joint_of, run_halves, without_repeated_results
 from tests.passes.capture import Captured, gpt2, resnet, rows_above_zero, run

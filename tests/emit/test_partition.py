@@ -17,9 +17,12 @@ from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import partition
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
-from memopt.price.price import NodePrice, PricedGraph, is_scheduled, is_tangent, price
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice, PricedGraph
+from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import FoundReuse, format_graph
+from passes.graphs.node_facts import is_tangent
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero, run
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from examples.models.families import integers, library
 from memopt.device.hardware_table import hardware
 from memopt.meter import measure_peak, resident_cpu_blocks
-from memopt.optimizers import Levers, Proposal, TrainingFacts, propose
+from memopt.optimizers import PricedProposal, Proposals, TrainingFacts, price_proposals
 from memopt.optimizers.training_facts import PCIE
 from memopt.solver.link import Link
 from tests.train.pieces import GPT2
@@ -57,13 +57,13 @@ def some_parameters(seed: int = 0) -> list[nn.Parameter]:
     shapes = ((37, 53), (101,), (8, 3, 5, 5), (1,), ())
     made = [torch.randn(shape, generator=generator) for shape in shapes]
     made[2] = made[2].to(memory_format=torch.channels_last)
-    return [nn.Parameter(each) for each in made]
+    return [nn.Parameter(parameter) for parameter in made]
 
 
 def gradients_for(parameters: Sequence[Tensor], step: int) -> list[Tensor]:
     """The same at each step number, whole in bfloat16."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return [torch.randn(each.shape, generator=generator).bfloat16().float() for each in parameters]
+    return [torch.randn(parameter.shape, generator=generator).bfloat16().float() for parameter in parameters]
 
 
 def train(
@@ -80,7 +80,7 @@ def train(
 
 
 def values(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [each.detach().clone() for each in parameters]
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -93,9 +93,11 @@ def saved_and_loaded(state: dict[str, Any], path: Any) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def proposal(parameters: Iterable[Tensor], optimizer: Any, device: str, levers: Levers, link: Link = PCIE) -> Proposal:
-    """The last of `levers`, on a device of the table."""
-    return propose(TrainingFacts(tuple(parameters), optimizer, hardware(device), link), levers)[-1]
+def proposal(
+    parameters: Iterable[Tensor], optimizer: Any, device: str, proposals: Proposals, link: Link = PCIE
+) -> PricedProposal:
+    """The last of `proposals`, on a device of the table."""
+    return price_proposals(TrainingFacts(tuple(parameters), optimizer, hardware(device), link), proposals)[-1]
 
 
 def measured_step(build: Callable[[], tuple[optim.Optimizer, Sequence[nn.Parameter]]], steps: int = 2) -> int:

@@ -17,11 +17,11 @@ import memopt
 from memopt.device.hardware_table import hardware
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    Levers,
+    Proposals,
     Rounding,
     TrainingFacts,
     one_parameter,
-    propose,
+    price_proposals,
     use_bf16_parameters,
 )
 from memopt.optimizers.rounding import joined
@@ -66,8 +66,8 @@ def test_compensated_steps_are_those_of_float32_bit_by_bit(
     plain, optimizer = make(wide), wrapped(make, narrow, rounding="compensated")
     train(plain, wide, range(6))
     train(optimizer, narrow, range(6))
-    assert all(each.dtype is torch.bfloat16 for each in narrow)
-    assert same([joined(each, optimizer.state[each]["low_bits"]) for each in narrow], values(wide))
+    assert all(parameter.dtype is torch.bfloat16 for parameter in narrow)
+    assert same([joined(parameter, optimizer.state[parameter]["low_bits"]) for parameter in narrow], values(wide))
     for mine, other in zip(narrow, wide, strict=True):
         kept = {key: value for key, value in optimizer.state[mine].items() if key != "low_bits"}
         assert kept.keys() == plain.state[other].keys()
@@ -158,7 +158,7 @@ def test_what_was_learned_before_is_kept() -> None:
     optimizer = use_bf16_parameters(Holder(narrow), begun, "compensated")
     train(plain, wide, range(3, 6))
     train(optimizer, narrow, range(3, 6))
-    assert same([joined(each, optimizer.state[each]["low_bits"]) for each in narrow], values(wide))
+    assert same([joined(parameter, optimizer.state[parameter]["low_bits"]) for parameter in narrow], values(wide))
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.5e-3
 
@@ -168,8 +168,8 @@ def test_groups_frozen_parameters_and_batch_norm() -> None:
     model[3].bias.requires_grad_(False)
     groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": [*model[1].parameters(), model[3].weight]}]
     optimizer = use_bf16_parameters(model, optim.AdamW(groups))
-    assert {each.dtype for each in model[1].parameters()} == {torch.float32}
-    assert {each.dtype for each in (*model[0].parameters(), *model[3].parameters())} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model[1].parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in (*model[0].parameters(), *model[3].parameters())} == {torch.bfloat16}
     model(torch.randn(5, 3, 6, 6, dtype=torch.bfloat16)).sum().backward()
     before = values(model.parameters())
     optimizer.step()
@@ -225,8 +225,8 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding
         return made, list(model.parameters())
 
     parameters = list(large_gpt2().parameters())
-    levers = Levers(bf16_parameters=rounding, state_dtype=state_dtype)
-    found = proposal(parameters, make, "cpu", levers)
+    proposals = Proposals(bf16_parameters=rounding, state_dtype=state_dtype)
+    found = proposal(parameters, make, "cpu", proposals)
     assert found.before.parameters >= 20 * 1024**2
     assert 2 * found.after.parameters == found.before.parameters
     assert 2 * found.after.gradients == found.before.gradients
@@ -237,7 +237,7 @@ def test_the_state_of_each_choice() -> None:
     parameters = [nn.Parameter(torch.empty(2**23, device="meta"))]  # more than three pieces
     per_element = {
         (rounding, dtype): proposal(
-            parameters, "adamw", "h100", Levers(bf16_parameters=rounding, state_dtype=dtype)
+            parameters, "adamw", "h100", Proposals(bf16_parameters=rounding, state_dtype=dtype)
         ).after.optimizer_state
         // 2**23
         for rounding in ROUNDINGS
@@ -249,7 +249,7 @@ def test_the_state_of_each_choice() -> None:
 def test_frozen_parameters_and_kept_ones_are_priced_as_they_will_be() -> None:
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.BatchNorm1d(100), nn.Linear(100, 50, bias=False))
     model[2].weight.requires_grad_(False)
-    (found,) = propose(TrainingFacts.of(model, "sgd", hardware("h100")), Levers.named({"bf16_parameters"}))
+    (found,) = price_proposals(TrainingFacts.of(model, "sgd", hardware("h100")), Proposals.named({"bf16_parameters"}))
     assert found.after.parameters == 2 * 10_000 + 4 * 200 + 2 * 5_000
     assert found.after.gradients == 2 * 10_000 + 4 * 200
     assert found.added_seconds > 0

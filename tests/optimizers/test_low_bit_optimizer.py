@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,12 +16,11 @@ import memopt
 from examples.models.families import library
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    Levers,
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
+    Proposals,
     one_parameter,
-    use_low_bit_optimizer,
 )
 from tests.optimizers.pieces import (
     large_gpt2,
@@ -49,7 +46,7 @@ def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(shape, generator=generator) for shape in ((67, 97), (100,), (64, 8, 3, 3), (8, 512))]
     made[2] = made[2].to(memory_format=torch.channels_last)
-    return [nn.Parameter(each) for each in made]
+    return [nn.Parameter(parameter) for parameter in made]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path: Path) -> None:
     weights, saved = values(whole), saved_and_loaded(optimizer.state_dict(), tmp_path / "state.pt")
     rate = scheduler.state_dict()
     train(optimizer, whole, range(3, 6), scheduler)
-    again = [nn.Parameter(each) for each in weights]
+    again = [nn.Parameter(parameter) for parameter in weights]
     resumed = LowBitOptimizer(optim.AdamW(again))
     scheduler = optim.lr_scheduler.StepLR(resumed, 1, 0.9)
     resumed.load_state_dict(saved)
@@ -176,7 +173,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
         return LowBitOptimizer(make(made)), made
 
     given = list(large_gpt2().parameters())
-    found = proposal(given, make, "cpu", Levers(low_bit_optimizer=True))
+    found = proposal(given, make, "cpu", Proposals(low_bit_optimizer=True))
     assert found.before.parameters >= 20 * 1024**2
     assert found.saved.optimizer_state > 0.7 * found.before.optimizer_state
     assert tells(found.after.total, measured_step(build))
@@ -184,7 +181,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
 
 def test_two_bytes_and_two_scales_an_element() -> None:
     given = [nn.Parameter(torch.empty(2**13, 2**11, device="meta")), nn.Parameter(torch.empty(100, device="meta"))]
-    found = proposal(given, "adamw", "h100", Levers(low_bit_optimizer=True))
+    found = proposal(given, "adamw", "h100", Proposals(low_bit_optimizer=True))
     elements = 2**24
     blocks = 2 * 512 + 2 * 512  # the small parameter's moments, and numbers of the step
     assert found.after.optimizer_state - 2 * (elements + elements // 256 * 4) in range(2 * 512, blocks + 1)
@@ -205,51 +202,4 @@ def test_other_optimizers_are_refused() -> None:
     with pytest.raises(ValueError, match="low_bit_optimizer steps without a closure"):
         LowBitOptimizer(optim.Adam(made)).step(lambda: 0.0)
     with pytest.raises(ValueError, match="Adam and AdamW"):
-        proposal(made, "sgd", "cpu", Levers(low_bit_optimizer=True))
-
-
-class TorchaosAdam(optim.AdamW):
-    """What torchao's classes take (0.18)."""
-
-    def __init__(self, groups: Any, block_size: int) -> None:
-        assert block_size == 256
-        assert all(set(group) == {"params", "lr", "betas", "eps", "weight_decay", "amsgrad"} for group in groups)
-        super().__init__(groups)
-
-
-def with_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    library: Any = ModuleType("torchao.optim")
-    library.AdamW8bit = library.Adam8bit = TorchaosAdam
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.optim", library)
-
-
-def test_without_torchao_our_own_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    assert isinstance(use_low_bit_optimizer(optim.AdamW(parameters())), LowBitOptimizer)
-    with pytest.raises(ValueError, match="torchao is not installed"):
-        use_low_bit_optimizer(optim.AdamW(parameters()), "torchao")
-
-
-def test_torchao_serves_where_it_has_all_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_torchao(monkeypatch)
-    made = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(7))]
-    found = use_low_bit_optimizer(optim.AdamW(made, lr=0.5), "torchao")
-    assert isinstance(found, TorchaosAdam)
-    assert found.param_groups[0]["lr"] == 0.5
-    assert isinstance(use_low_bit_optimizer(optim.AdamW(made)), LowBitOptimizer)  # these are on the CPU
-    assert isinstance(use_low_bit_optimizer(optim.AdamW(made), "own"), LowBitOptimizer)
-    with pytest.raises(ValueError, match="no maximize=True"):
-        use_low_bit_optimizer(optim.AdamW(made, maximize=True), "torchao")
-    with pytest.raises(ValueError, match=r"float32 state for a parameter of shape \(67, 97\), which 256"):
-        use_low_bit_optimizer(optim.AdamW(parameters()), "torchao")
-    with pytest.raises(ValueError, match="no place for what SGD does"):
-        use_low_bit_optimizer(optim.SGD(made), "torchao")
-    begun = optim.AdamW(made)
-    made[0].grad = torch.ones_like(made[0])
-    begun.step()
-    with pytest.raises(ValueError, match="no way to go on"):
-        use_low_bit_optimizer(begun, "torchao")
-    with pytest.raises(ValueError, match="backend must be one of auto, own, torchao, not 'bnb'"):
-        use_low_bit_optimizer(begun, "bnb")  # type: ignore[arg-type]
+        proposal(made, "sgd", "cpu", Proposals(low_bit_optimizer=True))

@@ -15,9 +15,9 @@ from torch import nn, optim
 import memopt
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    Levers,
     OffloadedOptimizer,
     OptimizerInBackward,
+    Proposals,
     Where,
     one_parameter,
 )
@@ -39,7 +39,7 @@ from tests.optimizers.pieces import (
 )
 
 WHERES: tuple[Where, ...] = ("device", "host")
-DEVICE = Levers(offload_optimizer="device")
+DEVICE = Proposals(offload_optimizer="device")
 
 
 @pytest.mark.parametrize("update", WHERES)
@@ -64,7 +64,7 @@ def test_equal_to_the_plain_step_bit_by_bit(
 def test_what_inner_steps_are_copies(update: Where) -> None:
     """On a GPU these are copies across the link: nothing of the kept state is stepped on the device, nor a parameter on
     the host."""
-    made = [each for each in some_parameters() if each.dim()]  # a single number is not worth the way
+    made = [parameter for parameter in some_parameters() if parameter.dim()]  # a single number is not worth the way
     seen: list[tuple[int, int]] = []
 
     class Watched(optim.AdamW):
@@ -78,8 +78,8 @@ def test_what_inner_steps_are_copies(update: Where) -> None:
         for parameter in made:
             parameter.grad = torch.full_like(parameter, step + 1.0)
         optimizer.step()
-    parameters = {each.data_ptr() for each in made}
-    kept = {optimizer.state[each]["exp_avg"].data_ptr() for each in made}
+    parameters = {parameter.data_ptr() for parameter in made}
+    kept = {optimizer.state[parameter]["exp_avg"].data_ptr() for parameter in made}
     second = seen[len(made) :]
     assert all((tensor in parameters) == (update == "device") for tensor, _ in second)
     assert all((state in kept) == (update == "host") for _, state in second)
@@ -129,7 +129,7 @@ def test_around_and_within_other_proposals(update: Where) -> None:
 
 def test_the_state_of_a_proposal_inside_is_saved_too(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[OffloadedOptimizer, list[nn.Parameter]]:
-        made = [nn.Parameter(each.detach().bfloat16()) for each in some_parameters()]
+        made = [nn.Parameter(parameter.detach().bfloat16()) for parameter in some_parameters()]
         return OffloadedOptimizer(BF16ParametersOptimizer(optim.AdamW(made), "stochastic", seed)), made
 
     optimizer, whole = build(seed=3)
@@ -172,7 +172,7 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> 
         return OffloadedOptimizer(make(parameters), update), parameters
 
     parameters = list(large_gpt2().parameters())
-    found = proposal(parameters, make, "cpu", Levers(offload_optimizer=update))
+    found = proposal(parameters, make, "cpu", Proposals(offload_optimizer=update))
     assert found.before.parameters >= 20 * 1024**2
     assert found.after.optimizer_state == 0
     assert tells(found.after.total + found.host_bytes, measured_step(build))
@@ -181,12 +181,14 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> 
 def test_the_link_sets_the_time() -> None:
     parameters = [nn.Parameter(torch.empty(2**24, device="meta"))]
     fast, slow = Link(25e9), Link(12.5e9, 1e-3)
-    found = {update: proposal(parameters, "adamw", "h100", Levers(offload_optimizer=update), fast) for update in WHERES}
+    found = {
+        update: proposal(parameters, "adamw", "h100", Proposals(offload_optimizer=update), fast) for update in WHERES
+    }
     # Two moments of float32 each way: 16 bytes an element.
     assert found["device"].added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
     # Gradient, parameter, and the parameter back: 12, and the arithmetic of a CPU.
     assert found["host"].added_seconds > 12 * 2**24 / 25e9
-    slower = proposal(parameters, "adamw", "h100", Levers(offload_optimizer="device"), slow)
+    slower = proposal(parameters, "adamw", "h100", Proposals(offload_optimizer="device"), slow)
     pieces, ways, moments = 8, 2, 2
     waiting = pieces * ways * moments * 1e-3
     difference = slower.added_seconds - found["device"].added_seconds

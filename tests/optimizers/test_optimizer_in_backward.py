@@ -17,10 +17,10 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.device.hardware_table import hardware
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
-    Levers,
     OptimizerInBackward,
+    Proposals,
     TrainingFacts,
-    propose,
+    price_proposals,
     use_bf16_parameters,
 )
 from tests.optimizers.pieces import OPTIMIZERS, large_gpt2, losses, same, saved_and_loaded, small_gpt2, text, values
@@ -49,7 +49,7 @@ def test_gradients_are_gone_when_the_backward_ends() -> None:
     optimizer = OptimizerInBackward(optim.AdamW(model.parameters()))
     before = values(model.parameters())
     model(**text()).loss.backward()
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     after = values(model.parameters())
     assert not any(map(torch.equal, before, after))
     optimizer.step()  # does nothing more
@@ -100,7 +100,7 @@ def test_detached_and_copied_it_is_a_plain_one_again() -> None:
     inner = optimizer.detach()
     for trained, its in ((model, inner), (other, twin)):
         trained(**text()).loss.backward()
-        assert all(each.grad is not None for each in trained.parameters())
+        assert all(parameter.grad is not None for parameter in trained.parameters())
         its.step()
     assert same(values(model.parameters()), values(other.parameters()))
 
@@ -185,7 +185,7 @@ def peak_of_step(make: Callable[..., optim.Optimizer], build: Callable[[], nn.Mo
 @pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1), optim.Adafactor])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     model = deep()
-    (found,) = propose(TrainingFacts.of(model, make, hardware("cpu")), Levers(optimizer_in_backward=True))
+    (found,) = price_proposals(TrainingFacts.of(model, make, hardware("cpu")), Proposals(optimizer_in_backward=True))
     assert found.after.gradients == 4 * (512 * 512 + 512)
     measured, activations = peak_of_step(
         lambda p: OptimizerInBackward(make(p)), deep, lambda m: m(torch.ones(1, 512)).sum()
@@ -201,8 +201,8 @@ def test_a_tied_gradient_waits_for_its_last_use() -> None:
 
     make = partial(optim.SGD, lr=0.1)
     facts = TrainingFacts.of(large_gpt2(), make, hardware("cpu"))
-    assert [tuple(each.shape) for each in facts.shared] == [(8192, 256)]
-    (found,) = propose(facts, Levers(optimizer_in_backward=True))
+    assert [tuple(parameter.shape) for parameter in facts.shared] == [(8192, 256)]
+    (found,) = price_proposals(facts, Proposals(optimizer_in_backward=True))
     plain, _ = peak_of_step(make, large_gpt2, loss)
     measured, _ = peak_of_step(lambda p: OptimizerInBackward(make(p)), large_gpt2, loss)
     # The tied gradient's second part is a temporary of the backward, with or without; nothing else waits then.

@@ -7,24 +7,24 @@ import torch
 from torch import optim
 
 import memopt
-from memopt.optimizers import Levers
+from memopt.optimizers import Proposals
 from tests.optimizers.pieces import large_gpt2, text
 
 CASES = {
-    "narrow": Levers("compensated"),
-    "low-bit": Levers(low_bit_optimizer=True),
-    "both": Levers("stochastic", True),
+    "narrow": Proposals("compensated"),
+    "low-bit": Proposals(low_bit_optimizer=True),
+    "both": Proposals("stochastic", True),
 }
 
 
 @pytest.mark.parametrize(
-    "levers",
+    "proposals",
     [pytest.param(each, id=name, marks=[pytest.mark.slow] * (name == "both")) for name, each in CASES.items()],
 )
-def test_the_account_of_a_plan_is_that_of_a_step(levers: Levers) -> None:
+def test_the_account_of_a_plan_is_that_of_a_step(proposals: Proposals) -> None:
     model, batch = large_gpt2(), text(8192, samples=2, length=32)
-    optimizer = levers.apply(model, optim.AdamW(model.parameters(), lr=1e-3))
-    precision = "bf16" if levers.bf16_parameters else "fp32"
+    optimizer = proposals.apply(model, optim.AdamW(model.parameters(), lr=1e-3))
+    precision = "bf16" if proposals.bf16_parameters else "fp32"
     memopt.optimize(model, 0.5, example_inputs=batch, optimizer=optimizer, precision=precision)
     found = memopt.check(model, optimizer, batch)
     assert all(
@@ -36,4 +36,6 @@ def test_the_account_of_a_plan_is_that_of_a_step(levers: Levers) -> None:
     step = memopt.TrainStep(model, optimizer)
     losses = [float(step(batch).loss) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16 if levers.bf16_parameters else torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {
+        torch.bfloat16 if proposals.bf16_parameters else torch.float32
+    }

@@ -26,7 +26,7 @@ def test_the_halves_give_every_float_back_and_the_upper_one_is_nearest(numbers: 
     assert torch.equal(joined(upper, lower).view(torch.int32), value.view(torch.int32))
     nearest = value.to(torch.bfloat16).float()
     finite = nearest.isfinite() & upper.isfinite()
-    off, least = ((each.float() - value).abs()[finite] for each in (upper, nearest))
+    off, least = ((rounded.float() - value).abs()[finite] for rounded in (upper, nearest))
     assert torch.equal(off, least)  # of two that are equally near, either
 
 

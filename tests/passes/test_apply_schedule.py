@@ -7,7 +7,8 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from memopt.device.storages import is_view
-from memopt.price.price import NodePrice, price
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice
 from passes import CANONICAL, ApplySchedule, PassError, diff_graphs, format_graph
 from passes.apply_schedule import BACKWARD, FORWARD
 from tests.passes.capture import (

@@ -18,7 +18,7 @@ from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import Effort
 from memopt.planning.planner import Request, progress_line, recipes, smallest, solve, split
-from memopt.price.price import split_halves
+from memopt.price.scheduled_nodes import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.planned import ACCOUNT, captured, region, two_regions
 

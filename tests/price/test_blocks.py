@@ -39,7 +39,7 @@ def test_without_a_stack() -> None:
 
 
 def test_paths_of_a_real_model() -> None:
-    paths = {module_path(each) for each in gpt2().graph_module.graph.nodes}
+    paths = {module_path(node) for node in gpt2().graph_module.graph.nodes}
     assert {"transformer.wte", "transformer.h.0.attn", "transformer.h.1.mlp.c_fc", "lm_head"} <= paths
     assert not any("[" in path or "'" in path for path in paths)
 

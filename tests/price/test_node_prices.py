@@ -15,7 +15,7 @@ from memopt.device.op_call import OpCall
 from memopt.device.time_model import node_seconds
 from memopt.price import node_prices
 from memopt.price.node_prices import price_nodes
-from memopt.price.price import is_scheduled
+from memopt.price.scheduled_nodes import is_scheduled
 from tests.planned import region
 
 

@@ -6,7 +6,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import Graph, Node
 
-from memopt.price.price import GENERATOR_STATE_BYTES, NodePrice, PricedGraph, is_scheduled, price, split_halves
+from memopt.price.price import price
+from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph
+from memopt.price.scheduled_nodes import is_scheduled, split_halves
 from memopt.solver import RematProblem
 from passes import CANONICAL, find_reuses
 from passes.graphs.node_facts import backward_nodes
@@ -75,11 +77,11 @@ def test_a_result_over_an_operand_makes_nothing() -> None:
     gradient = sketch.call(aten.threshold_backward.default, spread, relu, 0)
     graph = sketch.returns(loss, gradient)
     reuses = find_reuses(graph, backward_nodes(graph.graph))
-    assert [str(each) for each in reuses] == ["threshold_backward: over mul"]
+    assert [str(reuse) for reuse in reuses] == ["threshold_backward: over mul"]
     problem = priced(graph.graph, reuses=reuses).problem
     over = next(op for op in problem.ops if op.name == "threshold_backward")
     assert not over.makes
-    assert [(each.name, each.kept, each.movable) for each in problem.storages] == [
+    assert [(storage.name, storage.kept, storage.movable) for storage in problem.storages] == [
         ("relu", False, True), ("sum_1", True, True), ("tangents_1", True, False), ("mul", True, False),
     ]  # fmt: skip
 

@@ -158,12 +158,12 @@ def plain_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference, as a part of the largest value of all."""
     assert len(found) == len(expected)
-    largest = max(float(each.abs().max()) for each in expected)
+    largest = max(float(gradient.abs().max()) for gradient in expected)
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [each.detach().clone() for each in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:

@@ -29,8 +29,8 @@ class Fails(pieces.Regression):
 def test_a_first_call_that_fails_leaves_gradients_as_they_were(at: int) -> None:
     model: Any = pieces.seeded(Fails)()
     nn.functional.mse_loss(model.head(model.body(points()[0])).squeeze(-1), points()[1]).backward()
-    held = [each.grad for each in model.parameters()]
-    values = [each.clone() for each in held]
+    held = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in held]
     step = TrainStep(model, torch.optim.SGD(model.parameters()), microbatches=2)
     model.at = at
     with pytest.raises(MemoryError):
@@ -44,11 +44,11 @@ def test_a_later_call_that_fails_at_once_can_be_given_again() -> None:
     model: Any = pieces.seeded(Fails)().eval()
     step = TrainStep(model, torch.optim.SGD(model.parameters()), accumulate=2)
     step(points(seed=1))
-    kept = [each.grad.clone() for each in model.parameters()]
+    kept = [parameter.grad.clone() for parameter in model.parameters()]
     model.at = 2
     with pytest.raises(MemoryError):
         step(points(seed=2))
-    assert same([each.grad for each in model.parameters()], kept)
+    assert same([parameter.grad for parameter in model.parameters()], kept)
     result = step(points(seed=2))
     assert result.stepped
     whole = regression().eval()
@@ -64,7 +64,7 @@ def test_a_later_call_that_fails_amid_gives_the_effective_batch_up() -> None:
     model.at = 4
     with pytest.raises(MemoryError):
         step(points())
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert [step(points()).complete for _ in range(2)] == [False, True]
 
 

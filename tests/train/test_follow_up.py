@@ -59,4 +59,4 @@ def test_what_no_smaller_scale_mends_is_said_once(loss: float, adapts: bool, sai
         warnings.simplefilter("always")
         for number in (3, 4):
             follow_up.of(outcome(True, loss, number=number))
-    assert [str(each.message)[:19] for each in caught] == ["step 3 was skipped:"] * said
+    assert [str(warning.message)[:19] for warning in caught] == ["step 3 was skipped:"] * said

@@ -47,7 +47,7 @@ def test_a_loss_function_takes_inputs_of_any_kind() -> None:
     losses = [
         batch_loss(model, (inputs, y), nn.functional.mse_loss) for inputs in (x, (x,), {"input": x}, pieces_dict(x))
     ]
-    assert len({float(each.detach()) for each in losses}) == 1
+    assert len({float(loss.detach()) for loss in losses}) == 1
     with pytest.raises(TypeError, match=r"pair \(inputs, targets\)"):
         batch_loss(model, x, nn.functional.mse_loss)
 

@@ -51,7 +51,7 @@ def split(model: nn.Module, batch: Batch) -> tuple[TrainStep, Callable[[], Any]]
 def over_calls(model: nn.Module, batch: Batch) -> tuple[TrainStep, Callable[[], Any]]:
     """The first call has no valid token, and no call knows of the later ones."""
     step = step_of(model, accumulate=4)
-    return step, lambda: [step(each) for each in one_by_one(batch)][-1]
+    return step, lambda: [step(microbatch) for microbatch in one_by_one(batch)][-1]
 
 
 def over_calls_of_lists(model: nn.Module, batch: Batch) -> tuple[TrainStep, Callable[[], Any]]:
@@ -74,7 +74,7 @@ def test_uneven_tokens_give_the_full_batch(name: str, way: Callable[..., Any]) -
     found = gradients_of(step, lambda: results.append(run()))
     assert largest_error(found, expected) < 1e-6
     assert float(results[0].loss) == pytest.approx(loss, rel=1e-6)
-    norm = math.sqrt(sum(float(each.double().square().sum()) for each in expected))
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected))
     assert float(results[0].grad_norm) == pytest.approx(norm, rel=1e-6)
 
 
@@ -85,10 +85,12 @@ def test_in_float64_it_is_exact(accumulate: int) -> None:
     targets[torch.arange(8)[:, None] > torch.arange(5) + 3] = -100
     model, loss_fn = nn.Linear(pieces.WIDTH, 7).double(), lambda out, y: nn.functional.cross_entropy(out.mT, y)
     loss_fn(model(x), targets).backward()
-    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     singles = list(zip(x.split(2), targets.split(2), strict=True))
     step = step_of(model, loss_fn=loss_fn, accumulate=accumulate)
-    found = gradients_of(step, lambda: step(singles) if accumulate == 1 else [step(each) for each in singles])
+    found = gradients_of(
+        step, lambda: step(singles) if accumulate == 1 else [step(microbatch) for microbatch in singles]
+    )
     assert largest_error(found, expected) < 1e-14
 
 
@@ -102,7 +104,7 @@ def test_any_spread_of_tokens_gives_the_mean_over_all(calls: list[list[int]]) ->
     x, targets = torch.randn(len(counts), 5, 4).double(), torch.randint(0, 3, (len(counts), 5))
     targets[torch.arange(5) >= torch.tensor(counts)[:, None]] = -100
     loss_fn(model(x).flatten(0, 1), targets.flatten()).backward()
-    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     singles = iter(zip(x, targets, strict=True))
     step = step_of(model, loss_fn=loss_fn, accumulate=len(calls))
     with warnings.catch_warnings():
@@ -118,9 +120,9 @@ def test_a_mean_of_means_is_not_the_full_batch() -> None:
     model, batch = gpt2_without_dropout(), uneven_text()
     expected = plain_gradients(model, batch)
     singles = one_by_one(batch)[1:]  # by hand, a sample without a valid token gives NaN
-    for each in singles:
-        (model(**each).loss / len(singles)).backward()
-    wrong = [each.grad for each in model.parameters() if each.grad is not None]
+    for microbatch in singles:
+        (model(**microbatch).loss / len(singles)).backward()
+    wrong = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert largest_error(wrong, expected) > 0.1
 
 
@@ -146,7 +148,7 @@ def test_a_count_of_ones_own() -> None:
     x, mask = pieces.points(8)[0], (torch.arange(8) % 3 > 0).float()
     model = pieces.seeded(Masked)()
     model(x, mask).backward()
-    expected = [each.grad for each in model.parameters() if each.grad is not None]
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for count in (lambda batch: batch[1].sum(), lambda batch: int(batch[1].sum())):
         step = step_of(pieces.seeded(Masked)(), microbatches=4, count=count)
         assert largest_error(gradients_of(step, lambda step=step: step((x, mask))), expected) < 1e-6
@@ -155,7 +157,7 @@ def test_a_count_of_ones_own() -> None:
 def test_samples_count_where_there_are_no_labels() -> None:
     model, (x, y) = pieces.regression().eval(), pieces.points(8)
     model(x, y).backward()
-    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     step = step_of(model)
     found = gradients_of(step, lambda: step([(x[:1], y[:1]), (x[1:3], y[1:3]), (x[3:], y[3:])]))
@@ -179,8 +181,8 @@ def test_the_loss_of_calls_in_between_is_the_mean_up_to_there() -> None:
     model, batch = gpt2_without_dropout(), uneven_text()
     first, second = pieces.text(2, seed=5), {name: each[1:] for name, each in batch.items()}
     step = step_of(model, accumulate=3)
-    losses = [float(model(**each).loss.detach()) for each in (first, second)]
-    counts = [int((each["labels"][:, 1:] != -100).sum()) for each in (first, second)]
+    losses = [float(model(**batch).loss.detach()) for batch in (first, second)]
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in (first, second)]
     results = [step(first), step(second)]
     assert [result.grad_norm for result in results] == [None, None]
     assert not any(result.complete or result.stepped or result.skipped for result in results)

@@ -85,4 +85,4 @@ def test_a_budget_too_small_changes_nothing() -> None:
     with pytest.raises(memopt.BudgetError):
         step(BATCHES[0])
     assert same(weights(model), before)
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())

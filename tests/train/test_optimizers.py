@@ -20,7 +20,9 @@ BODY, HEAD = SGD(MODEL[0].parameters()), SGD(MODEL[1].parameters())
 def test_one_or_several() -> None:
     assert as_optimizers(BODY, MODEL, None) == (BODY,)
     both = as_optimizers([BODY, HEAD], MODEL, None)
-    assert [each.shape for each in parameters_of(both)] == [each.shape for each in MODEL.parameters()]
+    assert [parameter.shape for parameter in parameters_of(both)] == [
+        parameter.shape for parameter in MODEL.parameters()
+    ]
 
 
 def test_parameters_of_a_loss_function_are_known() -> None:

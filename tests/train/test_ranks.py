@@ -54,7 +54,7 @@ def train_rank(rank: int, folder: str) -> None:
         model.register_comm_hook(exchanges, counted_exchange)
         step = step_of(model, accumulate=accumulate)
         microbatches = [batch(rank, number) for number in range(2)]
-        result = [step(each) for each in ([microbatches] if accumulate == 1 else microbatches)][-1]
+        result = [step(microbatch) for microbatch in ([microbatches] if accumulate == 1 else microbatches)][-1]
         poisoned = (torch.full((8, 8), float("nan") if rank else 1.0), batch(rank, 0)[1])
         skipped = [step(poisoned) for _ in range(accumulate)][-1].skipped
         results[accumulate] = {
@@ -76,7 +76,7 @@ def test_two_ranks_with_uneven_tokens_are_one() -> None:
         ranks = [torch.load(Path(folder) / str(rank)) for rank in range(2)]
     model = built()
     result = step_of(model)([batch(rank, number) for rank in range(2) for number in range(2)])
-    for found in (each[accumulate] for each in ranks for accumulate in (1, 2)):
+    for found in (rank[accumulate] for rank in ranks for accumulate in (1, 2)):
         torch.testing.assert_close(found["weight"], model.weight.detach(), rtol=1e-6, atol=1e-7)
         assert found["loss"] == pytest.approx(float(result.loss), rel=1e-6)
         assert found["norm"] == pytest.approx(float(result.grad_norm), rel=1e-6)  # type: ignore[arg-type]

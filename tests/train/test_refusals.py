@@ -27,13 +27,13 @@ def test_bad_batches_change_nothing(batch: Any, error: type[Exception]) -> None:
     model = regression()
     step = TrainStep(model, torch.optim.SGD(model.parameters()), microbatches=2, accumulate=2)
     step(points())
-    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     torch.manual_seed(4)
     state = torch.get_rng_state()
     with pytest.raises(error):
         step(batch)
     assert torch.equal(torch.get_rng_state(), state), "nothing was run"
-    assert same([each.grad for each in model.parameters() if each.grad is not None], gradients)
+    assert same([parameter.grad for parameter in model.parameters() if parameter.grad is not None], gradients)
     assert step(points()).stepped
 
 
@@ -51,7 +51,7 @@ def test_bad_losses_change_nothing() -> None:
     with pytest.raises(ValueError, match="no parameter of the optimizers got a gradient"):
         TrainStep(model, torch.optim.SGD(model.parameters()), loss_fn=lambda *_: elsewhere * 2)(points())
     assert same(weights(model), before)
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_sparse_gradients_change_nothing() -> None:

@@ -60,7 +60,7 @@ def observed(model: nn.Module, step: TrainStep, batch: Any) -> tuple[Any, list[T
     """All that a call shows and leaves, and what was drawn after it."""
     result = step(batch)
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
-    rates = [each.param_groups[0]["lr"] for each in step.optimizers]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in step.optimizers]
     norm = None if result.grad_norm is None else repr(float(result.grad_norm))
     numbers = (float(result.loss), norm, float(result.scale), result.skipped, rates, step.number, drawn)
     return numbers, weights(model)
@@ -114,7 +114,7 @@ def test_loading_leaves_the_saved_gradients_alone() -> None:
     step = TrainStep(model, torch.optim.SGD(model.parameters()), accumulate=3)
     step(pieces.points())
     state = copy.deepcopy(step.state_dict())
-    kept = [each.clone() for each in state["gradients"]]
+    kept = [gradient.clone() for gradient in state["gradients"]]
     for _ in range(2):
         step.load_state_dict(state)
         step(pieces.points())
@@ -150,7 +150,7 @@ def test_a_state_of_another_step_changes_nothing(change: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         refusing.load_state_dict(state)
     assert refusing.optimizers[0].param_groups[0]["lr"] == rate
-    assert all(each.grad is None for each in other.parameters())
+    assert all(parameter.grad is None for parameter in other.parameters())
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -59,7 +59,7 @@ def test_the_second_step_needs_no_planning_and_keeps_to_the_budget() -> None:
     held = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     with measure_peak("cpu") as peak:
         step(BATCH)
-    assert peak.allocated_bytes + held + sum(each.nbytes for each in BATCH.values()) <= budget * GIB
+    assert peak.allocated_bytes + held + sum(tensor.nbytes for tensor in BATCH.values()) <= budget * GIB
 
 
 @pytest.mark.parametrize(("allow", "microbatches"), [({"recompute"}, None), ({"recompute", "microbatch"}, 1)])

@@ -88,7 +88,7 @@ def test_what_is_not_finite_steps_nothing_and_is_said_once(spoil: dict[str, floa
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = TrainStep(model, optimizer, scheduler=scheduler)
     assert step(points()).stepped
-    before, state = weights(model), [each["exp_avg"].clone() for each in optimizer.state.values()]
+    before, state = weights(model), [state["exp_avg"].clone() for state in optimizer.state.values()]
     vars(model).update(spoil)
     with pytest.warns(RuntimeWarning, match=f"step 2 was skipped: .*{reason}"):
         result = step(points())
@@ -100,8 +100,8 @@ def test_what_is_not_finite_steps_nothing_and_is_said_once(spoil: dict[str, floa
         result = step(points())
     assert result.skipped
     assert same(weights(model), before)
-    assert same([each["exp_avg"] for each in optimizer.state.values()], state)
-    assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
+    assert same([state["exp_avg"] for state in optimizer.state.values()], state)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
     assert scheduler.last_epoch == 1
     assert float(result.scale) == 1.0
     model.factor = model.gradient_factor = 1.0
@@ -138,5 +138,5 @@ def test_old_gradients_are_not_part_of_the_step() -> None:
             model(*points(seed=9)).backward()
         result = TrainStep(model, torch.optim.SGD(model.parameters()))(points())
         norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-        assert all(each.grad is None for each in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
     assert norms[0] == norms[1]

@@ -68,7 +68,7 @@ def test_one_flag_an_optimizer_and_effective_batch(make: Callable[..., Any], rea
     for _ in range(2):
         assert reads_in(lambda: results.append(step(points()))) == 0
         assert reads_in(lambda: results.append(step(points()))) == reads
-    assert reads_in(lambda: [each.skipped for each in results]) == 0, "the host knows that already"
+    assert reads_in(lambda: [result.skipped for result in results]) == 0, "the host knows that already"
     assert reads_in(lambda: float(results[-1].loss)) == 1
     assert scheduler.last_epoch == 2
 
@@ -124,7 +124,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_fused_optimizer_on_cuda_never_waits(scaled: bool) -> None:
     model = regression().cuda()
-    batch = tuple(each.cuda() for each in points())
+    batch = tuple(tensor.cuda() for tensor in points())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = torch.amp.GradScaler("cuda") if scaled else None

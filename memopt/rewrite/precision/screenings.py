@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
-from memopt.account.live_bytes import LiveBytes
+from memopt.account.eager_bytes import EagerBytes
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real, new_symbols
 from memopt.capture.dynamo import in_brief
@@ -167,14 +167,14 @@ def held_bytes(module: fx.GraphModule) -> int:
         return 0
     mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]
     home = tensors[0].device.type
-    live = LiveBytes(home, home)
+    live = EagerBytes(home, home)
     mixes, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # constants, and single numbers, are real
     try:
         with plain_tensors(), torch.no_grad(), mode, live:
             fx.Interpreter(module).run(*fakes)
     finally:
         mode.allow_non_fake_inputs = mixes
-    return live.peak + looking_bytes(home)
+    return live.peak_bytes + looking_bytes(home)
 
 
 def _inputs(module: fx.GraphModule) -> str:

@@ -8,8 +8,9 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
-from memopt.price.price import NodePrice, PricedGraph, price
-from memopt.price.stepping import MemoryUses, Steps
+from memopt.price.parameter_steps import MemoryUses, ParameterSteps
+from memopt.price.price import price
+from memopt.price.priced_graph import NodePrice, PricedGraph
 from memopt.solver import Schedule, simulate
 from tests.passes.capture import Sketch, aten
 from tests.planned import region
@@ -21,7 +22,7 @@ def priced(joint: JointGraph, *numbers: int, workspace: int = 100) -> PricedGrap
     """`numbers` may be stepped in the backward; all parameters are stepped then or at its end."""
     inside = {at: number for at, number in joint.parameter_gradients.items() if number in numbers}
     workspaces = dict.fromkeys(joint.parameter_inputs, workspace)
-    steps = Steps(inside, workspaces) if numbers else Steps()
+    steps = ParameterSteps(inside, workspaces) if numbers else ParameterSteps()
     return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), steps=steps)
 
 

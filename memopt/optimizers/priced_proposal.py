@@ -1,4 +1,4 @@
-"""What a proposal would change, in bytes, seconds and words."""
+"""A proposal with its price: the bytes and seconds that it changes, and a description in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt.units import duration, size
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The rows of a step's account that proposals about the optimiser move, in bytes on the device."""
+    """The rows of a training step's account that proposals change, in bytes on the device."""
 
     parameters: int
     gradients: int
@@ -21,7 +21,7 @@ class StepBytes:
         return self.parameters + self.gradients + self.optimizer_state + self.optimizer_temporaries
 
     def less(self, other: StepBytes) -> StepBytes:
-        """Row by row; what `other` has more of is negative."""
+        """The difference of each row; negative where `other` has more."""
         return StepBytes(
             self.parameters - other.parameters,
             self.gradients - other.gradients,
@@ -31,25 +31,25 @@ class StepBytes:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A change of the training that memopt makes only where it is named in `allow`."""
+class PricedProposal:
+    """A lever that is used only where `allow` names it, and its price."""
 
     name: str
-    """As in `allow`."""
+    """Its name in `allow`."""
     changes: str
     """What it changes, in a sentence."""
     before: StepBytes
     after: StepBytes
     host_bytes: int
-    """What it takes of the host's memory."""
+    """Bytes that it holds in the host's memory."""
     added_seconds: float
-    """An estimate, for each step of the optimiser; negative where it is faster."""
+    """Estimated seconds that it adds to `optimizer.step()`; negative where it is faster."""
     exactness: str
-    """How the numbers trained differ from those of the plain step."""
+    """How far the numbers differ from those of the plain step."""
 
     @property
     def saved(self) -> StepBytes:
-        """Bytes saved on the device, row by row; a row that grows is negative."""
+        """Bytes saved on the device in each row; negative for a row that grows."""
         return self.before.less(self.after)
 
     def __str__(self) -> str:

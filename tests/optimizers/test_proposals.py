@@ -14,46 +14,46 @@ from memopt.device.hardware_table import hardware
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    Levers,
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
+    Proposals,
     TrainingFacts,
     one_parameter,
-    price_levers,
-    propose,
+    price_proposals,
+    price_training,
 )
-from memopt.optimizers.proposal import Proposal, StepBytes
+from memopt.optimizers.priced_proposal import PricedProposal, StepBytes
 from tests.optimizers.pieces import same, saved_and_loaded, values
 
 SINGLE = (
-    Levers(bf16_parameters="stochastic"),
-    Levers(bf16_parameters="compensated"),
-    Levers(bf16_parameters="stochastic", state_dtype=torch.bfloat16),
-    Levers(low_bit_optimizer=True),
-    Levers(offload_optimizer="device"),
-    Levers(offload_optimizer="host"),
-    Levers(optimizer_in_backward=True),
+    Proposals(bf16_parameters="stochastic"),
+    Proposals(bf16_parameters="compensated"),
+    Proposals(bf16_parameters="stochastic", state_dtype=torch.bfloat16),
+    Proposals(low_bit_optimizer=True),
+    Proposals(offload_optimizer="device"),
+    Proposals(offload_optimizer="host"),
+    Proposals(optimizer_in_backward=True),
 )
 
 
-def merged(left: Levers, right: Levers) -> Levers:
+def merged(left: Proposals, right: Proposals) -> Proposals:
     names = {*left.names, *right.names}
     values = {name: getattr(left, name) or getattr(right, name) for name in names}
     narrow = left if left.bf16_parameters else right
-    return Levers(**values, state_dtype=narrow.state_dtype)
+    return Proposals(**values, state_dtype=narrow.state_dtype)
 
 
 PAIRS = [merged(left, right) for left, right in itertools.combinations(SINGLE, 2) if not {*left.names} & {*right.names}]
 ALL = [
-    Levers("stochastic", True, "device", True),
-    Levers("compensated", True, "host", True),
+    Proposals("stochastic", True, "device", True),
+    Proposals("compensated", True, "host", True),
 ]
 
 
-def label(levers: Levers) -> str:
-    options = (str(getattr(levers, name)) for name in levers.names)
-    return "+".join(f"{name}={option}" for name, option in zip(levers.names, options, strict=True))
+def label(proposals: Proposals) -> str:
+    options = (str(getattr(proposals, name)) for name in proposals.names)
+    return "+".join(f"{name}={option}" for name, option in zip(proposals.names, options, strict=True))
 
 
 def deep() -> nn.Module:
@@ -68,13 +68,13 @@ def test_every_pair_is_there() -> None:
     assert len(PAIRS) == 3 * (1 + 2 + 1) + 1 * (2 + 1) + 2 * 1
 
 
-@pytest.mark.parametrize("levers", [*PAIRS, *ALL], ids=label)
-def test_bytes_are_told_of_every_pair(levers: Levers) -> None:
-    found = price_levers(TrainingFacts.of(deep(), "adamw", hardware("cpu")), levers)
+@pytest.mark.parametrize("proposals", [*PAIRS, *ALL], ids=label)
+def test_bytes_are_told_of_every_pair(proposals: Proposals) -> None:
+    found = price_training(TrainingFacts.of(deep(), "adamw", hardware("cpu")), proposals)
     before = sum(resident_cpu_blocks().values())
     model = deep()
-    optimizer = levers.apply(model, optim.AdamW(model.parameters()))
-    example = torch.ones(1, 512, dtype=torch.bfloat16 if levers.bf16_parameters else torch.float32)
+    optimizer = proposals.apply(model, optim.AdamW(model.parameters()))
+    example = torch.ones(1, 512, dtype=torch.bfloat16 if proposals.bf16_parameters else torch.float32)
     peaks = []
     for _ in range(2):
         with measure_peak("cpu") as peak:
@@ -88,8 +88,8 @@ def test_bytes_are_told_of_every_pair(levers: Levers) -> None:
     assert found.device.total + found.host_bytes <= 1.02 * max(peaks)
 
 
-@pytest.mark.parametrize("levers", [*PAIRS, *ALL], ids=label)
-def test_every_pair_learns(levers: Levers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proposals", [*PAIRS, *ALL], ids=label)
+def test_every_pair_learns(proposals: Proposals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And goes on bitwise from its state, in pieces as well as whole."""
 
     def model() -> nn.Module:
@@ -111,11 +111,11 @@ def test_every_pair_learns(levers: Levers, monkeypatch: pytest.MonkeyPatch, tmp_
     def run(piece_elements: int) -> tuple[list[float], list[torch.Tensor]]:
         monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
         trained = model()
-        optimizer = levers.apply(trained, optim.AdamW(trained.parameters(), lr=3e-3))
+        optimizer = proposals.apply(trained, optim.AdamW(trained.parameters(), lr=3e-3))
         found = train(trained, optimizer, range(20))
         saved = saved_and_loaded({"o": optimizer.state_dict(), "m": trained.state_dict()}, tmp_path / "state.pt")
         other = model()
-        resumed = levers.apply(other, optim.AdamW(other.parameters(), lr=3e-3))
+        resumed = proposals.apply(other, optim.AdamW(other.parameters(), lr=3e-3))
         other.load_state_dict(saved["m"])
         resumed.load_state_dict(saved["o"])
         rest = train(trained, optimizer, range(20, 24))
@@ -129,22 +129,22 @@ def test_every_pair_learns(levers: Levers, monkeypatch: pytest.MonkeyPatch, tmp_
     assert expected[-1] < 0.7 * expected[0]
     assert found[-1] == pytest.approx(expected[-1], abs=0.05 * (expected[0] - expected[-1]))
     in_pieces, weights_in_pieces = run(4096)
-    if levers.state_dtype is torch.float32:  # chance in the state is drawn piece by piece
+    if proposals.state_dtype is torch.float32:  # chance in the state is drawn piece by piece
         assert in_pieces == found
         assert same(weights_in_pieces, weights)
 
 
 def test_a_receipt_adds_up() -> None:
     facts = TrainingFacts.of(deep(), "adamw", hardware("h100"))
-    everything = Levers.named(["optimizer_in_backward", "low_bit_optimizer", "offload_optimizer", "bf16_parameters"])
-    receipt = propose(facts, everything)
-    assert tuple(each.name for each in receipt) == everything.names
-    assert receipt[0].before == price_levers(facts, Levers()).device
+    everything = Proposals.named(["optimizer_in_backward", "low_bit_optimizer", "offload_optimizer", "bf16_parameters"])
+    receipt = price_proposals(facts, everything)
+    assert tuple(proposal.name for proposal in receipt) == everything.names
+    assert receipt[0].before == price_training(facts, Proposals()).device
     assert all(one.after == following.before for one, following in itertools.pairwise(receipt))
-    last = price_levers(facts, everything)
+    last = price_training(facts, everything)
     assert receipt[-1].after == last.device
-    assert sum(each.host_bytes for each in receipt) == last.host_bytes
-    assert sum(each.saved.total for each in receipt) == receipt[0].before.total - last.device.total
+    assert sum(proposal.host_bytes for proposal in receipt) == last.host_bytes
+    assert sum(proposal.saved.total for proposal in receipt) == receipt[0].before.total - last.device.total
     # What each is for, and what it costs elsewhere.
     narrow, low, offloaded, in_backward = receipt
     assert narrow.saved.parameters == narrow.before.parameters // 2
@@ -152,36 +152,36 @@ def test_a_receipt_adds_up() -> None:
     assert offloaded.after.optimizer_state == 0
     assert offloaded.host_bytes >= low.after.optimizer_state
     assert in_backward.after.gradients < 0.6 * in_backward.before.gradients
-    assert propose(facts, Levers()) == ()
+    assert price_proposals(facts, Proposals()) == ()
 
 
 def test_without_an_optimizer_there_is_no_state_to_save() -> None:
     facts = TrainingFacts.of(deep(), None, hardware("h100"))
-    (found,) = propose(facts, Levers(bf16_parameters="stochastic"))
+    (found,) = price_proposals(facts, Proposals(bf16_parameters="stochastic"))
     assert found.saved == StepBytes(found.after.parameters, found.after.gradients, 0, 0)
 
 
 def test_an_instance_is_priced_by_its_own_groups() -> None:
     model = deep()
     groups = [{"params": model[0].parameters(), "amsgrad": True}, {"params": [*model.parameters()][2:]}]
-    levers = Levers(low_bit_optimizer=True)
-    instance = price_levers(TrainingFacts.of(model, optim.AdamW(groups), hardware("h100")), levers)
-    plain = price_levers(TrainingFacts.of(model, "adamw", hardware("h100")), levers)
+    proposals = Proposals(low_bit_optimizer=True)
+    instance = price_training(TrainingFacts.of(model, optim.AdamW(groups), hardware("h100")), proposals)
+    plain = price_training(TrainingFacts.of(model, "adamw", hardware("h100")), proposals)
     matrix, bias = 512 * 512, 512
     assert instance.device.optimizer_state - plain.device.optimizer_state == matrix + matrix // 256 * 4 + bias * 4
 
 
 def test_how_a_proposal_reads() -> None:
     before, after = StepBytes(2**30, 2**30, 2**31, 0), StepBytes(2**29, 2**29, 2**31, 2**25)
-    found = Proposal("bf16_parameters", "what changes", before, after, 0, 0.0125, "how exactly")
+    found = PricedProposal("bf16_parameters", "what changes", before, after, 0, 0.0125, "how exactly")
     assert str(found) == "bf16_parameters: saves 992 MB, +12.5 ms a step; what changes; how exactly"
-    worse = Proposal("x", "a", after, before, 2**20, -0.5, "b")
+    worse = PricedProposal("x", "a", after, before, 2**20, -0.5, "b")
     assert str(worse) == "x: costs 992 MB, -500 ms a step, 1 MB on the host; a; b"
 
 
 def test_the_order_is_from_the_inside_out() -> None:
     model = deep()
-    optimizer = Levers("compensated", True, "host", True).apply(model, optim.AdamW(model.parameters()))
+    optimizer = Proposals("compensated", True, "host", True).apply(model, optim.AdamW(model.parameters()))
     kinds = []
     while not isinstance(optimizer, optim.AdamW):
         kinds.append(type(optimizer))
@@ -190,9 +190,9 @@ def test_the_order_is_from_the_inside_out() -> None:
 
 
 def test_refusals_leave_model_and_optimizer_alone() -> None:
-    with pytest.raises(ValueError, match="no proposal about the optimizer is named 'fp8'; there are bf16_parameters"):
-        Levers.named({"fp8", "bf16_parameters"})
-    everything = Levers("stochastic", True, "host", True)
+    with pytest.raises(ValueError, match="no proposal is named 'fp8'; there are bf16_parameters"):
+        Proposals.named({"fp8", "bf16_parameters"})
+    everything = Proposals("stochastic", True, "host", True)
     model = deep()
     before = values(model.parameters())
     for optimizer, step, why in (
@@ -206,7 +206,7 @@ def test_refusals_leave_model_and_optimizer_alone() -> None:
         assert not optimizer.state
     assert same(values(model.parameters()), before)
     model(torch.ones(1, 512)).sum().backward()
-    assert all(each.grad is not None for each in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_sparse_gradient_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 def test_an_empty_parameter_is_stepped_too() -> None:
     model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
-    optimizer = Levers("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
+    optimizer = Proposals("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Bytes and seconds of an optimiser's step, found by running it on fake tensors."""
+"""The price of `optimizer.step()`: bytes and seconds, found by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import optim
 
-from memopt.account.live_bytes import LiveBytes
+from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import OptimizerLike, fakes_of, trial
-from memopt.compat.dispatch import plain_tensors
-from memopt.compat.fakes import FakeTensorMode
+from memopt.account.optimizer_trial import OptimizerLike, optimizer_on_fakes, trial
 from memopt.compat.operators import schema_of
-from memopt.compat.optim import eager_optimizers
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
@@ -27,21 +24,24 @@ Wrap: TypeAlias = Callable[[optim.Optimizer], optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class StepPrice:
-    """Of one `optimizer.step()`."""
+class OptimizerStepPrice:
+    """Bytes that one `optimizer.step()` keeps and makes, and the seconds it takes."""
 
     state_bytes: int
     temporary_bytes: int
     seconds: float
     arrays: tuple[int, ...] = ()
-    """Bytes of each tensor of the state that is more than a single number."""
+    """Bytes of each tensor of the state that has dimensions."""
 
 
-NOTHING = StepPrice(0, 0, 0.0)
+NOTHING = OptimizerStepPrice(0, 0, 0.0)
 
 
-def step_price(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware) -> StepPrice:
-    """The price of the plain step over trained `parameters`, whose values are not looked at ("meta" will do).
+def optimizer_step_price(
+    optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
+) -> OptimizerStepPrice:
+    """The price of stepping all trained `parameters` by the plain optimiser; their values are not read, so they may be
+    on "meta".
 
     Raises `ValueError` as `optimizer_account` does.
     """
@@ -57,16 +57,17 @@ def prices_of_each(
     hardware: Hardware,
     wrap: Wrap = lambda inner: inner,
     device: str | None = None,
-) -> list[StepPrice]:
-    """The prices of stepping each parameter alone, in a dtype of its own, with `wrap` around the optimiser.
+) -> list[OptimizerStepPrice]:
+    """The prices of stepping each parameter alone, in the dtype given for it, with `wrap` around the optimiser.
 
-    Parameter by parameter state and seconds add up, and temporaries are the largest. One of a kind is tried for all.
-    `device` is whose kernels run, by default that of the hardware; with "cpu", what lies with the host counts too.
+    Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
+    alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
+    that of the hardware; with "cpu", tensors in the host's memory count too.
     """
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or device_type(hardware)
-    tried: dict[Any, StepPrice] = {}
+    tried: dict[Any, OptimizerStepPrice] = {}
     found = []
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         kind = (_group_number(optimizer, parameter), parameter.shape, parameter.stride(), parameter.dtype, dtype)
@@ -83,8 +84,9 @@ def _price_of_one(
     hardware: Hardware,
     wrap: Wrap,
     device: str,
-) -> StepPrice:
-    """One of more than three pieces is tried with two and with three: each further one adds what the third did."""
+) -> OptimizerStepPrice:
+    """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
+    what the third added."""
     make = _maker(optimizer, [parameter], wrap)
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
     known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))
@@ -93,7 +95,7 @@ def _price_of_one(
     two, three = (
         _tried(make, [_meta((many * PIECE_ELEMENTS + rest,), (1,), dtype)], hardware, device) for many in (2, 3)
     )
-    return StepPrice(
+    return OptimizerStepPrice(
         two.state_bytes + (pieces - 2) * (three.state_bytes - two.state_bytes),
         three.temporary_bytes,
         two.seconds + (pieces - 2) * (three.seconds - two.seconds),
@@ -107,7 +109,7 @@ def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
 
 
 def device_type(hardware: Hardware) -> str:
-    """The kind of torch device that an entry of the hardware table is."""
+    """The type of torch device, "cpu" or "cuda", of an entry of the hardware table."""
     return "cpu" if hardware.name == "cpu" else "cuda"
 
 
@@ -118,10 +120,10 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def _maker(
     optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wrap: Wrap = lambda inner: inner
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
-    """Makes the optimiser over stand-ins for the originals, in their order."""
+    """A function that makes the optimiser over stand-ins for the originals, given in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
-        named = {id(original): each for original, each in zip(originals, stand_ins, strict=True)}
+        named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
         return wrap(trial(optimizer, named, stand_ins[0].device))
 
     return make
@@ -132,11 +134,14 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> to
 
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
-    """The group of a given instance that the parameter is in; groups may have other options."""
+    """The number of the group of the optimiser that the parameter is in; 0 where no instance is given.
+
+    Raises `ValueError` where it is in none.
+    """
     if not isinstance(optimizer, optim.Optimizer):
         return 0
     for number, group in enumerate(optimizer.param_groups):
-        if any(each is parameter for each in group["params"]):
+        if any(member is parameter for member in group["params"]):
             return number
     raise ValueError(
         f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer given; give it those of it"
@@ -145,23 +150,21 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
 
 def _tried(
     make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], hardware: Hardware, device: str
-) -> StepPrice:
-    """Bytes by the account; the second step's kernels by their traffic: the first makes the state."""
+) -> OptimizerStepPrice:
+    """Bytes by the optimiser's account, and seconds of the second step, since the first makes the state."""
     account = optimizer_account(make, parameters, device)
     traffic = _Traffic(hardware)
-    foreach = device_type(hardware) != "cpu"
-    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=foreach):
-        on_fakes = make(list(fakes_of(parameters, torch.device("cpu")).values()))
+    with optimizer_on_fakes(make, parameters, traffic, "cpu", foreach=device_type(hardware) != "cpu") as on_fakes:
         with traffic:
             on_fakes.step()
             traffic.seconds = 0.0
             on_fakes.step()
         arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
-    return StepPrice(account.state_bytes, account.step_temporary_bytes, traffic.seconds, arrays)
+    return OptimizerStepPrice(account.state_bytes, account.step_temporary_bytes, traffic.seconds, arrays)
 
 
-class _Traffic(LiveBytes):  # type: ignore[no-untyped-call]
-    """Adds up the seconds of kernels that read their tensors and write theirs; single numbers cost nothing."""
+class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
+    """Adds up the seconds that kernels take to read and write their tensors; single numbers cost nothing."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__("cuda", "cpu")  # no kernel of the CPU is run to find its workspace

@@ -1,10 +1,11 @@
-"""Where a parameter may be stepped within the backward: once its gradient is whole and nothing reads it any more."""
+"""Where the optimiser may step a parameter within the backward: once nothing reads it or its gradient any more."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -14,17 +15,18 @@ from passes.graphs.node_facts import is_tangent
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The parameters of a region that are stepped in its backward; by default none."""
+class ParameterSteps:
+    """The parameters of a region that the optimiser steps within its backward; by default none."""
 
-    inside: Mapping[int, int] = field(default_factory=dict)
-    """Result position → number of the input, for those that may be stepped before the backward ends."""
-    workspaces: Mapping[int, int] = field(default_factory=dict)
-    """Number of the input → bytes that stepping it takes beside itself, its gradient and its state."""
+    inside: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be
+    stepped before the backward ends."""
+    workspaces: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
 
 
 class MemoryUses:
-    """Who reads which memory in a joint graph, scheduled or not."""
+    """Which nodes of a joint graph read which storages, scheduled or not."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages = storages
@@ -38,15 +40,15 @@ class MemoryUses:
         self.output = output
         self.results: list[Any] = list(results)
         self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        nodes = (each for each in results if isinstance(each, fx.Node))
+        nodes = (result for result in results if isinstance(result, fx.Node))
         self.returned = Counter(index for node in nodes for index in storages.of.get(node, ()))
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
-        """The nodes that must have run before input `number` can be stepped by result `position`, in their order: those
-        that read either's memory, under whatever name, and what makes the gradient.
+        """The nodes that must have run before the parameter at input `number` is stepped by the gradient at result
+        `position`, in program order: the one that makes the gradient, and all that read the storage of either.
 
-        None where it has to wait for the end: the parameter's memory is returned, or the gradient's is another result's
-        too, or was there before.
+        None where the step has to wait for the end of the backward: the parameter's storage is returned, or the
+        gradient's is also another result's, or was there before the backward.
         """
         gradient = self.results[position]
         assert isinstance(gradient, fx.Node)
@@ -61,29 +63,30 @@ class MemoryUses:
 
 
 @dataclass(frozen=True)
-class PlacedStep:
-    """A parameter's step where it may come first."""
+class PlacedParameterStep:
+    """A parameter's step, behind the first node after which it may run."""
 
     position: int
-    """Of the gradient among the results."""
+    """The position of the gradient among the results."""
     number: int
-    """Of the parameter among the inputs."""
+    """The number of the parameter among the inputs."""
     storage: int
-    """The gradient's."""
+    """The number of the gradient's storage in `Storages`."""
     before: tuple[fx.Node, ...]
-    """The nodes that must have run."""
+    """The nodes that must have run before it."""
     workspace_bytes: int
+    """Bytes that the step takes beside the parameter, its gradient and its state."""
 
 
 def place_steps(
-    graph: fx.Graph, storages: Storages, steps: Steps, backward: Sequence[fx.Node]
-) -> dict[fx.Node, list[PlacedStep]]:
-    """The steps behind each node of `backward`, which comes in the order of its evaluation."""
+    graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
+) -> dict[fx.Node, list[PlacedParameterStep]]:
+    """For each node of `backward`, which is in program order, the parameter steps that may run right behind it."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
     order = {node: number for number, node in enumerate(backward)}
-    found: dict[fx.Node, list[PlacedStep]] = {}
+    found: dict[fx.Node, list[PlacedParameterStep]] = {}
     for position, number in sorted(steps.inside.items()):
         before = uses.before_step(position, number) or []
         last = max((node for node in before if node in order), key=order.__getitem__, default=None)
@@ -92,6 +95,6 @@ def place_steps(
             # A gradient that lies in memory in another order is copied.
             copy = storage_bytes(given) if gradient.stride() != given.stride() else 0
             (made,) = storages.of[uses.results[position]]
-            step = PlacedStep(position, number, made, tuple(before), steps.workspaces[number] + copy)
+            step = PlacedParameterStep(position, number, made, tuple(before), steps.workspaces[number] + copy)
             found.setdefault(last, []).append(step)
     return found

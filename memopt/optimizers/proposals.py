@@ -1,4 +1,4 @@
-"""The proposals about the optimiser that are taken, and how they are put on it, one around the other."""
+"""Which proposals are chosen, with their options, and how they are put around an optimiser, one around the other."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ from memopt.optimizers.wrapped_optimizer import check_inner
 
 
 @dataclass(frozen=True)
-class Levers:
-    """Which proposals are taken, from the inside out; by default none."""
+class Proposals:
+    """Which proposals are chosen, from the inside out; by default none."""
 
     bf16_parameters: Rounding | None = None
     low_bit_optimizer: bool = False
     offload_optimizer: Where | None = None
     optimizer_in_backward: bool = False
     state_dtype: torch.dtype = torch.float32
-    """With `bf16_parameters`: see `BF16ParametersOptimizer`."""
+    """The dtype of the state with `bf16_parameters`: see `BF16ParametersOptimizer`."""
 
     @classmethod
-    def named(cls, names: Collection[str]) -> Levers:
-        """Those of `names`, as they are in `allow`, with their usual options. Raises `ValueError` for others."""
+    def named(cls, names: Collection[str]) -> Proposals:
+        """The proposals that `allow` calls by `names`, with their usual options.
+
+        Raises `ValueError` for a name that is none.
+        """
         unknown = sorted(set(names) - _USUAL.keys())
         if unknown:
-            raise ValueError(f"no proposal about the optimizer is named {unknown[0]!r}; there are {', '.join(_USUAL)}")
+            raise ValueError(f"no proposal is named {unknown[0]!r}; there are {', '.join(_USUAL)}")
         return cls(**{name: _USUAL[name] for name in names})
 
     @property
     def names(self) -> tuple[str, ...]:
-        """From the inside out."""
+        """The names of the chosen proposals, from the inside out."""
         return tuple(name for name in _USUAL if getattr(self, name))
 
-    def only(self, names: Collection[str]) -> Levers:
-        """With the options of these, and without the others."""
+    def only(self, names: Collection[str]) -> Proposals:
+        """These proposals with their options, reduced to `names`."""
         return replace(self, **{name: getattr(NONE, name) for name in _USUAL if name not in names})
 
     def check(self, optimizer: optim.Optimizer, **step: Any) -> None:
-        """Raise `TypeError` or `ValueError` for an optimiser, or a training step, that these do not fit.
+        """Raise `TypeError` or `ValueError` for an optimiser, or a training step, that these proposals do not fit.
 
-        `step` is what `OptimizerInBackward` asks of the training step.
+        `step` holds the options of the training step that `OptimizerInBackward` takes.
         """
         if self.names:
             check_inner(optimizer, self.names[0])
@@ -59,15 +62,15 @@ class Levers:
             refuse_what_needs_all_gradients(**step)
 
     def wrap(self, optimizer: optim.Optimizer, **step: Any) -> optim.Optimizer:
-        """The optimiser with all that is taken around it; its parameters are in their dtypes already."""
+        """The optimiser with all chosen proposals around it; its parameters must have their final dtypes already."""
         if self.bf16_parameters:
             optimizer = BF16ParametersOptimizer(optimizer, self.bf16_parameters, state_dtype=self.state_dtype)
         return self._around(optimizer, **step)
 
     def apply(self, model: nn.Module, optimizer: optim.Optimizer, **step: Any) -> optim.Optimizer:
-        """As `wrap`, with the parameters of `model` turned to bfloat16, in place, where that is taken.
+        """Like `wrap`, but first turns the parameters of `model` to bfloat16, in place, where that is chosen.
 
-        What raises, as `check` does, changes nothing.
+        Raises as `check` does, and then changes nothing.
         """
         self.check(optimizer, **step)
         if self.bf16_parameters:
@@ -82,8 +85,8 @@ class Levers:
         return OptimizerInBackward(optimizer, **step) if self.optimizer_in_backward else optimizer
 
 
-NONE = Levers()
-# How each is taken where only its name is given, from the inside out.
+NONE = Proposals()
+# The option of a proposal of which only the name is given, from the inside out.
 _USUAL: dict[str, Any] = {
     "bf16_parameters": "stochastic",
     "low_bit_optimizer": True,

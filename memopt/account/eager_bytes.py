@@ -1,0 +1,77 @@
+"""Counts what operators run one by one on fake tensors would hold on a device, the temporaries of kernels included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.operators import schema_of
+from memopt.device.live_bytes import LiveBytes
+from memopt.device.op_call import describe, tensors_in
+from memopt.device.workspace import call_workspace_bytes
+from memopt.device.workspace_rules import SCALARS
+from memopt.device.workspace_table import estimate_workspace
+
+
+class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts storages on devices of the type `home`, as the allocator of `device_type` hands them out, and the
+    workspace of that device's kernels.
+
+    For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
+    optimisers count their steps in them, and choose between branches by their values.
+    """
+
+    def __init__(self, device_type: str, home: str) -> None:
+        super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
+        self.kernels: set[str] = set()
+        """The names of the operators that ran, as in "aten::add"."""
+        self._kernels_of = device_type
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result; of numbers in the host's memory a real one, of a fake read as a number a stand-in."""
+        self.kernels.add(schema_of(func).name)
+        given = list(tensors_in((args, list(kwargs.values()))))
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
+            return _stand_in_number(given[0])
+        devices = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+        elsewhere = any(device.type != "cpu" for device in devices)
+        if given and all(map(_is_real_number, given)) and not elsewhere:
+            return _run_real(func, args, kwargs)
+        result = func(*args, **kwargs)
+        made = list(tensors_in(result))
+        if not given and made and all(tensor.numel() == 1 and tensor.device.type == "cpu" for tensor in made):
+            return _run_real(func, args, kwargs)
+        return result
+
+    def exclude(self, tensors: Any) -> None:
+        """Leave fakes out that were there before. Real tensors were either counted when they were made or are copied
+        by the fake mode, and the copy is the count's."""
+        super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """An upper bound by rule; on the CPU, where that bound would raise the peak, what a run of the kernel takes."""
+        if next(tensors_in(result), None) is None:
+            return 0
+        call = describe(func, args, kwargs, result)
+        bound = estimate_workspace(call, self._kernels_of)
+        if bound > SCALARS and self.live_bytes + bound > self.peak_bytes and self._kernels_of == "cpu":
+            return call_workspace_bytes(call, "cpu")
+        return bound
+
+
+def _is_real_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+
+
+def _stand_in_number(fake: torch.Tensor) -> Any:
+    """A number of the fake tensor's dtype, since a fake has no value: 0.5, True or 1."""
+    return 0.5 if fake.dtype.is_floating_point else fake.dtype == torch.bool or 1
+
+
+def _run_real(func: Any, args: Any, kwargs: Any) -> Any:
+    with plain_tensors():
+        return func(*args, **kwargs)

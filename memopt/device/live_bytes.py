@@ -1,0 +1,76 @@
+"""Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from memopt.compat.dispatch import TorchDispatchMode
+from memopt.device.op_call import tensors_in
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
+
+    A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
+    Storages that an operator was given and no counted operator made do not count. Subclasses say how an operator is
+    run (`run`) and what its kernel holds beside its arguments and results (`workspace_bytes`).
+
+    Args:
+        block_bytes: storages are rounded up to multiples of this, as an allocator does.
+        device_type: only storages on devices of this type count; None counts all.
+    """
+
+    def __init__(self, *, block_bytes: int = 1, device_type: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        """Bytes of the counted storages that are alive now."""
+        self.peak_bytes = 0
+        """The most bytes alive during an operator, its workspace included. May be set to 0 to begin a new phase."""
+        self._block_bytes, self._device_type = block_bytes, device_type
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self.run(func, args, kwargs)
+        self.exclude((args, list(kwargs.values())))
+        self.count(result)
+        self.raise_peak(self.workspace_bytes(func, args, kwargs, result))
+        return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result."""
+        return func(*args, **kwargs)
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Bytes that the operator's kernel holds beside its arguments and results; 0 unless a subclass says more."""
+        return 0
+
+    def exclude(self, tensors: Any) -> None:
+        """Leave the storages of these tensors (nested tuples and lists) out of the count, unless they are in it."""
+        for tensor in tensors_in(tensors):
+            if tensor.layout == torch.strided:
+                self._known.add(tensor.untyped_storage())
+
+    def count(self, tensors: Any) -> None:
+        """Count those storages of these tensors (nested tuples and lists) that are new, until they die."""
+        for tensor in tensors_in(tensors):
+            if tensor.layout != torch.strided or self._device_type not in (None, tensor.device.type):
+                continue
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known.add(storage)
+            nbytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+            self.live_bytes += nbytes
+            weakref.finalize(storage, self._free, nbytes)
+        self.raise_peak(0)
+
+    def raise_peak(self, workspace_bytes: int) -> None:
+        """Raise the peak to the bytes alive now and `workspace_bytes` beside them, if that is more."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
+
+    def _free(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes

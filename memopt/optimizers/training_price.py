@@ -1,0 +1,132 @@
+"""The price of training with a combination of proposals: bytes on device and host, seconds of `optimizer.step()`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.optimizers.one_parameter import PIECE_ELEMENTS
+from memopt.optimizers.optimizer_step_price import (
+    OptimizerStepPrice,
+    device_type,
+    nbytes,
+    optimizer_step_price,
+    prices_of_each,
+)
+from memopt.optimizers.priced_proposal import StepBytes
+from memopt.optimizers.proposals import Proposals
+from memopt.optimizers.stepping import Stepping
+from memopt.optimizers.training_facts import TrainingFacts, trained
+
+
+@dataclass(frozen=True)
+class TrainingPrice:
+    """What training with some proposals holds, and the seconds of `optimizer.step()`."""
+
+    device: StepBytes
+    host_bytes: int
+    seconds: float
+    stepping: Stepping | None = None
+    """With the optimiser in the backward: the bytes that each parameter's step makes there."""
+
+
+def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
+    """The price of training with `proposals`, found by running the optimiser alone, on fake tensors.
+
+    With the optimiser in the backward, the rows of gradients and temporaries are those of the moment at which their sum
+    is largest. That moment lies within the backward, beside saved activations: it is estimated from the model's modules
+    here, while a plan finds it in the graph.
+
+    Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the proposals do not fit.
+    """
+    if not proposals.names:
+        plain = optimizer_step_price(facts.optimizer, facts.trained, facts.hardware)
+        sizes = nbytes(facts.parameters), nbytes(facts.trained)
+        return TrainingPrice(StepBytes(*sizes, plain.state_bytes, plain.temporary_bytes), 0, plain.seconds)
+    dtypes = {id(parameter): _dtype(parameter, facts, proposals) for parameter in facts.parameters}
+    learning = [dtypes[id(parameter)] for parameter in facts.trained]
+    alone = proposals.only([name for name in proposals.names if name != "offload_optimizer"])
+    on_host = proposals.offload_optimizer == "host"
+    stepping = facts.stepping_host if on_host else facts.hardware
+    prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone.wrap)
+    state, host_bytes, seconds = sum(price.state_bytes for price in prices), 0, sum(price.seconds for price in prices)
+    temporaries = [price.temporary_bytes for price in prices]
+    if proposals.offload_optimizer:
+        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, proposals.wrap, device="cpu")
+        temporaries = [0 if on_host else price.temporary_bytes for price in prices]
+        state = 0 if on_host else _scalars(facts)
+        host_bytes = sum(_host_bytes(price, facts, proposals) for price in prices)
+        host_bytes += max((price.temporary_bytes for price in prices), default=0) if on_host else 0
+        seconds += sum(
+            _copy_seconds(_size(parameter, dtype), parameter.numel(), price, facts, proposals)
+            for parameter, dtype, price in zip(facts.trained, learning, prices, strict=True)
+        )
+    gradients, stepped = _gradients(facts, dtypes, temporaries, proposals)
+    parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
+    stepped_alone = zip(facts.trained, learning, temporaries, strict=True)
+    in_backward = Stepping.of(stepped_alone) if proposals.optimizer_in_backward else None
+    return TrainingPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds, in_backward)
+
+
+def _dtype(parameter: torch.Tensor, facts: TrainingFacts, proposals: Proposals) -> torch.dtype:
+    narrow = proposals.bf16_parameters and parameter.dtype is torch.float32
+    return torch.bfloat16 if narrow and all(parameter is not wide for wide in facts.wide) else parameter.dtype
+
+
+def _size(parameter: torch.Tensor, dtype: torch.dtype) -> int:
+    return parameter.numel() * dtype.itemsize
+
+
+def _gradients(
+    facts: TrainingFacts, dtypes: dict[int, torch.dtype], temporaries: Sequence[int], proposals: Proposals
+) -> tuple[int, int]:
+    """Bytes of gradients and of the optimiser's temporaries at the moment when their sum is largest."""
+    sizes = {id(parameter): _size(parameter, dtypes[id(parameter)]) for parameter in facts.trained}
+    if not proposals.optimizer_in_backward:
+        return sum(sizes.values()), max(temporaries, default=0)
+    stepping = {id(parameter): nbytes for parameter, nbytes in zip(facts.trained, temporaries, strict=True)}
+    shared = trained(facts.shared)
+    held = {id(parameter) for parameter in shared}
+    waiting = sum(sizes[number] for number in held)
+    moments = [(waiting, stepping[number]) for number in held]
+    for group in facts.together or [(parameter,) for parameter in facts.trained]:
+        own = [id(parameter) for parameter in trained(group) if id(parameter) not in held]
+        if own:
+            moments.append((waiting + sum(sizes[number] for number in own), max(stepping[number] for number in own)))
+    return max(moments, key=sum, default=(0, 0))
+
+
+def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts, proposals: Proposals) -> int:
+    """Bytes of a parameter's state on the host: torch's allocator of pinned memory rounds up to powers of two."""
+    if proposals.offload_optimizer == "host" or device_type(facts.hardware) == "cpu":
+        return price.state_bytes
+    rounded = sum(2 ** math.ceil(math.log2(array)) for array in price.arrays if array)
+    return rounded + price.state_bytes - sum(price.arrays)
+
+
+def _copy_seconds(
+    size: int, elements: int, price: OptimizerStepPrice, facts: TrainingFacts, proposals: Proposals
+) -> float:
+    """Seconds that the copies of a parameter's step take, one after the other.
+
+    Stepped on the device, its state is copied there and back; stepped on the host, the parameter and its gradient are
+    copied to the host and the parameter back.
+    """
+    bytes_moved, tensors = 3 * size, 3
+    if proposals.offload_optimizer == "device":
+        bytes_moved, tensors = 2 * sum(price.arrays), 2 * len(price.arrays)
+    if not bytes_moved:
+        return 0.0
+    copies = tensors * max(1, math.ceil(elements / PIECE_ELEMENTS))
+    return copies * facts.link.transfer_seconds(math.ceil(bytes_moved / copies))
+
+
+def _scalars(facts: TrainingFacts) -> int:
+    """Bytes of the step numbers that fused kernels keep on the device, a block for each parameter."""
+    if device_type(facts.hardware) == "cpu" or not facts.fused:
+        return 0
+    return ROUNDING_BYTES * len(facts.trained)

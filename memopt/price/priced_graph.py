@@ -1,0 +1,47 @@
+"""A joint graph as numbers: the problem that solvers get, and the names that lead back from its ops to the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from memopt.solver import RematProblem
+
+GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+"""Bytes of a random generator's saved state, by device type."""
+
+
+@dataclass(frozen=True)
+class NodePrice:
+    """What one evaluation of a node costs: seconds, and the bytes of its kernel's own temporaries."""
+
+    seconds: float
+    workspace_bytes: int
+    output_bytes: int = 0
+    """Bytes that its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps
+    the memory of its elements); else 0."""
+
+
+@dataclass(frozen=True)
+class PricedParameterStep:
+    """The optimiser's step of one parameter within the backward: an op of the problem that stands for no node."""
+
+    number: int
+    """The number of the parameter among the graph's inputs."""
+    after: frozenset[int]
+    """The ops that read the parameter or its gradient: the step comes behind all their evaluations."""
+
+
+@dataclass(frozen=True)
+class PricedGraph:
+    """A joint graph as a problem. `nodes[i]` names the node that op `i` evaluates; "" where it stands for none."""
+
+    problem: RematProblem
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    """The module path of each op, "" where none is known."""
+    values: tuple[str, ...] = ()
+    """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
+    steps: Mapping[int, PricedParameterStep] = field(default_factory=lambda: MappingProxyType({}))
+    """The parameter steps, by the number of their op; read-only."""

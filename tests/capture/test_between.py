@@ -1,0 +1,43 @@
+"""Bytes of eager code between regions, counted on fakes; what regions make is left out, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from memopt.capture.between import Between, stand_in
+from memopt.compat.fakes import FakeTensorMode
+
+
+def test_eager_code_counts_and_planned_code_does_not() -> None:
+    between = Between()
+    with FakeTensorMode(), between:
+        x = torch.zeros(100)
+        with between.planned():
+            made = x * 2
+        assert between.live_bytes == x.nbytes
+        later = made + 1
+        assert between.live_bytes == x.nbytes + later.nbytes
+        again = made.view(10, 10)
+        assert between.live_bytes == x.nbytes + later.nbytes, "the region's result stays the region's"
+        del again
+    assert between.peak_bytes == 800
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x * x * x,)
+
+
+def test_a_region_runs_as_one_function_whose_memory_is_not_counted() -> None:
+    region, between = fx.symbolic_trace(Squares()), Between()
+    with FakeTensorMode():
+        leaf = torch.ones(100, requires_grad=True)
+        with between:
+            x = leaf * 2
+            (y,) = stand_in(region, between, (x,))
+            before = between.peak_bytes
+            assert before == between.live_bytes == x.nbytes
+            y.sum().backward()
+    assert leaf.grad is not None
+    assert between.peak_bytes >= before

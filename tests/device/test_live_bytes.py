@@ -1,0 +1,72 @@
+"""The counting mode by itself, on real tensors: what it counts, until when, and what its subclasses may add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memopt.device.live_bytes import LiveBytes
+
+
+def test_a_storage_counts_once_until_its_last_view_is_freed() -> None:
+    with LiveBytes() as count:
+        x = torch.zeros(1000)
+        view = x[10:].view(-1, 9)
+        x.add_(1)
+        assert count.live_bytes == 4000
+        y = x * 2
+        assert count.live_bytes == 8000
+        del y, x
+        assert count.live_bytes == 4000, "the view holds it"
+        del view
+    assert count.live_bytes == 0
+    assert count.peak_bytes == 8000
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    x = torch.zeros(100)
+    with LiveBytes() as count:
+        same = x.view(10, 10)
+        y = x + 1
+    assert count.live_bytes == y.nbytes
+    assert same.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_what_is_excluded_or_counted_by_hand() -> None:
+    x, y = torch.zeros(100), torch.zeros(10)
+    count = LiveBytes()
+    count.exclude([x])
+    count.count((x, [y]))
+    assert count.live_bytes == y.nbytes
+    count.count(y)
+    assert count.live_bytes == y.nbytes, "only once"
+
+
+def test_blocks_and_devices() -> None:
+    with LiveBytes(block_bytes=512, device_type="cpu") as count:
+        here = torch.zeros(1)
+        there = torch.zeros(100, device="meta")
+    assert count.live_bytes == 512
+    assert (here.device.type, there.device.type) == ("cpu", "meta")
+
+
+def test_a_peak_that_is_set_back_begins_a_new_phase() -> None:
+    with LiveBytes() as count:
+        x = torch.zeros(100)
+        del x
+        count.peak_bytes = 0
+        y = torch.zeros(10)
+    assert count.peak_bytes == y.nbytes
+
+
+class WithWorkspace(LiveBytes):
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        return 7
+
+
+def test_a_subclass_says_what_kernels_hold_beside_their_tensors() -> None:
+    with WithWorkspace() as count:
+        x = torch.zeros(10)
+    assert count.peak_bytes == x.nbytes + 7
+    assert count.live_bytes == x.nbytes

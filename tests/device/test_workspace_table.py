@@ -1,0 +1,40 @@
+"""Estimates by rule: by name, by kind of operator, and for what no rule knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memopt.device.op_call import describe
+from memopt.device.workspace_table import estimate_workspace
+
+aten = torch.ops.aten
+X = torch.zeros(64, 64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_views_and_fresh_tensors_hold_nothing(device: str) -> None:
+    assert estimate_workspace(describe(aten.view.default, (X, [4096]), {}, X.view(4096)), device) == 0
+    assert estimate_workspace(describe(aten.empty.memory_format, ([3],), {}, torch.empty(3)), device) == 0
+
+
+def test_pointwise_operators_convert_on_the_cpu_only() -> None:
+    call = describe(aten.add.Tensor, (X, X.double()), {}, X.double())
+    assert estimate_workspace(call, "cuda") == 0
+    assert estimate_workspace(call, "cpu") >= X.numel() * 8
+
+
+def test_an_operator_without_a_rule_copies_all_its_tensors() -> None:
+    result: Any = aten.linalg_inv_ex(torch.eye(64))
+    call = describe(aten.linalg_inv_ex.default, (torch.eye(64),), {}, tuple(result))
+    assert estimate_workspace(call, "cuda") >= 2 * X.nbytes
+
+
+def test_16_bit_matmuls_may_sum_in_float32() -> None:
+    half = X.bfloat16()
+    call = describe(aten.mm.default, (half, half), {}, half)
+    assert estimate_workspace(call, "cpu") >= X.nbytes
+    assert estimate_workspace(call, "cuda") == 0
+    assert estimate_workspace(describe(aten.mm.default, (X, X), {}, X), "cpu") == 0

@@ -1,0 +1,87 @@
+"""Prices of an optimiser's step: what is tried on fakes, for fresh and for used optimisers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import memopt
+from memopt.device import hardware
+from memopt.optimizers.offload_optimizer import OffloadedOptimizer
+from memopt.optimizers.one_parameter import PIECE_ELEMENTS
+from memopt.optimizers.optimizer_step_price import NOTHING, OptimizerStepPrice, optimizer_step_price, prices_of_each
+
+A100 = hardware("a100-80")
+USED = [optim.AdamW, optim.Adafactor, optim.RMSprop, optim.RAdam, optim.NAdam, optim.Adamax]
+
+
+def used(make: Callable[..., optim.Optimizer], model: nn.Module, **options: Any) -> optim.Optimizer:
+    """An optimiser after one step, with state for every parameter."""
+    optimizer = make(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_no_optimizer_costs_nothing() -> None:
+    assert optimizer_step_price(None, [torch.zeros(3)], A100) == NOTHING
+    assert optimizer_step_price(optim.SGD, [], A100) == NOTHING
+    assert prices_of_each(None, [torch.zeros(3)], [torch.float32], A100) == [NOTHING]
+
+
+@pytest.mark.parametrize("make", USED)
+def test_a_used_optimizer_is_priced_like_a_fresh_one(make: Callable[..., optim.Optimizer]) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = used(make, model)
+    number = next(iter(optimizer.state.values()))["step"]
+    fresh = optimizer_step_price(make, list(model.parameters()), hardware("cpu"))
+    assert optimizer_step_price(optimizer, list(model.parameters()), hardware("cpu")) == fresh
+    assert next(iter(optimizer.state.values()))["step"] is number
+    assert int(number) == 1, "the optimiser itself did not step"
+
+
+def test_a_used_optimizer_is_priced_parameter_by_parameter() -> None:
+    model = nn.Linear(64, 64)
+    dtypes = [torch.float32, torch.float32]
+    found = prices_of_each(used(optim.AdamW, model), list(model.parameters()), dtypes, hardware("cpu"))
+    assert found == prices_of_each(optim.AdamW, list(model.parameters()), dtypes, hardware("cpu"))
+    weight, bias = found
+    assert weight.state_bytes == 2 * model.weight.nbytes + 4
+    assert bias.arrays == (model.bias.nbytes, model.bias.nbytes)
+
+
+def test_pieces_beyond_the_third_cost_what_the_third_did() -> None:
+    """A parameter of many pieces is tried with few, so that its price does not take the time of all."""
+    small, large = (
+        prices_of_each(
+            optim.AdamW, [torch.empty(many * PIECE_ELEMENTS, device="meta")], [torch.float32], A100, OffloadedOptimizer
+        )[0]
+        for many in (4, 8)
+    )
+    assert isinstance(small, OptimizerStepPrice)
+    assert large.temporary_bytes == small.temporary_bytes
+    assert large.seconds == pytest.approx(2 * small.seconds, rel=0.05)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.second(torch.tanh(self.first(x))).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.Adafactor, optim.RMSprop])
+def test_a_refusal_with_a_used_optimizer_is_a_budget_error(make: Callable[..., optim.Optimizer]) -> None:
+    model = Model().train()
+    optimizer = used(make, model)
+    with pytest.raises(memopt.BudgetError, match="too small for this step"):
+        memopt.optimize(model, 5e-5, example_inputs=(torch.randn(64, 32),), optimizer=optimizer)

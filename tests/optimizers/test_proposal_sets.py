@@ -1,0 +1,51 @@
+"""Combinations of proposals: which fit an optimiser, in which order, and what they do to an account."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn, optim
+
+from memopt.account.account import account_of
+from memopt.device import hardware
+from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS, Proposals, ProposalSet
+from memopt.optimizers.proposal_sets import combinations_of
+from memopt.optimizers.training_facts import TrainingFacts
+
+H100 = hardware("h100")
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+
+
+def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
+    facts = TrainingFacts.of(model(), optim.SGD, H100)
+    found = combinations_of(facts, OPTIMIZER_PROPOSALS)
+    assert len(found) == 2**3 - 1, "8 bits are for Adam"
+    seconds = [proposal_set.added_seconds for proposal_set in found]
+    assert seconds == sorted(seconds)
+    assert {proposal_set.names for proposal_set in found if len(proposal_set.names) == 1} == {
+        (name,) for name in OPTIMIZER_PROPOSALS if name != "low_bit_optimizer"
+    }
+
+
+def test_the_account_has_the_rows_of_the_last_price() -> None:
+    trained = model()
+    account = account_of(trained, [], "adamw", H100)
+    narrow = ProposalSet.of(TrainingFacts.of(trained, "adamw", H100), Proposals.named([BF16_PARAMETERS]))
+    assert narrow.narrows
+    assert narrow.adjusted(account).parameters == account.parameters // 2
+    assert narrow.adjusted(narrow.adjusted(account)) == narrow.adjusted(account)
+
+
+def test_what_is_stepped_in_the_backward_leaves_no_gradients_behind() -> None:
+    trained = model()
+    account = account_of(trained, [], "adamw", H100)
+    inside = ProposalSet.of(TrainingFacts.of(trained, "adamw", H100), Proposals.named([OPTIMIZER_IN_BACKWARD]))
+    adjusted = inside.adjusted(account)
+    assert inside.stepping is not None
+    assert (adjusted.gradients, adjusted.optimizer_temporaries) == (0, 0)
+    assert replace(adjusted, gradients=account.gradients).parameters == account.parameters
