@@ -22,7 +22,7 @@ check: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_private_names.py
+	$(BIN)/python tests/compat/private_names.py
 
 # --clear: a .venv that an interrupted run or another Python left behind is made anew.
 $(INSTALLED): pyproject.toml constraints.txt

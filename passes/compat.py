@@ -1,6 +1,6 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
-Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`. `tools/check_private_names.py`
+Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`. `tests/compat/private_names.py`
 finds private names elsewhere. `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.operators import DecideJoint, Operators
+from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
 from memopt.device.fusion import can_inline, fused_away
 from passes import CANONICAL, FoundReuse, FreeFirst, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
@@ -28,6 +28,8 @@ class JointGraph:
     reads."""
     operators: Operators | None = field(default=None, repr=False, compare=False)
     """The operator graph that this graph was traced from, before and after each pass; None where there was none."""
+    passes: Operators | None = field(default=None, repr=False, compare=False)
+    """The joint graph before and after each pass that was decided for it; None where there was none."""
     fused: bool = False
     """Whether its backend fuses elementwise operators with the operators that read their results."""
     reuses: tuple[FoundReuse, ...] = ()
@@ -62,14 +64,15 @@ class JointGraph:
         With `reinplace`, operands that die in the backward are overwritten, unless the graph is `fused`: such a backend
         reuses their memory itself.
         """
-        module = CANONICAL(traced)
+        module, passed = CANONICAL(traced), None
         if decide is not None:
-            module = CANONICAL(decide(module, forward_outputs)(module))
+            passed = run_joint_passes(module, decide(module, forward_outputs))
+            module = CANONICAL(passed.stages[-1])
         reuses: tuple[FoundReuse, ...] = ()
         if reinplace and not fused:
             module = FreeFirst()(module)
             reuses = find_reuses(module, backward_nodes(module.graph))
-        return cls(module, forward_outputs, parameter_inputs, operators, fused, reuses, trace)
+        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, trace)
 
     @cached_property
     def fingerprint(self) -> str:

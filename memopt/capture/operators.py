@@ -192,6 +192,17 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 
 
+def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
+    """Run passes on a joint graph and keep the graph before and after each. Raises `PassError`."""
+    stages = [joint]
+
+    def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        stages.append(after)
+
+    Pipeline((pipeline,), observer=keep)(joint)
+    return Operators(tuple(stages), (Decision(pipeline),))
+
+
 def to_differentiate(operators: Operators) -> fx.GraphModule:
     """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
     inputs and renumber the others. Nodes traced from a node in `Decision.exact` are marked (see `is_exact`)."""

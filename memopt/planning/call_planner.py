@@ -36,6 +36,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.rewrite import REINPLACE, Rung, ladder, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
+from memopt.rewrite.user_passes import with_passes
 from memopt.training_state import TrainingState
 from passes.ops.fp8_history import forget, new_prefix
 
@@ -87,6 +88,8 @@ class CallPlanner:
         search = search or self.search(situation)
         account = self.account(call, situation)
         account = replace(account, lowering=lowering_bytes, between_regions=captured.between_bytes)
+        if self.options.passes:
+            search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
         for levers in self.lever_sets:
             try:
                 step = self.rewrite_and_price(captured, call, situation, levers)
@@ -103,7 +106,7 @@ class CallPlanner:
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest of the levers has no work.
         """
-        traced = id(captured), self.lever_sets.index(levers)
+        traced = id(captured), self.lever_sets.index(levers) if levers != self.bare else -1
         if traced not in self._traces:
             self._traces[traced] = captured, self._trace(captured, levers.rewriting)
         key = *traced, situation.hooked
@@ -131,6 +134,8 @@ class CallPlanner:
         if captured.whole:
             sizes = self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
+        if self.options.passes:
+            notes += (f"passes of your own ran, and memopt does not know what they change: {self.options.passes!r}",)
         if self.fuses and not all(joint.fused for joint in joints):
             notes += (NOT_FUSED,)
         notes += self.options.notes(self.device().type)
@@ -144,6 +149,7 @@ class CallPlanner:
             rewriting,
             "recompute" in self.options.allow,
             offload_link(self.card, self.options.allow),
+            solvers=self.options.solvers,
         )
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
@@ -262,11 +268,27 @@ class CallPlanner:
         return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
+    def bare(self) -> Rung:
+        """No levers, and no passes of the user's own: the call as captured."""
+        return Rung((), self.rewriting)
+
+    @property
     def lever_sets(self) -> tuple[Rung, ...]:
-        """What is done to it with more and more levers pulled, the cheapest first."""
+        """What is done to it with more and more levers pulled, the cheapest first, and the user's passes in all."""
         drop_logits = self.options.outputs == "loss_only"
-        return ladder(
+        found = ladder(
             self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
+        )
+        if not self.options.passes:
+            return found
+        names = tuple(dict.fromkeys(user_pass.name for user_pass in self.options.passes))
+        return tuple(
+            replace(
+                levers,
+                levers=(*names, *levers.levers),
+                rewriting=with_passes(levers.rewriting, self.options.passes),
+            )
+            for levers in found
         )
 
     def types(self) -> AbstractContextManager[None]:

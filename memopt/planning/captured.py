@@ -23,7 +23,7 @@ from memopt.price.parameter_steps import ParameterSteps
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice, PricedGraph, PricedParameterStep
 from memopt.price.scheduled_nodes import is_scheduled
-from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution
+from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution, Solver
 from passes.graphs.node_facts import is_tangent
 
 
@@ -49,6 +49,8 @@ class Captured:
     """The road over which activations may wait on the host; None: they may not."""
     stepping: Stepping | None = None
     """How the optimiser steps within the backward; None: after it."""
+    solvers: tuple[Solver, ...] = ()
+    """The user's own solvers, asked beside memopt's."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same without `stepping`: what prices are known of."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
@@ -102,6 +104,7 @@ class Captured:
                 self._joined[key] = replace(
                     join(self._prices(accumulating, key[1], left, reinplace=reinplace)),
                     recompute=self.recompute,
+                    solvers=self.solvers,
                     link=self.link,
                     given=self._given(),
                     major=self.hardware.major,
@@ -167,6 +170,8 @@ class Joined:
     """Whether anything may be evaluated again."""
     link: Link | None = None
     """The road over which activations may wait on the host; None: they may not."""
+    solvers: tuple[Solver, ...] = ()
+    """The user's own solvers, asked beside memopt's."""
     given: tuple[int, ...] = ()
     """Bytes of each tensor that the regions are given."""
     major: int = 0
@@ -188,7 +193,7 @@ class Joined:
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:
-        return Portfolio(self.problem) if self.recompute else SaveAll(self.problem)
+        return (Portfolio if self.recompute else SaveAll)(self.problem, self.solvers)
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:

@@ -79,6 +79,7 @@ class Job:
             (state.gradients_held, state.other_forwards),
             optimizer,
             (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
+            [_own(extension) for extension in (*options.passes, *options.solvers)],
             (card, card.name != "cpu" and (expandable_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
@@ -175,6 +176,12 @@ def _optimizer(optimizer: Any) -> Any | None:
     if isinstance(optimizer, torch.optim.Optimizer):
         return _optimizer(type(optimizer)), [_group(group, optimizer.state) for group in optimizer.param_groups]
     return None
+
+
+def _own(extension: object) -> tuple[str, str, str, str]:
+    """A pass or a solver of the user's: its options, its name, and its source."""
+    kind = type(extension)
+    return repr(extension), kind.__module__, kind.__qualname__, _source(kind)
 
 
 def _source(kind: type) -> str:

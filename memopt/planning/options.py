@@ -7,7 +7,7 @@ import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
@@ -16,24 +16,13 @@ from memopt.errors import GIB
 from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
 from memopt.rewrite.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
-from memopt.solver import RematProblem, Schedule
+from memopt.solver import Solver
 from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
-
-
-class Solver(Protocol):
-    """Proposes schedules for a problem and a budget; the simulator judges them."""
-
-    @property
-    def name(self) -> str:
-        """What a plan calls its method."""
-
-    def candidates(self, problem: RematProblem, budget_bytes: int) -> Iterable[Schedule]:
-        """Schedules that may fit, the best or not."""
 
 
 class StepOptions(TypedDict, total=False):

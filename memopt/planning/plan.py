@@ -163,7 +163,7 @@ class Plan:
         captured = self._source().captured
         if stage in (None, "scheduled"):
             return schedule_diff(captured, self.regions)
-        return passes_diff(captured.operators, str(stage))
+        return passes_diff(captured, str(stage))
 
     def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each

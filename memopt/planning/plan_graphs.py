@@ -12,7 +12,6 @@ from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from passes import GraphDiff, diff_graphs
 
 if TYPE_CHECKING:
-    from memopt.capture.operators import Operators
     from memopt.planning.captured import Captured
 
 
@@ -64,16 +63,19 @@ def schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule]) -> Pl
     return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), recomputed, offloaded)
 
 
-def passes_diff(operators: Sequence[Operators], stage: str) -> PlanDiff:
-    """What passes did to the operator graphs: all of them ("operators"), one pass, or one labelled pipeline.
+def passes_diff(captured: Captured, stage: str) -> PlanDiff:
+    """What passes did: all of them on the operator graphs ("operators"), or one pass or labelled pipeline, on the
+    operator graphs or the joint graphs.
 
     Raises `ValueError` for a stage that no region went through.
     """
+    operators = captured.operators
     if stage == "operators" and operators:
         return PlanDiff(tuple(diff_graphs(region.stages[0], region.stages[-1]) for region in operators))
-    spans = [(*span, region.reasons(stage)) for region in operators if (span := region.span(stage))]
+    graphs = (*operators, *(region.passes for region in captured.regions if region.passes))
+    spans = [(*span, graph.reasons(stage)) for graph in graphs if (span := graph.span(stage))]
     if not spans:
-        names = ["operators", *dict.fromkeys(name for region in operators for name in region.names)]
-        known = "".join(f", {name!r}" for name in names if operators)
+        names = ["operators"] * bool(operators) + list(dict.fromkeys(name for graph in graphs for name in graph.names))
+        known = "".join(f", {name!r}" for name in names)
         raise ValueError(f"no stage {stage!r} to show; there is 'scheduled', against 'captured'{known}")
     return PlanDiff(tuple(diff_graphs(before, after, notes=reasons) for before, after, reasons in spans))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check_private_names import ALLOWED, CHECKED, checked_files, main, private_names
+from tests.compat.private_names import ALLOWED, CHECKED, checked_files, main, private_names
 
 ROOT = Path(__file__).parents[2]
 HERE = Path("memopt/somewhere.py")
@@ -92,6 +92,6 @@ def test_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_this_tree_has_none() -> None:
-    command = [sys.executable, "tools/check_private_names.py", *CHECKED]
+    command = [sys.executable, "tests/compat/private_names.py", *CHECKED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,6 +1,6 @@
 """Finds private names of torch outside the modules that are meant to hold them: memopt/compat/ and passes/compat.py.
 
-`python tools/check_private_names.py [path ...]` prints `file:line: name` for each and exits with 1 if there are any.
+`python tests/compat/private_names.py [path ...]` prints `file:line: name` for each and exits with 1 if there are any.
 
 A private name is one that begins with a single underscore. Found are imports (`from torch._dynamo import config`),
 names read through a torch module (`torch._C._current_graph_task_id`), and private attributes of any object that the

@@ -1,0 +1,43 @@
+"""The user's own passes as part of a rewriting: they run behind memopt's on the graphs that they are written for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Rewriting
+from passes import Pass, Pipeline, passes_for
+
+
+@dataclass(frozen=True)
+class RunPasses:
+    """Decides that passes run on the operator graph of every region."""
+
+    passes: tuple[Pass, ...]
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        return Decision(Pipeline(self.passes))
+
+
+@dataclass(frozen=True)
+class RunJointPasses:
+    """Decides that passes run on every joint graph, behind those of another decision."""
+
+    passes: tuple[Pass, ...]
+    before: DecideJoint | None = None
+
+    def __call__(self, joint: fx.GraphModule, forward_outputs: int) -> Pipeline:
+        first = () if self.before is None else (self.before(joint, forward_outputs),)
+        return Pipeline((*first, *self.passes))
+
+
+def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
+    """The rewriting with the user's passes behind all others. Raises `TypeError` for what is no `Pass`."""
+    on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
+    if on_operators:
+        rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))
+    if on_joint:
+        rewriting = replace(rewriting, joint=RunJointPasses(on_joint, rewriting.joint))
+    return rewriting
