@@ -34,7 +34,7 @@ from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite import REINPLACE, Rung, ladder, offload_link
+from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.training_state import TrainingState
 from passes.ops.fp8_history import forget, new_prefix
@@ -98,7 +98,7 @@ class CallPlanner:
                 return plan
         return search.best()[0]
 
-    def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: Rung) -> Captured:
+    def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
         """A captured call with some levers pulled: rewritten, differentiated, priced for the card.
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest of the levers has no work.
@@ -169,12 +169,12 @@ class CallPlanner:
         notes = (*self.options.notes(self.device().type), *proposing.notes)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
-    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rung], Candidate | None]:
+    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[LeverSet], Candidate | None]:
         """What gives the call with some levers as it will be once the parameters are in bf16; None where its code
         cannot mix the dtypes that it then meets."""
         captures: list[CapturedCall] = []
 
-        def step(levers: Rung) -> Candidate | None:
+        def step(levers: LeverSet) -> Candidate | None:
             with suppress(NothingToRewrite, CaptureError):
                 if not captures:
                     captures.append(self.capture_on_fakes(call, self.proposing.narrowing()))
@@ -262,10 +262,10 @@ class CallPlanner:
         return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
-    def lever_sets(self) -> tuple[Rung, ...]:
+    def lever_sets(self) -> tuple[LeverSet, ...]:
         """What is done to it with more and more levers pulled, the cheapest first."""
         drop_logits = self.options.outputs == "loss_only"
-        return ladder(
+        return lever_sets(
             self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
         )
 
