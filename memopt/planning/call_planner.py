@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -37,7 +36,7 @@ from memopt.recent import Recent
 from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.training_state import TrainingState
-from passes.ops.fp8_history import forget, new_prefix
+from passes.ops.fp8_history import histories_of
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
@@ -66,9 +65,8 @@ class CallPlanner:
         """Priced steps, by the same and the parameters with hooks: another situation traces and prices nothing."""
         self._data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
-        self.histories = new_prefix()
-        """The prefix of the names under which 8-bit layers keep the magnitudes of earlier steps."""
-        weakref.finalize(self, forget, self.histories)
+        self.histories = histories_of(model).prefix
+        """What the names begin with under which the model's 8-bit layers remember magnitudes."""
 
     def plan(
         self,

@@ -9,6 +9,8 @@ import torch
 
 from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.generators import random_state, set_random_state
+from memopt.train.ranks import unwrapped
+from passes.ops.fp8_history import histories_state, load_histories
 
 if TYPE_CHECKING:
     from memopt.train.train_step import TrainStep
@@ -17,6 +19,7 @@ StateDict = dict[str, Any]
 KEYS = frozenset(
     {"number", "accumulate", "optimizers", "schedulers", "scaler", "effective_batch", "gradients", "generators"}
 )
+"""What every state has. `"fp8_histories"` may be missing, from a version that did not save them."""
 
 
 def state_of(step: TrainStep) -> StateDict:
@@ -31,6 +34,7 @@ def state_of(step: TrainStep) -> StateDict:
         "effective_batch": asdict(step.effective_batch),
         "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
         "generators": random_state({parameter.device for parameter in parameters}),
+        "fp8_histories": histories_state(unwrapped(step.model)),
     }
 
 
@@ -40,6 +44,7 @@ def restore(step: TrainStep, state: StateDict) -> None:
     Raises `ValueError` where the state is of a TrainStep built otherwise, before anything is changed.
     """
     _check(step, state)
+    load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.ops import fp8_history, fp8_ops
+from passes.ops import fp8_ops
 from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, quantize, scale_shape, turned
-from passes.ops.fp8_history import fp8_delayed_scale
+from passes.ops.fp8_history import Histories, fp8_delayed_scale
 from passes.ops.fp8_kernels import Operand
 from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS, fp8_dequantize, fp8_matmul, fp8_quantize, fp8_quantize_by
 from tests.passes.operators import norm_error
@@ -111,27 +111,9 @@ def test_fakes_are_as_what_they_stand_for(tile: str) -> None:
         check(fp8_quantize_by, (torch.randn(96, 160), scale, E5M2), test_utils="test_faketensor")
 
 
-def test_a_delayed_scale_is_of_the_largest_of_the_last_16() -> None:
-    prefix = fp8_history.new_prefix()
-    ask = lambda value: float(fp8_delayed_scale(torch.tensor([value, -1.0]), E4M3, prefix) * 448)  # noqa: E731
-    assert ask(3.0) == pytest.approx(3.0)  # nothing is known yet
-    assert ask(8.0) == pytest.approx(3.0)
-    assert ask(2.0) == pytest.approx(8.0)
-    assert [ask(2.0) for _ in range(15)] == pytest.approx([8.0] * 15)
-    assert ask(2.0) == pytest.approx(2.0)
-    fp8_history.forget(prefix)
-    assert ask(5.0) == pytest.approx(5.0)
-
-
-def test_a_delayed_scale_forgets_what_is_not_finite() -> None:
-    prefix = fp8_history.new_prefix()
-    fp8_delayed_scale(torch.tensor([3.0]), E4M3, prefix)
-    assert not fp8_delayed_scale(torch.tensor([float("inf")]), E4M3, prefix).isfinite()
-    assert float(fp8_delayed_scale(torch.tensor([1.0]), E4M3, prefix) * 448) == pytest.approx(3.0)
-
-
 def test_delayed_scaling_is_near_the_layer_after_a_step() -> None:
-    prefix = fp8_history.new_prefix()
+    histories = Histories()
+    prefix = histories.prefix
     x, weight, bias = leaves(BF16)
     expected = results(F.linear, *(each.detach().float().requires_grad_() for each in (x, weight, bias)))
     for _ in range(2):
