@@ -6,13 +6,13 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from passes.graph_pass import Pass, PassError
+from passes.graph_pass import GraphKind, Pass, PassError
 from passes.graphs.lazy_code import LazyCode
 from passes.graphs.node_facts import is_pure, is_random, may_write
 
@@ -42,6 +42,8 @@ class ApplySchedule(Pass):
         relu_again = aten.relu(addmm)
         mm_1 = aten.mm(tangents_1, relu_again)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     evaluations: tuple[str, ...]
     boundary: int

@@ -8,9 +8,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, check_signature
 from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from passes.patterns.logits_path import NoMatch, Step
@@ -137,13 +138,6 @@ class _Rewrite:
         self.match.loss.replace_all_uses_with(result)
         self._erase(self.match.loss)
 
-    def _call(self, target: Any, like: Node, *args: Any, **kwargs: Any) -> Node:
-        name = target.__name__.partition(".")[0]
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
-        refresh(node)
-        return node
-
     def _move(self, step: Step, source: Node) -> Node:
         """The call of a step, on the layer's input."""
         node = step.node
@@ -153,7 +147,8 @@ class _Rewrite:
             sizes: Any = node.args[1]
             target, arguments[1] = aten.reshape.default, [*sizes[:-1], self.width]
         with self.graph.inserting_before(node):
-            return self._call(target, node, *arguments, **node.kwargs)
+            options: dict[str, Any] = dict(node.kwargs)
+            return new_call(node, target, *arguments, **options)
 
     def _measure(self, reader: Node, step: Step, source: Node) -> None:
         """Have a size be read from the layer's input."""
@@ -168,16 +163,16 @@ class _Rewrite:
         """[rows, width]"""
         dims = source.meta["val"].dim()
         if class_dim != dims - 1:
-            source = self._call(aten.movedim.int, self.match.loss, source, class_dim, -1)
-        return source if dims == 2 else self._call(aten.reshape.default, self.match.loss, source, [-1, self.width])
+            source = new_call(self.match.loss, aten.movedim.int, source, class_dim, -1)
+        return source if dims == 2 else new_call(self.match.loss, aten.reshape.default, source, [-1, self.width])
 
     def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
         match, loss = self.match, self.match.loss
         weight, target = match.linear.weight, match.target
         if match.linear.transposed:
-            weight = self._call(aten.t.default, loss, weight)
+            weight = new_call(loss, aten.t.default, weight)
         if target.meta["val"].dim() != 1:
-            target = self._call(aten.reshape.default, loss, target, [-1])
+            target = new_call(loss, aten.reshape.default, target, [-1])
         formula = match.path.formula
         options = {
             "reduction": match.reduction,
@@ -190,11 +185,11 @@ class _Rewrite:
         usual = {each.name: each.default_value for each in schema_of(LINEAR_CROSS_ENTROPY).arguments if each.kwarg_only}
         given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
-        result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)
+        result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
         if match.negated:
-            result = self._call(aten.neg.default, loss, result)
+            result = new_call(loss, aten.neg.default, result)
         dtype = loss.meta["val"].dtype
-        return result if result.meta["val"].dtype == dtype else self._call(aten.to.dtype, loss, result, dtype)
+        return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
 
     def _return_nothing(self) -> None:
         """An empty tensor for each returned one."""
@@ -207,14 +202,14 @@ class _Rewrite:
                     0 if dim == step.class_dim else self._size(source, dim) for dim in range(node.meta["val"].dim())
                 ]
                 dtype = node.meta["val"].dtype
-                empty = self._call(aten.new_empty.default, node, source, sizes, dtype=dtype)
+                empty = new_call(node, aten.new_empty.default, source, sizes, dtype=dtype)
             output = self.graph.output_node()
             output.replace_input_with(node, empty)
             self._erase(node)
 
     def _size(self, node: Node, dim: int) -> Any:
         size = node.meta["val"].shape[dim]
-        return size if isinstance(size, int) else self._call(aten.sym_size.int, node, node, dim)
+        return size if isinstance(size, int) else new_call(node, aten.sym_size.int, node, dim)
 
     def _erase(self, node: Node) -> None:
         """Erase what computed only the logits: everything above a node that nobody reads, up to the layer's input."""

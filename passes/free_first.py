@@ -3,11 +3,12 @@
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
 from passes.graphs.node_facts import is_pure, tensors
 from passes.graphs.op_kinds import is_view
 
@@ -28,6 +29,8 @@ class FreeFirst(Pass):
         of_weight: f32[4, 16] = aten.mm(transposed, activation)
         passed: f32[8, 16] = aten.mm(gradient, weight)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph

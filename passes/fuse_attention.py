@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import binds_new_symbols
 from passes.graphs.op_kinds import op_name
 from passes.graphs.propagate import on_stored_values, refresh
@@ -130,12 +131,7 @@ class _Rewrite:
             _refresh_behind(result)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        name = target.__name__.partition(".")[0]
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        kept = {key: each for key, each in self.match.softmax.meta.items() if key in ("nn_module_stack", "stack_trace")}
-        node.meta.update(kept)
-        refresh(node)
-        return node
+        return new_call(self.match.softmax, target, *args, **kwargs)
 
     def _query_mask_scale(self) -> tuple[Node, Node | None, float]:
         """What was done to the scores, done to a mask that begins as zeros; a plain bool where that is all."""

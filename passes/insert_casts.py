@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 from passes.graphs.op_kinds import (
     fills_with,
@@ -115,12 +116,10 @@ def _wider(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
-    with graph.inserting_before(user):
-        cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name="to")
     # A cast belongs to the module whose operator needs it.
     place = value if user.op == "output" else user
-    cast.meta.update({key: each for key, each in place.meta.items() if key in ("nn_module_stack", "stack_trace")})
-    refresh(cast)
+    with graph.inserting_before(user):
+        cast = new_call(place, torch.ops.aten.to.dtype, value, dtype)
     if not _wider(value.meta["val"].dtype, dtype):
         return cast
     _hold_ancestors(value, torch.finfo(dtype).max)

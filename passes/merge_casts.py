@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call, replace_node
 from passes.graphs.node_facts import may_write, storages
 from passes.graphs.op_kinds import is_cast, moves_data
 from passes.graphs.propagate import on_stored_values, refresh
@@ -73,8 +74,7 @@ def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
     for node, source, dtype in _plain_casts(graph, written):
         inner = source.args[0] if is_cast(source) else None
         if source.meta["val"].dtype == dtype and not (node in returned and source in returned):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            replace_node(node, source)
             changed = True
         elif isinstance(inner, Node) and _exact(inner, source) and not storages(inner) & written:
             # Widening has rounded nothing: the second cast may as well read what the first one read.
@@ -100,8 +100,7 @@ def _share(graph: Graph, written: frozenset[Hashable]) -> bool:
     for node, source, dtype in _plain_casts(graph, written):
         first = first_of.setdefault((source, dtype), node)
         if first is not node and node not in returned:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_node(node, first)
             changed = True
     return changed
 
@@ -118,17 +117,14 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
         if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
         with graph.inserting_after(_last_of_its_line(origin)):
-            cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (origin, dtype), name="to")
-        cast.meta.update({key: each for key, each in group[0].meta.items() if key != "val"})
-        refresh(cast)
+            cast = new_call(group[0], torch.ops.aten.to.dtype, origin, dtype)
         for node in group:
             (moved,) = node.all_input_nodes
             with graph.inserting_before(node):
                 again = graph.node_copy(moved)
             again.replace_input_with(origin, cast)
             refresh(again)
-            node.replace_all_uses_with(again)
-            graph.erase_node(node)
+            replace_node(node, again)
             if not moved.users:
                 graph.erase_node(moved)
         return True
@@ -148,9 +144,7 @@ def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
             mover.replace_input_with(node, source)
             refresh(mover)
             with graph.inserting_after(mover):
-                cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (mover, dtype), name="to")
-            cast.meta.update({key: each for key, each in mover.meta.items() if key != "val"})
-            refresh(cast)
+                cast = new_call(mover, torch.ops.aten.to.dtype, mover, dtype)
             mover.replace_all_uses_with(cast)
             cast.update_arg(0, mover)
         graph.erase_node(node)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.edit import replace_node
 from passes.graphs.node_facts import (
     argument_key,
     backward_nodes,
@@ -57,8 +58,7 @@ class MergeCommonSubexpressions(Pass):
             key = (node.target, argument_key((node.args, node.kwargs)), apart, writes_so_far)
             first = first_of.setdefault(key, node)
             if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
+                replace_node(node, first)
         return graph_module
 
 

@@ -1,11 +1,13 @@
 """Activations that are kept for the backward in 16 bits, while the forward computes with all of their bits."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import op_name, promotes
 from passes.graphs.propagate import on_stored_values, refresh
@@ -30,6 +32,8 @@ class NarrowSaved(Pass):
         _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, wide, -1, f32)
     """
 
+    graph: ClassVar[GraphKind] = "joint"
+
     values: tuple[str, ...]
     dtype: torch.dtype
 
@@ -51,8 +55,7 @@ class NarrowSaved(Pass):
         narrow = next((user for user in value.users if self._rounds(user) and user not in backward), None)
         if narrow is None:
             with value.graph.inserting_after(value):
-                narrow = value.graph.create_node("call_function", _CAST, (value,), {"dtype": self.dtype}, name="narrow")
-            self._describe(narrow, value)
+                narrow = new_call(value, _CAST, value, dtype=self.dtype, node_name="narrow")
         for reader in [each for each in readers if _widens(each, value)]:
             readers.remove(reader)
             reader.replace_input_with(value, narrow)
@@ -60,21 +63,12 @@ class NarrowSaved(Pass):
         if not readers:
             return
         with value.graph.inserting_before(readers[0]):
-            wide = value.graph.create_node(
-                "call_function", _CAST, (narrow,), {"dtype": value.meta["val"].dtype}, name="wide"
-            )
-        self._describe(wide, readers[0])
+            wide = new_call(readers[0], _CAST, narrow, dtype=value.meta["val"].dtype, node_name="wide")
         for reader in readers:
             reader.replace_input_with(value, wide)
 
     def _rounds(self, node: Node) -> bool:
         return node.target is _CAST and node.meta["val"].dtype == self.dtype and set(node.kwargs) == {"dtype"}
-
-    @staticmethod
-    def _describe(cast: Node, place: Node) -> None:
-        """A cast belongs to the module and to the half of the graph where it stands."""
-        cast.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
-        refresh(cast)
 
 
 def _widens(reader: Node, value: Node) -> bool:

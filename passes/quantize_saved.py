@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_view
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
@@ -38,6 +39,8 @@ class QuantizeSaved(Pass):
         fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
         mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     values: tuple[str, ...]
 
@@ -66,9 +69,9 @@ def _quantize(value: Node, backward: list[Node]) -> None:
     shape, dtype = value.meta["val"].shape, value.meta["val"].dtype
     narrow, scale = _copy_there_is(value, frozenset(backward)) or _new_copy(value)
     with value.graph.inserting_before(readers[0]):
-        given = _call(readers[0], DEQUANTIZE, narrow, scale, dtype)
+        given = new_call(readers[0], DEQUANTIZE, narrow, scale, dtype)
         if len(shape) != 2:
-            given = _call(readers[0], _RESHAPE, given, list(shape))
+            given = new_call(readers[0], _RESHAPE, given, list(shape))
     for reader in readers:
         reader.replace_input_with(value, given)
 
@@ -104,21 +107,11 @@ def _new_copy(value: Node) -> tuple[Node, Node]:
     with graph.inserting_after(value):
         rows = value
         if len(shape) != 2:
-            rows = _call(value, _RESHAPE, value, [-1, shape[-1]])
+            rows = new_call(value, _RESHAPE, value, [-1, shape[-1]])
     with graph.inserting_after(rows):
-        copy = _call(value, QUANTIZE, rows, E4M3, _TILE)
+        copy = new_call(value, QUANTIZE, rows, E4M3, _TILE)
     found = [copy]
     for index in (0, 1):
         with graph.inserting_after(found[-1]):
-            found.append(graph.call_function(operator.getitem, (copy, index)))
-        described = {key: each for key, each in copy.meta.items() if key != "val"}
-        found[-1].meta.update(described, val=copy.meta["val"][index])
+            found.append(new_call(copy, operator.getitem, copy, index))
     return found[1], found[2]
-
-
-def _call(place: Node, target: Any, *args: Any) -> Node:
-    """A call that belongs to the module, and to the half of the graph, of the node where it stands."""
-    node = place.graph.create_node("call_function", target, args, name=target.__name__.partition(".")[0])
-    node.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
-    refresh(node)
-    return node

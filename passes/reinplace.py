@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
 from passes.graphs.memory_groups import MemoryGroups
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.inplace_ops import InplaceVariant, inplace_variants
@@ -52,6 +52,8 @@ class Reinplace(Pass):
         relu: f32[4, 2] = aten.relu_(mm)
         add: f32[4, 2] = aten.add.out(x, relu, out=relu)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     reuses: tuple[FoundReuse, ...] | None = None
 

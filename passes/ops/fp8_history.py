@@ -37,8 +37,8 @@ class Histories:
     def scale(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, and remembers the magnitude of `x`.
 
-        Where nothing is remembered under that name, it is the scale for `x` itself. Where `x` is not finite, the scale is
-        not a number and nothing is remembered.
+        Where nothing is remembered under that name, it is the scale for `x` itself. Where `x` is not finite, the scale
+        is not a number and nothing is remembered.
         """
         now = amax(x)
         finite = now.isfinite()

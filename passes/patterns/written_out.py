@@ -7,9 +7,9 @@ import torch
 from torch.fx import Node
 
 from passes.compat import statically_known_true
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import storages
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
-from passes.graphs.propagate import refresh
 from passes.patterns.logits_path import NoMatch
 
 
@@ -41,13 +41,9 @@ def check_unwritten(values: Collection[Node], first: Node, last: Node) -> None:
 
 
 def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new call, with its value, that says it is from where `like` is; see `on_stored_values`."""
-    graph, name = place.graph, target.__name__.partition(".")[0]
-    with graph.inserting_before(place):
-        node = graph.create_node("call_function", target, args, kwargs, name=name)
-    node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
-    refresh(node)
-    return node
+    """Returns `new_call(like, target, ...)`, made in front of `place`."""
+    with place.graph.inserting_before(place):
+        return new_call(like, target, *args, **kwargs)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
