@@ -9,7 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.node_facts import is_pure, tensors
+from passes.graphs.aliases import Block, find_aliases
+from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import is_view
 
 
@@ -62,50 +63,45 @@ def _runs(graph: Graph) -> Iterator[list[Node]]:
 
 
 class _Memory:
-    """The blocks of memory of a graph, each named by the node that is one of a call's results: who makes and who reads
-    it, and its bytes. Blocks that are there before or are returned are never freed, and not listed."""
+    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes.
+
+    Blocks that are there before the graph runs are never freed, and not listed. Nor are the elements of tuples that
+    nothing takes out.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.block: dict[Node, Node] = {}
-        self.made: dict[Node, list[Node]] = {}
-        self.read: dict[Node, set[Node]] = {}
-        self.readers: dict[Node, set[Node]] = {}
+        aliases = find_aliases(graph)
+        held = {block for node, blocks in aliases.of.items() if _is_tensor(node) for block in blocks}
+        self.bytes = {block: _bytes(aliases.blocks[block]) for block in held if _is_made_here(aliases.blocks[block])}
+        self.made: dict[Node, list[int]] = {}
+        self.read: dict[Node, set[int]] = {}
+        self.readers: dict[int, set[Node]] = {}
         self.depends: dict[Node, set[Node]] = {}
-        returned = set()
         for node in graph.nodes:
-            sources = node.all_input_nodes
-            blocks = {self.block[each] for each in sources if each in self.block}
-            calls = {each for source in sources for each in self._calls(source)}
-            if node.op == "output":
-                returned = blocks
-            elif (maker := _maker(node)) is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                self.block[node] = node
-                self.made.setdefault(maker, []).append(node)
-            elif _follows(node) and sources and sources[0] in self.block:
-                self.block[node] = self.block[sources[0]]
-            self.depends[node] = calls
-            if not _follows(node):
-                self.read[node] = blocks
-                for each in blocks:
-                    self.readers.setdefault(each, set()).add(node)
-        self.returned = returned
-        self.bytes = {block: _bytes(block) for block in self.block.values()}
+            self.depends[node] = {call for source in node.all_input_nodes for call in self._calls(source)}
+            if _follows(node):
+                continue
+            self.made[node] = [block for block in aliases.made_by(node) if block in self.bytes]
+            self.read[node] = self.bytes.keys() & set(aliases.read_by(node))
+            for block in self.read[node]:
+                self.readers.setdefault(block, set()).add(node)
+        self.returned = self.read[graph.output_node()]
 
     def _calls(self, node: Node) -> set[Node]:
         return self.depends[node] if _follows(node) else {node}
 
 
-def _maker(node: Node) -> Node | None:
-    """The call whose result, or an element of whose results, a node is; None for what looks at older memory."""
-    while node.target is operator.getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node if node.op in ("call_function", "call_module") and not _follows(node) else None
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _bytes(node: Node) -> int | None:
+def _is_made_here(block: Block) -> bool:
+    return block.maker.op in ("call_function", "call_module")
+
+
+def _bytes(block: Block) -> int | None:
     """None where a size is a symbol."""
-    value = next(tensors(node.meta["val"]))
-    size = value.numel() * value.element_size()
+    size = block.value.numel() * block.value.element_size()
     return size if isinstance(size, int) else None
 
 
@@ -144,23 +140,23 @@ class _Order:
         freed, made, left, freed_before = (size or 0 for size in sizes)
         return freed > made and left >= freed_before
 
-    def _freed(self, call: Node) -> set[Node]:
+    def _freed(self, call: Node) -> set[int]:
         """Blocks that the call is the last to read."""
         return {block for block in self.memory.read[call] - self.memory.returned if self._is_last(call, block)}
 
-    def _is_last(self, call: Node, block: Node) -> bool:
+    def _is_last(self, call: Node, block: int) -> bool:
         """Whether all that read a block stand up to the call, or in front of the run."""
         return all(
             self.place[each] <= self.place[call] if each in self.place else each < self.first
             for each in self.memory.readers[block]
         )
 
-    def _left(self, call: Node) -> set[Node]:
+    def _left(self, call: Node) -> set[int]:
         """Blocks that the call makes and does not lose at once."""
         made = set(self.memory.made.get(call, ()))
         return {block for block in made if block in self.memory.returned or self.memory.readers.get(block)}
 
-    def _sum(self, blocks: Iterable[Node]) -> int | None:
+    def _sum(self, blocks: Iterable[int]) -> int | None:
         sizes = [self.memory.bytes[block] for block in blocks]
         return None if None in sizes else sum(size or 0 for size in sizes)
 

@@ -8,8 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.aliases import storages
 from passes.graphs.edit import new_call, replace_node
-from passes.graphs.node_facts import may_write, storages
+from passes.graphs.node_facts import may_write
 from passes.graphs.op_kinds import is_cast, moves_data
 from passes.graphs.propagate import on_stored_values, refresh
 

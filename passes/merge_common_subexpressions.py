@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.aliases import storages
 from passes.graphs.edit import replace_node
 from passes.graphs.node_facts import (
     argument_key,
@@ -13,7 +14,6 @@ from passes.graphs.node_facts import (
     binds_new_symbols,
     is_pure,
     may_write,
-    storages,
     tensors,
 )
 

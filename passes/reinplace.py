@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.memory_groups import MemoryGroups
+from passes.graphs.aliases import Aliases, find_cautious_aliases
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.inplace_ops import InplaceVariant, inplace_variants
 from passes.patterns.written_out import same_sizes
@@ -76,48 +76,53 @@ class _Reuse:
 def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
     """Each judged by the graph as it stands: where one takes a block over, no call behind looks at that block under an
     old name, and the result counts as memory of its own."""
-    groups = MemoryGroups(graph_module.graph)
+    aliases = find_cautious_aliases(graph_module.graph)
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-    found = (next(_of(node, groups, among), None) for node in calls if among is None or node in among)
+    found = (next(_of(node, aliases, among), None) for node in calls if among is None or node in among)
     return [reuse for reuse in found if reuse is not None]
 
 
 def _named(graph_module: GraphModule, wanted: Sequence[FoundReuse]) -> list[_Reuse]:
-    groups = MemoryGroups(graph_module.graph)
+    aliases = find_cautious_aliases(graph_module.graph)
     calls = named_nodes(graph_module.graph, [each.name for each in wanted])
     found = []
     for call, each in zip(calls, wanted, strict=True):
-        reuse = next((reuse for reuse in _of(call, groups) if reuse.operand.name == each.operand), None)
+        reuse = next((reuse for reuse in _of(call, aliases) if reuse.operand.name == each.operand), None)
         if reuse is None:
             raise VerifyError(each.name, f"it cannot write over {each.operand}", "take what find_reuses finds")
         found.append(reuse)
     return found
 
 
-def _of(node: Node, groups: MemoryGroups, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
+def _of(node: Node, aliases: Aliases, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
     """The operands that a call can write over, of memory that is made by one `among` others."""
     for variant in inplace_variants(node.target):
         operands = node.args if variant.out else node.args[:1]
         for operand in operands:
-            if not isinstance(operand, Node) or (among is not None and groups.block(operand) not in among):
+            if not isinstance(operand, Node) or not _is_among(operand, aliases, among):
                 continue
-            if _dies(node, operand, groups) and _fits(node, operand, groups):
+            if _dies(node, operand, aliases) and _fits(node, operand, aliases):
                 yield _Reuse(node, operand, variant)
 
 
-def _dies(node: Node, operand: Node, groups: MemoryGroups) -> bool:
+def _is_among(operand: Node, aliases: Aliases, among: Collection[Node] | None) -> bool:
+    block = aliases.own_block(operand)
+    return among is None or (block is not None and aliases.blocks[block].maker in among)
+
+
+def _dies(node: Node, operand: Node, aliases: Aliases) -> bool:
     """Whether the call is the last to look at the operand's memory, and looks at it under this name alone."""
-    block = groups.block(operand)
-    if block is None or groups.last_read(block) > groups.place[node]:
+    block = aliases.own_block(operand)
+    if block is None or node < aliases.last_reader[block]:
         return False
-    return not any(block in groups.makers[each] for each in node.all_input_nodes if each is not operand)
+    return not any(block in aliases.of[source] for source in node.all_input_nodes if source is not operand)
 
 
-def _fits(node: Node, operand: Node, groups: MemoryGroups) -> bool:
+def _fits(node: Node, operand: Node, aliases: Aliases) -> bool:
     """Whether the operand is all of its memory, each element once, and the result is laid out like it."""
-    result, value, block = node.meta["val"], operand.meta["val"], groups.block(operand)
+    block = aliases.own_block(operand)
     assert block is not None
-    whole = block.meta["val"]
+    result, value, whole = node.meta["val"], operand.meta["val"], aliases.blocks[block].value
     return (
         result.is_floating_point()
         and (result.dtype, result.device) == (value.dtype, value.device)

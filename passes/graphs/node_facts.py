@@ -1,4 +1,4 @@
-"""What a pass may know about a node without running it: is it pure, random, backward; which storages does it hold.
+"""What a pass may know about a node without running it: whether it is pure, random, or part of the backward.
 
 Purity is a list of what is known to be pure, not of what is known to be impure: a custom operator may draw random
 numbers or print, and nothing in its schema says so. What is not known stays where it is.
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import free_unbacked_symbols, schema_of
 
@@ -113,15 +112,6 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from tensors(each)
-
-
-def storages(node: Node) -> frozenset[Hashable]:
-    """The storages behind a node's value; two nodes that share one are views of the same memory."""
-    return frozenset(
-        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-        for each in tensors(node.meta.get("val"))
-        if each.layout == torch.strided
-    )
 
 
 def argument_key(argument: Any) -> Hashable:

@@ -8,11 +8,11 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import statically_known_true
-from passes.graphs.node_facts import storages
-from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.attention_scores import PASS_ON, PRODUCTS, Add, Fill, Scale, ScoreStep, only_reader, walk_up_scores
 from passes.patterns.logits_path import NoMatch
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
+from passes.patterns.written_out import check_unwritten
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,5 @@ def _shape_exceeds(mask: Node, scores: Node) -> bool:
 def _check_writes(match: AttentionMatch) -> None:
     """Attention reads all of its inputs where V is read."""
     masks = [step.mask for step in match.steps if not isinstance(step, Scale)]
-    held = frozenset[Any]().union(*(storages(each) for each in (match.query, match.key, *masks)))
-    node = match.scores
-    while node is not match.result:
-        node = node.next
-        if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to an input of the attention before its end")
+    inputs = (match.query, match.key, *masks)
+    check_unwritten(inputs, match.scores, match.result, "an input of the attention before its end")

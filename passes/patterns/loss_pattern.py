@@ -8,10 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import schema_of
-from passes.graphs.node_facts import storages
-from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.logits_path import NoMatch, Path, walk_up
 from passes.patterns.picked_loss import Picked, check_readers, find_picked
+from passes.patterns.written_out import check_unwritten
 
 _LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
@@ -172,12 +172,8 @@ def _check_shapes(match: LossMatch) -> None:
 def _check_writes(match: LossMatch) -> None:
     """The operator reads its inputs where the loss stands, not where the linear layer did."""
     inputs = [each for each in (match.linear.hidden, match.linear.weight, match.bias) if each is not None]
-    held: frozenset[Any] = frozenset[Any]().union(*(storages(each) for each in inputs))
-    node = match.linear.node
-    while node is not match.loss:
-        node = node.next
-        if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to an input of the linear layer before the loss is computed")
+    what = "an input of the linear layer before the loss is computed"
+    check_unwritten(inputs, match.linear.node, match.loss, what)
 
 
 def logits_bytes(match: LossMatch) -> int | None:

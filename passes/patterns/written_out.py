@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from passes.compat import statically_known_true
+from passes.graphs.aliases import storages
 from passes.graphs.edit import new_call
-from passes.graphs.node_facts import storages
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import NoMatch
 
@@ -30,14 +30,19 @@ def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like:
                 raise NoMatch(f"{node.name} is {read} as well")
 
 
-def check_unwritten(values: Collection[Node], first: Node, last: Node) -> None:
-    """Raises `NoMatch` where one of the values, read from `first` on, would be another one at `last`."""
+def check_unwritten(
+    values: Collection[Node], first: Node, last: Node, what: str = "what it is computed from before its end"
+) -> None:
+    """Raises `NoMatch` where a call behind `first`, up to `last`, writes to the memory of one of the values.
+
+    `what` names the values in the message.
+    """
     held = frozenset[Any]().union(*(storages(each) for each in values))
     node = first
     while node is not last:
         node = node.next
         if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to what it is computed from before its end")
+            raise NoMatch(f"{node.name} writes to {what}")
 
 
 def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

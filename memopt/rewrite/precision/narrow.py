@@ -7,7 +7,8 @@ from torch import fx
 
 from memopt.capture.operators import is_exact
 from passes import NarrowSaved, Pipeline, SumWide
-from passes.graphs.node_facts import backward_nodes, storages
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
 # Operands of products, or of smooth derivatives: a relative error of 2^-9 of theirs is one of their gradients, no more

@@ -18,7 +18,8 @@ from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import node_seconds
 from memopt.rewrite.precision.narrow import tolerated, worth_narrowing
-from passes.graphs.node_facts import backward_nodes, storages, tensors
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import backward_nodes, tensors
 from passes.graphs.propagate import propagating
 
 # Parameters and running statistics of these stay in fp32.

@@ -8,7 +8,6 @@ from passes.graphs.node_facts import (
     backward_nodes,
     binds_new_symbols,
     may_write,
-    storages,
 )
 from tests.passes.capture import Sketch, aten, gpt2, resnet, rows_above_zero
 
@@ -45,14 +44,6 @@ def test_a_custom_operator_is_not_trusted() -> None:
     node = sketch.call(torch.ops.passes_test.noise.default, sketch.input("primals_1", 4))
     assert not is_pure(node)
     assert may_write(node)
-
-
-def test_storages_follow_views() -> None:
-    sketch = Sketch()
-    x = sketch.input("primals_1", 4, 2)
-    transposed, product = sketch.call(aten.t.default, x), sketch.call(aten.mul.Tensor, x, 2)
-    assert storages(transposed) == storages(x)
-    assert storages(product) != storages(x)
 
 
 def test_the_backward_half_is_what_depends_on_tangents_or_was_traced_there() -> None:
