@@ -1,4 +1,4 @@
-"""Rewrites of operator graphs, graph module to graph module, each checked by itself after it ran."""
+"""Rewrites of ATen graphs: each pass takes a graph module, returns another one, and checks its result."""
 
 from passes.apply_offloads import ApplyOffloads, HostStay
 from passes.apply_schedule import ApplySchedule

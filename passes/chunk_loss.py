@@ -25,23 +25,23 @@ class FoundLoss:
     """A cross entropy in a graph, and whether `ChunkLoss` can rewrite it."""
 
     name: str
-    """Of its node."""
+    """The name of its node."""
     reason: str = ""
-    """Why it is left alone; empty where it is rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
     """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
     weight_bytes: int | None = None
-    """Bytes of the gradient of the layer's weight, held from the forward on, and twice while the backward
-    multiplies it by the incoming gradient: worth it where the logits are larger."""
+    """Bytes of the gradient of the layer's weight. The rewrite holds it from the forward on, and twice while the
+    backward multiplies it by the incoming gradient, so that it pays where the logits are larger."""
     returned: bool = False
-    """Whether the graph returns the logits as well: `drop_logits` alone rewrites it then."""
+    """Whether the graph returns the logits as well; it is rewritten only with `drop_logits` then."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'computed in chunks'}"
 
 
 def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
-    """The cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` would find them."""
+    """Returns the cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
     return tuple(_found(loss, drop_logits) for loss in losses(graph_module.graph))
 
 
@@ -78,12 +78,12 @@ class ChunkLoss(Pass):
     losses: frozenset[str] | None = None
     """Names of the losses to rewrite; None: all that can be."""
     rows: int | None = None
-    """Rows of a chunk; None: an eighth of them, and no more than half the layer's width (but 512)."""
+    """Rows of a chunk; None: an eighth of all, at most half of the layer's width, at least 512."""
     weight_in_backward: bool = False
-    """Compute the weight's gradient in the backward, from logits computed again: one matmul more, of then four, and
-    the gradient is held once from then on, not twice for a moment."""
+    """Compute the weight's gradient in the backward, from recomputed logits: a fourth matmul, but the gradient is never
+    held twice."""
     drop_logits: bool = False
-    """Return an empty tensor, the classes' dimension 0, where the graph returns the logits."""
+    """Where the graph returns the logits, return a tensor with 0 classes instead."""
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -124,7 +124,7 @@ class _Rewrite:
         self.graph: Graph = match.loss.graph
         self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
         self.hidden: dict[Node, Node] = {}
-        """For each node on the way: the layer's input, its rows moved as the node's."""
+        """By node of the path the layer's input, with its rows moved as the node's are."""
 
     def apply(self, **options: Any) -> None:
         source = self.match.linear.hidden
@@ -139,7 +139,7 @@ class _Rewrite:
         self._erase(self.match.loss)
 
     def _move(self, step: Step, source: Node) -> Node:
-        """The call of a step, on the layer's input."""
+        """Returns the call of a step, made on the layer's input."""
         node = step.node
         arguments: list[Any] = [source, *node.args[1:]]
         target: Any = node.target
@@ -151,7 +151,7 @@ class _Rewrite:
             return new_call(node, target, *arguments, **options)
 
     def _measure(self, reader: Node, step: Step, source: Node) -> None:
-        """Have a size be read from the layer's input."""
+        """Has a call that reads a size of the logits read it from the layer's input."""
         dim: Any = reader.args[1]
         if dim % step.node.meta["val"].dim() == step.class_dim:
             reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])
@@ -160,7 +160,7 @@ class _Rewrite:
             reader.replace_input_with(step.node, source)
 
     def _rows(self, source: Node, class_dim: int) -> Node:
-        """[rows, width]"""
+        """Returns the layer's input as [rows, width]."""
         dims = source.meta["val"].dim()
         if class_dim != dims - 1:
             source = new_call(self.match.loss, aten.movedim.int, source, class_dim, -1)
@@ -182,7 +182,8 @@ class _Rewrite:
             "softcap": formula.softcap,
             **further,
         }
-        usual = {each.name: each.default_value for each in schema_of(LINEAR_CROSS_ENTROPY).arguments if each.kwarg_only}
+        arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
+        usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
         given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
         result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
@@ -192,7 +193,7 @@ class _Rewrite:
         return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
 
     def _return_nothing(self) -> None:
-        """An empty tensor for each returned one."""
+        """Has the graph return an empty tensor for every tensor of logits."""
         steps = {step.node: step for step in self.match.path.nodes}
         for node in self.match.path.returned:
             step = steps.get(node) or steps[node.all_input_nodes[0]]
@@ -212,11 +213,11 @@ class _Rewrite:
         return size if isinstance(size, int) else new_call(node, aten.sym_size.int, node, dim)
 
     def _erase(self, node: Node) -> None:
-        """Erase what computed only the logits: everything above a node that nobody reads, up to the layer's input."""
+        """Erases a node that nothing reads, and what only it has read, up to the layer's input."""
         if node.users or node.op != "call_function" or node in self.hidden.values():
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
-        for each in inputs:
-            if each in self.hidden or is_pure(each):
-                self._erase(each)
+        for tensor in inputs:
+            if tensor in self.hidden or is_pure(tensor):
+                self._erase(tensor)

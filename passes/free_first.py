@@ -1,4 +1,4 @@
-"""Calls that free more than they make go first: weight gradients before the gradients that are passed on."""
+"""Reorders calls so that those that free more memory than they make go first, such as weight gradients."""
 
 import operator
 from collections.abc import Iterable, Iterator
@@ -18,10 +18,10 @@ from passes.graphs.op_kinds import is_view
 class FreeFirst(Pass):
     """Moves a call that frees more than it makes in front of calls that make more than they free.
 
-    At no call, wherever it comes to stand, is more memory held than at the same call before, whatever the temporaries
-    of its kernel. Within the runs of nodes that are tagged alike (`meta["partitioner_tag"]`) only, and past pure calls
-    only. What it frees becomes a lower peak where `Reinplace` follows: the weight gradient of a layer frees the input
-    that it reads, so that the gradient that is passed on can then be turned in place beside less.
+    At every call no more memory is held than at the same call before, so that the peak does not rise whatever
+    temporaries kernels need. Calls move past pure calls only, within the forward or the backward
+    (`meta["partitioner_tag"]`). Where `Reinplace` follows the peak falls: the weight gradient of a layer frees the
+    input that it reads before the gradient that is passed on is overwritten.
 
     Before:
         passed: f32[8, 16] = aten.mm(gradient, weight)
@@ -44,12 +44,12 @@ class FreeFirst(Pass):
 
 
 def _follows(node: Node) -> bool:
-    """Whether a node only names what a call has made."""
+    """Returns whether a node only names memory that a call has made."""
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node)
 
 
 def _runs(graph: Graph) -> Iterator[list[Node]]:
-    """Nodes in a row that are of one half, as their tags say, without inputs and the output."""
+    """Yields consecutive nodes with the same tag, without inputs and the output."""
     run: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -106,7 +106,7 @@ def _bytes(block: Block) -> int | None:
 
 
 class _Order:
-    """The calls of one run, in an order that gets better."""
+    """The order of the calls of one run, which is improved step by step."""
 
     def __init__(self, calls: list[Node], memory: _Memory) -> None:
         self.calls, self.memory = calls, memory
@@ -114,7 +114,7 @@ class _Order:
         self.first = calls[0]
 
     def settle(self) -> bool:
-        """Moves every call as far to the front as it pays; whether any was moved."""
+        """Moves every call forward as far as it pays; returns whether any was moved."""
         moved = False
         for call in list(self.calls):
             while self.place[call] and self._pays(call, self.calls[self.place[call] - 1]):
@@ -124,35 +124,38 @@ class _Order:
 
     def _swap(self, place: int) -> None:
         self.calls[place : place + 2] = self.calls[place : place + 2][::-1]
-        for each in (place, place + 1):
-            self.place[self.calls[each]] = each
+        for moved in (place, place + 1):
+            self.place[self.calls[moved]] = moved
 
     def _pays(self, call: Node, before: Node) -> bool:
-        """Whether a call is better in front of the one before it: it frees more than it makes there, and the other
-        leaves behind at least what it frees."""
+        """Returns whether a call should go before its predecessor.
+
+        It should if it frees more than it makes there, and the predecessor makes at least as much as it frees.
+        """
         memory = self.memory
         if before in memory.depends[call] or not (is_pure(call) and is_pure(before)):
             return False
         own = {block for block in self._freed(call) if before not in memory.readers[block]}
-        sizes = [self._sum(each) for each in (own, memory.made.get(call, ()), self._left(before), self._freed(before))]
+        counted = (own, memory.made.get(call, ()), self._left(before), self._freed(before))
+        sizes = [self._sum(blocks) for blocks in counted]
         if None in sizes:
             return False
         freed, made, left, freed_before = (size or 0 for size in sizes)
         return freed > made and left >= freed_before
 
     def _freed(self, call: Node) -> set[int]:
-        """Blocks that the call is the last to read."""
+        """Returns the blocks that the call is the last to read."""
         return {block for block in self.memory.read[call] - self.memory.returned if self._is_last(call, block)}
 
     def _is_last(self, call: Node, block: int) -> bool:
-        """Whether all that read a block stand up to the call, or in front of the run."""
+        """Returns whether no reader of a block comes after the call."""
         return all(
-            self.place[each] <= self.place[call] if each in self.place else each < self.first
-            for each in self.memory.readers[block]
+            self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
+            for reader in self.memory.readers[block]
         )
 
     def _left(self, call: Node) -> set[int]:
-        """Blocks that the call makes and does not lose at once."""
+        """Returns the blocks that a call makes and that something reads or the graph returns."""
         made = set(self.memory.made.get(call, ()))
         return {block for block in made if block in self.memory.returned or self.memory.readers.get(block)}
 
@@ -162,8 +165,10 @@ class _Order:
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:
-    """Put the nodes of a run in the order of its calls: what only names memory stands where it is first read, elements
-    right behind their call."""
+    """Puts the nodes of a run in the order of its calls.
+
+    Views stand where they are first read, elements of a tuple right behind its call.
+    """
     behind, left = run[-1].next, set(run)
 
     def place(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""Activations that are kept for the backward in 16 bits, while the forward computes with all of their bits."""
+"""Saves activations for the backward in 16 bits, while the forward computes with all of their bits."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,9 +18,10 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class NarrowSaved(Pass):
-    """Has the backward of a joint graph read the named values by way of `dtype`: rounded once the forward has made
-    them, widened where the backward reads them first. A rounded copy that the forward has already is taken, and kernels
-    that promote their operands to the wider type widen it themselves.
+    """Has the backward of a joint graph read the named values rounded to `dtype`.
+
+    They are rounded where the forward makes them, and widened where the backward first reads them. If the forward has a
+    rounded copy, that is saved. Kernels that promote their operands to the wider dtype read the rounded copy.
 
     Before:
         softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
@@ -56,7 +57,7 @@ class NarrowSaved(Pass):
         if narrow is None:
             with value.graph.inserting_after(value):
                 narrow = new_call(value, _CAST, value, dtype=self.dtype, node_name="narrow")
-        for reader in [each for each in readers if _widens(each, value)]:
+        for reader in [promoting for promoting in readers if _widens(promoting, value)]:
             readers.remove(reader)
             reader.replace_input_with(value, narrow)
             _refresh_all(reader)
@@ -72,26 +73,29 @@ class NarrowSaved(Pass):
 
 
 def _widens(reader: Node, value: Node) -> bool:
-    """Whether a call gives the same from the narrow value as from the wide one: it promotes it to the type of another
-    operand, or is exact in any type and all that read it do so."""
+    """Returns whether a call gives the same result for the narrow value as for the widened one.
+
+    That holds if it promotes the value to the dtype of another operand, or if it is exact in any dtype and all its
+    readers promote it.
+    """
     if reader.op != "call_function" or reader.all_input_nodes.count(value) != 1:
         return False
-    others = [each for each in reader.all_input_nodes if each is not value]
+    others = [source for source in reader.all_input_nodes if source is not value]
     if others:
-        return promotes(reader) and any(_is_like(each, value) for each in others)
+        return promotes(reader) and any(_is_like(other, value) for other in others)
     number = reader.args[1] if len(reader.args) == 2 else None
     exact = (op_name(reader), number) in (("pow", 1), ("mul", 2), ("mul", 1))
     return exact and bool(reader.users) and all(_widens(user, reader) for user in reader.users)
 
 
 def _is_like(other: Node, value: Node) -> bool:
-    """Whether another operand decides the result's type."""
+    """Returns whether another operand decides the result's dtype."""
     tensor = other.meta.get("val")
     return isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.dtype == value.meta["val"].dtype
 
 
 def _refresh_all(reader: Node) -> None:
-    """The new types of a call and of what is exact behind it."""
+    """Recomputes the stored values of a call and of the exact calls behind it."""
     refresh(reader)
     if len(reader.all_input_nodes) == 1:
         for user in reader.users:

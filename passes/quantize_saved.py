@@ -1,4 +1,4 @@
-"""Activations that are kept for the backward in 8 bits."""
+"""Saves activations for the backward in 8 bits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _TILE = "1x128"
 
 @dataclass(frozen=True)
 class QuantizeSaved(Pass):
-    """Has the backward of a joint graph read the named values by way of 8 bits, with a scale for 128 elements of a row:
-    quantised once the forward has made them, given back where the backward reads them first. An 8-bit copy that a
-    layer has made of a value is taken.
+    """Has the backward of a joint graph read the named values from 8-bit copies, scaled by 128 elements of a row.
+
+    They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer
+    has made an 8-bit copy of a value, that is saved.
 
     Before:
         silu: bf16[8, 256] = aten.silu(primals_1)
@@ -77,10 +78,10 @@ def _quantize(value: Node, backward: list[Node]) -> None:
 
 
 def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
-    """The 8-bit copy that the forward has made of a value, or of a view of it that has the same rows."""
+    """Returns the 8-bit copy and scales that the forward has made of a value, or of a view with the same rows."""
     copies = [user for user in value.users if user not in backward and user.target is QUANTIZE and user.args[1] == E4M3]
     if copies:
-        # Of two, the one that is kept for the backward anyway.
+        # Of two copies, the one that is saved for the backward anyway.
         return _elements(max(copies, key=lambda copy: _is_read_in(backward, copy)))
     for user in value.users:
         if user in backward:

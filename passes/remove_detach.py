@@ -1,4 +1,4 @@
-"""Removal of operators that mean something to autograd only."""
+"""Removes operators that have a meaning for autograd only."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +17,7 @@ _NO_OPERATIONS = frozenset(
 
 @dataclass(frozen=True)
 class RemoveDetach(RewritePattern[Node]):
-    """Replaces detach, alias and lift_fresh by their input: autograd has been traced away, they compute nothing.
+    """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
     One that is returned stays if its input is returned or an input of the graph: they must remain two tensors.
 
@@ -47,5 +47,5 @@ class RemoveDetach(RewritePattern[Node]):
 
 
 def _written_to(node: Node) -> bool:
-    """True if an operator may change the tensor in place: its sizes too, which a detached view does not share."""
+    """Returns whether an operator may write to the tensor, or change its sizes, which a detached view keeps."""
     return any(may_write(user) for user in node.users)

@@ -1,4 +1,4 @@
-"""Sums that give fp32 at once, rather than 16 bits that are widened after."""
+"""Has sums return fp32 rather than 16 bits that are widened afterwards."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,8 +16,9 @@ _SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
 
 @dataclass(frozen=True)
 class SumWide(RewritePattern[list[Node]]):
-    """Has a sum of 16-bit values whose result is only cast to fp32, perhaps by way of a view, give fp32: kernels sum
-    in fp32 anyway, so that one rounding and one cast go. The gradients of biases are such sums.
+    """Has a sum of 16-bit values that is only cast to fp32, perhaps behind views, return fp32.
+
+    Kernels sum in fp32 anyway, so that this saves a rounding and a cast. The gradients of biases are such sums.
 
     Before:
         sum_1: bf16[1, 4] = aten.sum.dim_IntList(x, [0], True)
@@ -47,7 +48,7 @@ def _only_widens(cast: Node) -> bool:
 
 
 def _chain_to_sum(cast: Node) -> list[Node]:
-    """The views from a cast back to a sum, and the sum, each read by the next alone; empty where there is none."""
+    """Returns the views from a cast back to a sum, and the sum, if only the next one reads each; else []."""
     chain = [cast.all_input_nodes[0]]
     while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1 and len(chain[-1].users) == 1:
         chain.append(chain[-1].all_input_nodes[0])

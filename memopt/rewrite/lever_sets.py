@@ -14,9 +14,9 @@ from memopt.rewrite.loss import CHUNKED_LOSS, ChunkLosses
 from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS, has_units
 
 OPERATOR_LEVERS = {
-    FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which keeps its input alone; "
+    FUSED_OPS: "GELU, SiLU and layer norms that are written out run as one kernel each, which saves only its input; "
     "exact but for rounding",
-    FUSED_ATTENTION: "attention that is written out runs as one kernel, which keeps no probabilities; exact but for "
+    FUSED_ATTENTION: "attention that is written out runs as one kernel, which saves no probabilities; exact but for "
     "rounding",
     CHUNKED_LOSS: "the cross entropy of a linear layer in chunks, which never holds the logits; exact but for rounding",
 }

@@ -28,7 +28,7 @@ _BACKWARDS = (
 
 @dataclass(frozen=True)
 class InplaceVariant:
-    """How an operator writes over one of its operands."""
+    """The variant of an operator that writes its result over an operand."""
 
     target: Any
     out: str = ""
@@ -71,7 +71,7 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
     },
 }
 
-# Besides those above: what makes its results in memory of their own.
+# Besides those above: operators that make their results in new memory.
 _MAKERS = frozenset(
     {
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
@@ -86,7 +86,7 @@ _MAKERS = frozenset(
 
 
 def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """How an operator may write over operands; none for what is not known to."""
+    """Yields the variants by which an operator may write over an operand; none for an operator that is not listed."""
     if target in _OVER_FIRST:
         yield InplaceVariant(_OVER_FIRST[target])
     if target in _OVER_ANY:
@@ -94,12 +94,12 @@ def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
 
 
 def known_targets() -> tuple[Any, ...]:
-    """Every operator that `inplace_variants` knows."""
+    """Returns every operator that `inplace_variants` knows."""
     return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
 
 
 def makes_memory(node: Node) -> bool:
-    """Whether a call's results are known to be new memory, each its own."""
+    """Returns whether every result of a call is known to lie in new memory of its own."""
     if node.op != "call_function" or mutated_arguments(node):
         return False
     return node.target in _OVER_FIRST or node.target in _OVER_ANY or op_name(node) in _MAKERS

@@ -82,9 +82,9 @@ def test_other_passes_leave_what_is_copied_alone() -> None:
     module = sketch.returns(total, sketch.call(aten.mul.Tensor, sin, total))
     evaluations = ("sin", "neg", "sum_1", "mul")
     free = ApplyOffloads(evaluations, 3, 1, ())(module)
-    assert [str(each) for each in find_reuses(free)] == ["mul: over sin"]
+    assert [str(reuse) for reuse in find_reuses(free)] == ["mul: over sin"]
     moved = ApplyOffloads(evaluations, 3, 1, (HostStay("sin", 0, 2, 3, 3),))(module)
-    assert [str(each) for each in find_reuses(moved)] == ["mul: over sin_back"]
+    assert [str(reuse) for reuse in find_reuses(moved)] == ["mul: over sin_back"]
     after = FreeFirst()(Reinplace()(moved))
     assert [node.name for node in after.graph.nodes][:-2] == [node.name for node in moved.graph.nodes][:-2]
     assert_bitwise_equal(with_inputs(module), module, after)

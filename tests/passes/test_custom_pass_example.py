@@ -29,8 +29,15 @@ def test_golden_on_the_activation_of_gpt2() -> None:
     after = TanhAsSigmoid()(captured.graph_module)
     text = format_graph(after)
     assert_expected_inline(
-        text[text.index("pow_1") : text.index("\npow_2")],
-        """""",
+        text[text.index("pow_1") : text.index("\nsquare")],
+        """\
+pow_1: f32[2, 8] = aten.pow.Tensor_Scalar(linear, 3.0)
+mul_1: f32[2, 8] = aten.mul.Tensor(pow_1, 0.044715)
+add: f32[2, 8] = aten.add.Tensor(linear, mul_1)
+mul_2: f32[2, 8] = aten.mul.Tensor(add, 0.7978845608028654)
+mul_4: f32[2, 8] = aten.mul.Tensor(mul_2, 2.0)
+sigmoid: f32[2, 8] = aten.sigmoid(mul_4)
+mul_5: f32[2, 8] = aten.mul.Tensor(linear, sigmoid)""",
     )
     assert_same_gradients(captured.graph_module, after, captured.inputs)
 

@@ -109,7 +109,7 @@ def test_near_the_plain_model(scaling: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).to(BF16)
     captured = capture_operators(lambda x: model(x).float().square().mean(), torch.randn(4, 32, 128, dtype=BF16))
-    names = frozenset(each.name for each in find_fp8_linears(captured.graph_module))
+    names = frozenset(module.name for module in find_fp8_linears(captured.graph_module))
     after = Fp8Linears(names, scaling, "near/")(captured.graph_module)
     assert sum(node.target is FP8_LINEAR for node in after.graph.nodes) == 2
     (expected, *_), plain = outputs_and_gradients(captured.graph_module, captured.inputs)

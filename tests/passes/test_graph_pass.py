@@ -188,10 +188,10 @@ def test_a_pipeline_holds_passes_only() -> None:
 def test_the_observer_sees_every_pass_of_nested_pipelines() -> None:
     outer: list[str] = []
     inner: list[str] = []
-    nested = Pipeline([EliminateDeadCode()], observer=lambda each, before, after: inner.append(each.name))
+    nested = Pipeline([EliminateDeadCode()], observer=lambda module, before, after: inner.append(module.name))
     pipeline = Pipeline(
         [ReluTwice(), nested],
-        observer=lambda each, before, after: outer.append(f"{each.name}: {diff_graphs(before, after).summary()}"),
+        observer=lambda module, before, after: outer.append(f"{module.name}: {diff_graphs(before, after).summary()}"),
     )
     pipeline(relu())
     assert outer == ["ReluTwice: 1 added, 1 changed", "EliminateDeadCode: no change"]

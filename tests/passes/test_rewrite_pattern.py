@@ -26,7 +26,7 @@ class DropNegTwice(RewritePattern[bool]):
     """Its `match` says no more than yes or no."""
 
     def match(self, node: Node) -> bool:
-        return [each.target for each in (node, *node.all_input_nodes)] == [aten.neg.default] * 2
+        return [source.target for source in (node, *node.all_input_nodes)] == [aten.neg.default] * 2
 
     def replace(self, node: Node, found: bool) -> Node:
         return node.all_input_nodes[0].all_input_nodes[0]

@@ -45,8 +45,8 @@ def least(step: Captured) -> int:
 
 def climb(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
-    for rung, each in steps:
-        taken = found.consider(rung, each, ACCOUNT)
+    for lever_set, step in steps:
+        taken = found.consider(lever_set, step, ACCOUNT)
         if taken is not None:
             return taken
     return found.best()[0]

@@ -67,6 +67,6 @@ def test_operators_whose_sizes_depend_on_data() -> None:
 
 def test_keys_tell_types_apart() -> None:
     different = [1, 1.0, True, "1", None, 0.0, -0.0, (1,), (1, 2), {"a": 1}, slice(1), torch.float32, torch.strided]
-    assert len({argument_key(each) for each in different}) == len(different)
+    assert len({argument_key(item) for item in different}) == len(different)
     assert argument_key([1, {"b": 2, "a": 1}]) == argument_key((1, {"a": 1, "b": 2}))
     assert argument_key(torch.device("cpu")) == argument_key(torch.device("cpu"))

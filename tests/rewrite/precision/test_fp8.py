@@ -86,8 +86,8 @@ def test_layers_of_one_input_are_decided_on_together() -> None:
     def module(*columns: int) -> GraphModule:
         network = Network()
         x = network.input("x", 4096, 2048, dtype=BF16)
-        layers = [network.layer(x, each) for each in columns]
-        return network.returns(*(network.layer(network.call(aten.relu.default, each), 16) for each in layers))
+        layers = [network.layer(x, column) for column in columns]
+        return network.returns(*(network.layer(network.call(aten.relu.default, item), 16) for item in layers))
 
     assert "linear" not in rewritten(DecideFp8(H100), module(64))
     assert {"linear", "linear_1"} <= set(rewritten(DecideFp8(H100), module(64, 8192)))
