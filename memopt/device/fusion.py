@@ -1,7 +1,7 @@
 """Finds the values of a joint graph that a fusing compiler never holds, since every reader's kernel computes them.
 
-The rules are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a value counts as
-held.
+The rules are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a value counts
+as held.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks a graph against itself: its structure, and each node's stored value against what its operator gives.
 
-`graph.lint()` alone passes a graph whose dtypes are stale. Here every call is run again on the stored fake values of
-its arguments, one node at a time, and the result is compared with the stored one. Checking node by node needs no order
+`graph.lint()` alone passes a graph whose dtypes are stale. Here every call is run on the stored fake values of its
+arguments, one node at a time, and the result is compared with the stored one. Checking node by node needs no order
 and no inputs, and finds the faulty node itself.
 """
 

@@ -1,7 +1,7 @@
 """Whether a mask that is added to attention's scores may mask every score of a row.
 
 It matters where the mask is a large negative number rather than -inf: softmax weighs all values of such a row alike,
-and fused kernels do too, but their backward computes the weights again from the row's logarithm of sums, in which the
+and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which the
 number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
 """
 

@@ -34,7 +34,7 @@ KeptOut: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Range:
-    """The range of a value on the sample batch: its least and its largest finite element, and the share that fp16 loses.
+    """The range of a value on the sample batch: least and largest finite element, and the share that fp16 loses.
 
     `lost` is the share of nonzero elements that fp16 rounds to zero although they matter: they are larger than the
     rounding of the largest element in their row (the last dimension).
@@ -215,7 +215,7 @@ def _masks(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> str:
-    """Returns the name of the node that decides the dtype: for one that writes in place, the one that made the value."""
+    """Returns the name of the node that decides the dtype: for an in-place call, the one that made the value."""
     while written := mutated_arguments(node):
         node = written[0]
         while follows_input(node) and node.all_input_nodes:
