@@ -99,11 +99,10 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
 
 
 def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
-    """Input, target, class weight, reduction, ignored index and label smoothing of a loss."""
+    """Returns input, target, class weight, reduction, ignored index and label smoothing of a loss."""
     target: Any = loss.target
-    given = (
-        dict(zip((argument.name for argument in schema_of(target).arguments), loss.args, strict=False)) | loss.kwargs
-    )
+    names = (argument.name for argument in schema_of(target).arguments)
+    given = dict(zip(names, loss.args, strict=False)) | loss.kwargs
     smoothing = given.get("label_smoothing", 0.0)
     weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
     return given["self"], given["target"], weight, reduction, ignored, smoothing

@@ -205,7 +205,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "classes apart": (
         lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES // 2), y.view(-1).repeat(2).clamp(0, 9)),
-        "view takes the classes apart",
+        "view splits the classes",
     ),
     "tanh twice": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).tanh().tanh(), y.view(-1)),
@@ -235,7 +235,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "scaled log probabilities": (
         lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)).log_softmax(-1) * 2, y.view(-1)),
-        "its log probabilities are computed with",
+        "something is computed from its log probabilities",
     ),
     "softmax of the rows": (
         lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),

@@ -193,9 +193,9 @@ LEFT_ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     ),
     "read too": (read_too, ["tanh is read by add_1 as well"]),
     "cast between": (cast_between, ["it casts between its steps"]),
-    "laid out anew": (
+    "another layout": (
         lambda x: (lambda y: 0.5 * (y / ROOT).contiguous().erf().add(1) * y)(x.t()),
-        ["it is laid out anew between its steps"],
+        ["its memory layout changes between its steps"],
     ),
     "compared": (lambda x: x * torch.sigmoid(x * (x > 0)), []),
     "softcap": (lambda x: 30 * torch.tanh(x / 30), []),

@@ -262,11 +262,11 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v, seen, padded: weigh(
             scores(q, k).masked_fill(~seen, -1e9).masked_fill(~padded[:, None, None], -1e9), v
         ),
-        "its mask may mask a row whole",
+        "its mask may mask every score of a row",
     ),
     "shared keys": (
         lambda q, k, v, seen, padded: weigh(q @ k[:, :1].mT, v),
-        "its queries, keys and values have not the same batch and heads",
+        "its queries, keys and values differ in batch or heads",
     ),
     "larger mask": (
         lambda q, k, v, seen, padded: weigh(scores(q[:1], k[:1]) + torch.zeros(BATCH, 1, 1, LENGTH), v[:1]),
@@ -328,7 +328,7 @@ def test_real_models(name: str) -> None:
     captured = capture_operators(make(), **batch("usual"))
     reasons = [module.reason for module in find_attentions(captured.graph_module)]
     assert reasons.count("") == count
-    assert reasons.count("its mask may mask a row whole") == all_of_them - count
+    assert reasons.count("its mask may mask every score of a row") == all_of_them - count
     assert [node.target for node in FuseAttention()(captured.graph_module).graph.nodes].count(SDPA) == count
     after = FuseAttention(whole_rows=True)(captured.graph_module)
     assert [node.target for node in after.graph.nodes].count(SDPA) == all_of_them

@@ -215,7 +215,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "weight of another shape first": (
         lambda x, w, b: x[:1, :1] * (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
-        ["its weight is of another shape or dtype than what it is over"],
+        ["its weight differs in shape or dtype from the normalised dimensions"],
     ),
     "cast between": (cast_between, ["it casts between its steps"]),
     "centred by another": (

@@ -100,14 +100,14 @@ def test_an_embeddings_weight_is_left_alone() -> None:
     hidden = network.call(aten.embedding.default, weight, tokens)
     module = network.returns(network.layer(network.layer(hidden, 512, weight), 16))
     assert rewritten(DecideFp8(CPU), module) == []
-    assert "its weight is an embedding's too" in notes(DecideFp8(CPU), module)
+    assert "an embedding shares its weight" in notes(DecideFp8(CPU), module)
 
 
 def test_wishes_are_kept() -> None:
     module = attention(rows=64, width=64)
     decide = DecideFp8(CPU, Rules((("linear_1", BF16),)))
     assert "linear_1" not in rewritten(decide, module)
-    assert "a rule of yours gives its type" in notes(decide, module)
+    assert "a rule of yours sets its dtype" in notes(decide, module)
     decision = DecideFp8(CPU)(OperatorGraph(module, frozenset(), author_typed=frozenset({"linear_3"})))
     assert "linear_3" not in decision.reasons
 
