@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import schema_of
+from passes.graphs.new_memory import makes_memory
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
-from passes.ops.inplace_ops import makes_memory
 from passes.ops.offload_ops import COPY_OUT
 
 # They share their input's memory although their schema does not say so.

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
-
-from passes.graphs.op_kinds import mutated_arguments, op_name
 
 aten = torch.ops.aten
 
@@ -71,19 +68,6 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
     },
 }
 
-# Besides those above: operators that make their results in new memory.
-_MAKERS = frozenset(
-    {
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
-        "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
-        "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
-        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
-        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
-        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
-    }
-)  # fmt: skip
-
 
 def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
     """Yields the variants by which an operator may write over an operand; none for an operator that is not listed."""
@@ -96,10 +80,3 @@ def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
 def known_targets() -> tuple[Any, ...]:
     """Returns every operator that `inplace_variants` knows."""
     return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
-
-
-def makes_memory(node: Node) -> bool:
-    """Returns whether every result of a call is known to lie in new memory of its own."""
-    if node.op != "call_function" or mutated_arguments(node):
-        return False
-    return node.target in _OVER_FIRST or node.target in _OVER_ANY or op_name(node) in _MAKERS
