@@ -22,7 +22,6 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from memopt.capture.ahead import capture
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn, optim

@@ -1,4 +1,4 @@
-"""Where the levers of 8 bits stand on the ladder, and what they ask for."""
+"""The place of the 8-bit levers among the lever sets, and what they require."""
 
 from __future__ import annotations
 
