@@ -36,7 +36,7 @@ from memopt.capture.trace import trace_call
 from memopt.device import hardware
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite import ladder
+from memopt.rewrite import lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.solver import RematProblem, Schedule
 
@@ -112,7 +112,7 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
     found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
         base = precision_rewriting("bf16", planned_for)
-        top = ladder(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
+        top = lever_sets(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
         regions = trace_call(captured, replace(top.rewriting, needed=""))
         problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
         everything = Schedule.save_all(problem)

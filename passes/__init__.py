@@ -1,4 +1,4 @@
-"""Rewrites of operator graphs, graph module to graph module, each checked by itself after it ran."""
+"""Rewrites of ATen graphs: each pass takes a graph module, returns another one, and checks its result."""
 
 from passes.apply_offloads import ApplyOffloads, HostStay
 from passes.apply_schedule import ApplySchedule
@@ -10,7 +10,8 @@ from passes.free_first import FreeFirst
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
 from passes.fuse_attention import FoundAttention, FuseAttention, find_attentions
 from passes.fuse_norms import FoundNorm, FuseNorms, find_norms
-from passes.graph_pass import Observer, Pass, PassError, Pipeline, copy_graph_module
+from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
+from passes.graphs.edit import erase_unread, new_call, replace_node
 from passes.graphs.graph_diff import GraphDiff, diff_graphs
 from passes.graphs.graph_text import format_graph, format_node
 from passes.graphs.node_facts import is_pure, is_random
@@ -23,6 +24,7 @@ from passes.narrow_saved import NarrowSaved
 from passes.quantize_saved import QuantizeSaved
 from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
+from passes.rewrite_pattern import RewritePattern
 from passes.sum_wide import SumWide
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "FuseAttention",
     "FuseNorms",
     "GraphDiff",
+    "GraphKind",
     "HoistGetitems",
     "HostStay",
     "InsertCasts",
@@ -56,10 +59,12 @@ __all__ = [
     "QuantizeSaved",
     "Reinplace",
     "RemoveDetach",
+    "RewritePattern",
     "SumWide",
     "VerifyError",
     "copy_graph_module",
     "diff_graphs",
+    "erase_unread",
     "find_activations",
     "find_attentions",
     "find_fp8_linears",
@@ -70,4 +75,7 @@ __all__ = [
     "format_node",
     "is_pure",
     "is_random",
+    "new_call",
+    "passes_for",
+    "replace_node",
 ]

@@ -1,4 +1,4 @@
-"""Write a schedule with stays on the host into a joint graph: copies out and back, and where compute waits for them."""
+"""Writes a schedule with offloads into a joint graph: the copies out and back, and where compute waits for them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 @dataclass(frozen=True)
 class HostStay:
-    """A value's stay on the host; positions count the evaluations of its graph from 0."""
+    """One offload of a value to the host. Positions are indices into the schedule's list of evaluations."""
 
     value: str
-    """The node whose tensor goes: an evaluation, or an element of what one returns."""
+    """The node whose tensor is offloaded: one of the scheduled calls, or an element of its results."""
     out_after: int
-    """The copy out starts behind this evaluation, of what the value is then."""
+    """The copy out starts after this position."""
     freed_before: int
-    """In front of this evaluation compute waits for that copy, and the device's memory is free."""
+    """Before this position compute waits for the copy out, and the device memory is freed."""
     fetch_from: int
-    """The copy back starts in front of this one, into new memory."""
+    """The copy back, into new memory, starts before this position."""
     back_before: int
-    """In front of this one compute waits for that copy; from here on the value is read from it."""
+    """Before this position compute waits for the copy back; from here on the value is read from it."""
 
 
 @dataclass(frozen=True)
 class ApplyOffloads(ApplySchedule):
-    """Evaluate the nodes as `ApplySchedule` does, and have values wait on the host as `stays` says.
+    """Writes a schedule as `ApplySchedule` does, and offloads values to the host as `stays` says.
 
-    What would be freed where the forward ends (`boundary`) is freed in the forward; what would be fetched there, in the
-    backward.
+    At the end of the forward (`boundary`), freeing belongs to the forward, and fetching to the backward.
 
     Before:
         relu = aten.relu(addmm)
@@ -54,17 +53,19 @@ class ApplyOffloads(ApplySchedule):
     stays: tuple[HostStay, ...] = ()
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {len(self.stays)} stays on the host)"
+        return f"{super().__repr__()[:-1]}, {len(self.stays)} offloads)"
 
     def requires(self, graph_module: fx.GraphModule) -> None:
         super().requires(graph_module)
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        mend = "make the schedule from this very graph"
+        mend = "make the schedule from this graph"
         for stay in self.stays:
             if stay.value not in nodes:
                 raise PassError(self.name, stay.value, "the graph has no such node to offload", mend)
             if not 0 <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
-                raise PassError(self.name, stay.value, f"{stay} does not go out, come free and back in order", mend)
+                raise PassError(
+                    self.name, stay.value, f"{stay} does not go out, get freed and come back in this order", mend
+                )
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         with on_stored_values(graph_module.graph):
@@ -72,7 +73,7 @@ class ApplyOffloads(ApplySchedule):
 
 
 class _OffloadRewriter(Rewriter):
-    """The walk, with what each stay has come to: the value that went, and its copies."""
+    """The walk over a schedule that also adds the transfers of every offload."""
 
     def __init__(self, schedule: ApplyOffloads, graph: fx.Graph) -> None:
         super().__init__(schedule, graph)
@@ -105,10 +106,10 @@ class _OffloadRewriter(Rewriter):
             self.host[stay] = self.transfer(stay, AWAIT_OUT, (self.host[stay], self.went[stay]), "host")
 
     def due(self, now: Callable[[HostStay], bool], first: Callable[[HostStay], int]) -> list[HostStay]:
-        """The stays that are due now; those by their deadlines that a queue takes together, as the solver has it."""
+        """Returns the offloads that are due now. Transfers queued together go by their deadlines, as in the solver."""
         return sorted(filter(now, self.stays), key=first)
 
     def transfer(self, stay: HostStay, target: Any, args: tuple[Any, ...], what: str) -> fx.Node:
         node = self.add(self.old[stay.value], target, args, {}, f"{stay.value}_{what}")
-        node.meta["val"] = target(*fx.map_arg(args, lambda each: each.meta["val"]))
+        node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
         return node

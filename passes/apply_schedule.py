@@ -1,4 +1,4 @@
-"""Write a recomputation schedule into a joint graph: every evaluation becomes a node of its own."""
+"""Writes a recomputation schedule into a joint graph: every recomputation becomes a node of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from passes.graph_pass import Pass, PassError
+from passes.graph_pass import GraphKind, Pass, PassError
 from passes.graphs.lazy_code import LazyCode
 from passes.graphs.node_facts import is_pure, is_random, may_write
 
@@ -24,13 +24,12 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Evaluate the nodes in the order that `evaluations` names, the repeated ones again from what is then at hand.
+    """Runs the calls in the order in which `evaluations` names them; a name that comes again is recomputed there.
 
-    `evaluations` holds the names of the nodes that make memory or have effects; all others (views, `getitem`s,
-    constants) follow the version that they are read from. The first `boundary` evaluations and the first
-    `forward_outputs` results are the forward; each node is tagged with its half in `meta["partitioner_tag"]`,
-    PyTorch's own word for it. A random op that is evaluated again saves the generator's state the first time and
-    repeats from it.
+    `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
+    constants) are derived from the latest version of what they read. The first `boundary` evaluations and the first
+    `forward_outputs` results are the forward; every node is tagged with its half in `meta["partitioner_tag"]`, as
+    PyTorch does. A random operator that is recomputed saves the generator's state at first and draws from it again.
 
     Before:
         relu = aten.relu(addmm)
@@ -43,26 +42,30 @@ class ApplySchedule(Pass):
         mm_1 = aten.mm(tangents_1, relu_again)
     """
 
+    graph: ClassVar[GraphKind] = "joint"
+
     evaluations: tuple[str, ...]
     boundary: int
     forward_outputs: int
 
     def __repr__(self) -> str:
         repeated = len(self.evaluations) - len(set(self.evaluations))
-        return f"{self.name}({len(self.evaluations)} evaluations, {repeated} of them again)"
+        return f"{self.name}({len(self.evaluations)} evaluations, {repeated} of them recomputations)"
 
     def requires(self, graph_module: fx.GraphModule) -> None:
         super().requires(graph_module)
         nodes = {node.name: node for node in graph_module.graph.nodes}
         times = Counter(self.evaluations)
-        mend = "make the schedule from this very graph"
+        mend = "make the schedule from this graph"
         for name in times:
             if name not in nodes:
                 raise PassError(self.name, name, "the graph has no such node", mend)
         for node in nodes.values():
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
-                    raise PassError(self.name, node.name, "it is in no evaluation, yet draws or has effects", mend)
+                    raise PassError(
+                        self.name, node.name, "the schedule leaves it out, yet it is random or has effects", mend
+                    )
                 if times[node.name] > 1 and may_write(node):
                     raise PassError(self.name, node.name, "its effects must not be repeated", mend)
 
@@ -71,9 +74,9 @@ class ApplySchedule(Pass):
 
 
 class Rewriter:
-    """One walk over the schedule; `latest` binds each node of the old graph to its newest evaluation.
+    """One walk over the schedule; `latest` maps nodes of the old graph to their newest version in the new one.
 
-    Made to be derived from: `before` and `after` are called at each evaluation, `end_forward` where the forward ends.
+    Subclasses override `before` and `after`, called at every evaluation, and `end_forward`.
     """
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
@@ -117,13 +120,13 @@ class Rewriter:
             self.after(position)
 
     def before(self, position: int) -> None:
-        """What comes in front of an evaluation."""
+        """Called before the evaluation at a position is written."""
 
     def after(self, position: int) -> None:
-        """What comes behind it."""
+        """Called after the evaluation at a position is written."""
 
     def end_forward(self) -> None:
-        """What comes behind the forward's last evaluation."""
+        """Called after the last evaluation of the forward."""
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
@@ -136,13 +139,13 @@ class Rewriter:
             self.latest[node] = draw(node, name, args, kwargs)
         else:
             self.latest[node] = self.add(node, node.target, args, kwargs, name)
-        # A tuple pins all its elements: take them out at once.
+        # A tuple keeps all its elements alive: take them out at once.
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
                 self.bind(user)
 
     def bind(self, value: Argument) -> Argument:
-        """The same argument, read from the newest evaluations."""
+        """Returns an argument of the old graph as one of the new graph, in the newest versions."""
         return fx.map_arg(value, self.newest)
 
     def newest(self, node: fx.Node) -> fx.Node:
@@ -156,7 +159,7 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Views and elements of an older version (of every version: `source=None`) are to be derived anew."""
+        """Drops views and elements of older versions of `source` (None: of every node), so that they are made again."""
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return
@@ -167,7 +170,7 @@ class Rewriter:
                 pending += [user for user in follower.users if user.name not in self.planned]
 
     def holds(self, node: fx.Node) -> bool:
-        """Whether the node itself holds memory: an input, an evaluation, or an element of what one returns."""
+        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of its results."""
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             return node.args[0].name in self.planned
         return node.op == "placeholder" or node.name in self.planned
@@ -208,7 +211,7 @@ class Rewriter:
 
 
 def _fake_generator_state(drawn: fx.Node) -> torch.Tensor:
-    """A fake tensor like the state of the generator that made `drawn`: on the CPU whatever the device."""
+    """Returns a fake tensor like the state of the generator that made `drawn`, which is on the CPU for any device."""
     value = drawn.meta["val"]
     first = value[0] if isinstance(value, (tuple, list)) else value
     state = torch.get_rng_state() if first.device.type == "cpu" else torch.empty(16, dtype=torch.uint8)

@@ -6,7 +6,6 @@ from passes.hoist_getitems import HoistGetitems
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.remove_detach import RemoveDetach
 
-# Dead detaches go before living ones are looked at; without detaches more calls are equal; merging leaves nothing dead
-# but scatters getitems, so they are ordered last.
+# Dead code goes first; without detaches more calls are equal; merging scatters getitems, so they are ordered last.
 CANONICAL = Pipeline((EliminateDeadCode(), RemoveDetach(), MergeCommonSubexpressions(), HoistGetitems()))
-"""Makes a joint graph canonical, bit for bit the same computation. `dataclasses.replace` gives it an observer."""
+"""The passes that make a joint graph canonical; it computes the same, bit for bit."""

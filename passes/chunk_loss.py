@@ -8,9 +8,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, check_signature
 from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from passes.patterns.logits_path import NoMatch, Step
@@ -24,23 +25,23 @@ class FoundLoss:
     """A cross entropy in a graph, and whether `ChunkLoss` can rewrite it."""
 
     name: str
-    """Of its node."""
+    """The name of its node."""
     reason: str = ""
-    """Why it is left alone; empty where it is rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
     """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
     weight_bytes: int | None = None
-    """Bytes of the gradient of the layer's weight, held from the forward on, and twice while the backward
-    multiplies it by the incoming gradient: worth it where the logits are larger."""
+    """Bytes of the gradient of the layer's weight. The rewrite holds it from the forward on, and twice while the
+    backward multiplies it by the incoming gradient, so that it pays where the logits are larger."""
     returned: bool = False
-    """Whether the graph returns the logits as well: `drop_logits` alone rewrites it then."""
+    """Whether the graph returns the logits as well; it is rewritten only with `drop_logits` then."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'computed in chunks'}"
 
 
 def find_losses(graph_module: GraphModule, *, drop_logits: bool = False) -> tuple[FoundLoss, ...]:
-    """The cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` would find them."""
+    """Returns the cross entropies of an operator graph, in order, as `ChunkLoss(drop_logits=...)` finds them."""
     return tuple(_found(loss, drop_logits) for loss in losses(graph_module.graph))
 
 
@@ -77,12 +78,12 @@ class ChunkLoss(Pass):
     losses: frozenset[str] | None = None
     """Names of the losses to rewrite; None: all that can be."""
     rows: int | None = None
-    """Rows of a chunk; None: an eighth of them, and no more than half the layer's width (but 512)."""
+    """Rows of a chunk; None: an eighth of all, at most half of the layer's width, at least 512."""
     weight_in_backward: bool = False
-    """Compute the weight's gradient in the backward, from logits computed again: one matmul more, of then four, and
-    the gradient is held once from then on, not twice for a moment."""
+    """Compute the weight's gradient in the backward, from recomputed logits: a fourth matmul, but the gradient is never
+    held twice."""
     drop_logits: bool = False
-    """Return an empty tensor, the classes' dimension 0, where the graph returns the logits."""
+    """Where the graph returns the logits, return a tensor with 0 classes instead."""
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 1:
@@ -123,7 +124,7 @@ class _Rewrite:
         self.graph: Graph = match.loss.graph
         self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
         self.hidden: dict[Node, Node] = {}
-        """For each node on the way: the layer's input, its rows moved as the node's."""
+        """By node of the path the layer's input, with its rows moved as the node's are."""
 
     def apply(self, **options: Any) -> None:
         source = self.match.linear.hidden
@@ -137,15 +138,8 @@ class _Rewrite:
         self.match.loss.replace_all_uses_with(result)
         self._erase(self.match.loss)
 
-    def _call(self, target: Any, like: Node, *args: Any, **kwargs: Any) -> Node:
-        name = target.__name__.partition(".")[0]
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
-        refresh(node)
-        return node
-
     def _move(self, step: Step, source: Node) -> Node:
-        """The call of a step, on the layer's input."""
+        """Returns the call of a step, made on the layer's input."""
         node = step.node
         arguments: list[Any] = [source, *node.args[1:]]
         target: Any = node.target
@@ -153,10 +147,11 @@ class _Rewrite:
             sizes: Any = node.args[1]
             target, arguments[1] = aten.reshape.default, [*sizes[:-1], self.width]
         with self.graph.inserting_before(node):
-            return self._call(target, node, *arguments, **node.kwargs)
+            options: dict[str, Any] = dict(node.kwargs)
+            return new_call(node, target, *arguments, **options)
 
     def _measure(self, reader: Node, step: Step, source: Node) -> None:
-        """Have a size be read from the layer's input."""
+        """Has a call that reads a size of the logits read it from the layer's input."""
         dim: Any = reader.args[1]
         if dim % step.node.meta["val"].dim() == step.class_dim:
             reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])
@@ -165,19 +160,19 @@ class _Rewrite:
             reader.replace_input_with(step.node, source)
 
     def _rows(self, source: Node, class_dim: int) -> Node:
-        """[rows, width]"""
+        """Returns the layer's input as [rows, width]."""
         dims = source.meta["val"].dim()
         if class_dim != dims - 1:
-            source = self._call(aten.movedim.int, self.match.loss, source, class_dim, -1)
-        return source if dims == 2 else self._call(aten.reshape.default, self.match.loss, source, [-1, self.width])
+            source = new_call(self.match.loss, aten.movedim.int, source, class_dim, -1)
+        return source if dims == 2 else new_call(self.match.loss, aten.reshape.default, source, [-1, self.width])
 
     def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
         match, loss = self.match, self.match.loss
         weight, target = match.linear.weight, match.target
         if match.linear.transposed:
-            weight = self._call(aten.t.default, loss, weight)
+            weight = new_call(loss, aten.t.default, weight)
         if target.meta["val"].dim() != 1:
-            target = self._call(aten.reshape.default, loss, target, [-1])
+            target = new_call(loss, aten.reshape.default, target, [-1])
         formula = match.path.formula
         options = {
             "reduction": match.reduction,
@@ -187,17 +182,18 @@ class _Rewrite:
             "softcap": formula.softcap,
             **further,
         }
-        usual = {each.name: each.default_value for each in schema_of(LINEAR_CROSS_ENTROPY).arguments if each.kwarg_only}
+        arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
+        usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
         given = {name: value for name, value in options.items() if value != usual[name]}
         weights = () if match.class_weight is None else (match.class_weight,)
-        result = self._call(LINEAR_CROSS_ENTROPY, loss, hidden, weight, match.bias, target, *weights, **given)
+        result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
         if match.negated:
-            result = self._call(aten.neg.default, loss, result)
+            result = new_call(loss, aten.neg.default, result)
         dtype = loss.meta["val"].dtype
-        return result if result.meta["val"].dtype == dtype else self._call(aten.to.dtype, loss, result, dtype)
+        return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
 
     def _return_nothing(self) -> None:
-        """An empty tensor for each returned one."""
+        """Has the graph return an empty tensor for every tensor of logits."""
         steps = {step.node: step for step in self.match.path.nodes}
         for node in self.match.path.returned:
             step = steps.get(node) or steps[node.all_input_nodes[0]]
@@ -207,21 +203,21 @@ class _Rewrite:
                     0 if dim == step.class_dim else self._size(source, dim) for dim in range(node.meta["val"].dim())
                 ]
                 dtype = node.meta["val"].dtype
-                empty = self._call(aten.new_empty.default, node, source, sizes, dtype=dtype)
+                empty = new_call(node, aten.new_empty.default, source, sizes, dtype=dtype)
             output = self.graph.output_node()
             output.replace_input_with(node, empty)
             self._erase(node)
 
     def _size(self, node: Node, dim: int) -> Any:
         size = node.meta["val"].shape[dim]
-        return size if isinstance(size, int) else self._call(aten.sym_size.int, node, node, dim)
+        return size if isinstance(size, int) else new_call(node, aten.sym_size.int, node, dim)
 
     def _erase(self, node: Node) -> None:
-        """Erase what computed only the logits: everything above a node that nobody reads, up to the layer's input."""
+        """Erases a node that nothing reads, and what only it has read, up to the layer's input."""
         if node.users or node.op != "call_function" or node in self.hidden.values():
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
-        for each in inputs:
-            if each in self.hidden or is_pure(each):
-                self._erase(each)
+        for tensor in inputs:
+            if tensor in self.hidden or is_pure(tensor):
+                self._erase(tensor)

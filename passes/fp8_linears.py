@@ -1,4 +1,4 @@
-"""Linear layers that compute from 8-bit copies of their input and weight."""
+"""Has linear layers compute from 8-bit copies of their input and weight."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.module_path import module_path
 from passes.graphs.op_kinds import is_cast, is_view, op_name
-from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import VerifyError
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_history import DELAYED_SCALE
 from passes.ops.fp8_kernels import why_not
 from passes.ops.fp8_ops import CURRENT, DELAYED, FP8_LINEAR, SCALINGS
+from passes.rewrite_pattern import RewritePattern
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -26,23 +26,23 @@ class FoundLinear:
     """A linear layer in an operator graph, and whether `Fp8Linears` can rewrite it."""
 
     name: str
-    """Of its node."""
+    """The name of its node."""
     reads: str
-    """The node of its input, views aside: layers that read one share its 8-bit copy."""
+    """The name of its input's node, behind views: layers that read the same one share its 8-bit copy."""
     reason: str = ""
-    """Why it is left alone; empty where it can be rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
     rows: int = 0
     inner: int = 0
-    """Columns of its input."""
+    """The columns of its input."""
     columns: int = 0
-    """Of its result. All three are 0 where it is left alone."""
+    """The columns of its result. `rows`, `inner` and `columns` are 0 if it is left alone."""
 
 
 def find_fp8_linears(graph_module: GraphModule, scaling: str = CURRENT) -> tuple[FoundLinear, ...]:
-    """The linear layers of an operator graph, in order: calls of `linear`, and of `addmm` as a layer calls it.
+    """Returns the linear layers of an operator graph, in order: calls of `linear`, and of `addmm` with a bias vector.
 
     Args:
-        scaling: one of `passes.ops.fp8_ops.SCALINGS`: sizes that its units do not take are a reason to leave it alone.
+        scaling: one of `passes.ops.fp8_ops.SCALINGS`. A layer whose sizes its kernels do not take is left alone.
     """
     matches = (_match(node) for node in graph_module.graph.nodes)
     return tuple(_found(match, SCALINGS[scaling].product) for match in matches if match is not None)
@@ -55,7 +55,7 @@ class _Match:
     weight: Node
     bias: Node | None
     turned: bool
-    """Whether the weight is [in, out]."""
+    """Whether the weight is given as [in, out]."""
 
 
 def _match(node: Node) -> _Match | None:
@@ -84,11 +84,11 @@ def _found(match: _Match, tiles: tuple[str, str]) -> FoundLinear:
 
 
 @dataclass(frozen=True)
-class Fp8Linears(Pass):
-    """Has the named linear layers compute from 8-bit copies of input and weight, and keep those for the backward.
+class Fp8Linears(RewritePattern[_Match]):
+    """Has the named linear layers compute from 8-bit copies of input and weight, and save those for the backward.
 
-    A weight that is cast for the layer is quantised from what it is before. Sizes that 8-bit units do not take are
-    refused: see `find_fp8_linears`. Results and gradients differ from the plain ones by the rounding of 8 bits.
+    A weight that is cast for the layer is quantised from its value before the cast. Layers whose sizes 8-bit kernels do
+    not take are refused: see `find_fp8_linears`. Results and gradients differ by the rounding to 8 bits.
 
     Before:
         to: bf16[32, 16] = aten.to.dtype(weight, bf16)
@@ -101,7 +101,7 @@ class Fp8Linears(Pass):
     scaling: str = CURRENT
     """One of `passes.ops.fp8_ops.SCALINGS`."""
     histories: str = ""
-    """With delayed scaling: what the names begin with under which magnitudes are remembered."""
+    """With delayed scaling: the prefix of the `Histories` that remember magnitudes."""
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
@@ -112,51 +112,32 @@ class Fp8Linears(Pass):
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        reasons = {each.name: each.reason for each in find_fp8_linears(graph_module, self.scaling)}
+        reasons = {layer.name: layer.reason for layer in find_fp8_linears(graph_module, self.scaling)}
         for name in sorted(self.linears):
             if reason := reasons.get(name, "it is no linear layer"):
                 raise VerifyError(name, reason, "name only layers that find_fp8_linears finds, without a reason")
 
-    def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph = graph_module.graph
-        scales: dict[Node, Node] = {}
-        with on_stored_values(graph):
-            for match in [_match(node) for node in graph.nodes if node.name in self.linears]:
-                assert match is not None
-                self._replace(match, scales)
-        return graph_module
+    def match(self, node: Node) -> _Match | None:
+        return _match(node) if node.name in self.linears else None
 
-    def _replace(self, match: _Match, scales: dict[Node, Node]) -> None:
-        weight = _before_casts(match.weight)
-        arguments: tuple[Any, ...] = (match.x, weight, *([] if match.bias is None else [match.bias]))
+    def replace(self, node: Node, found: _Match) -> Node:
+        arguments: tuple[Any, ...] = (found.x, _before_casts(found.weight))
         options: dict[str, Any] = {} if self.scaling == CURRENT else {"scaling": self.scaling}
-        graph = match.node.graph
-        with graph.inserting_before(match.node):
-            if self.scaling == DELAYED:
-                name = f"{self.histories}{module_path(match.node)}/{match.node.name}"
-                if match.x not in scales:
-                    scales[match.x] = _call(match.node, DELAYED_SCALE, (match.x, E4M3, name), {})
-                arguments = (*arguments[:2], match.bias, scales[match.x])
-                options["history"] = f"{name}/gradient"
-            options |= {"turned": True} if match.turned else {}
-            result = _call(match.node, FP8_LINEAR, arguments, options)
-        match.node.replace_all_uses_with(result)
-        graph.erase_node(match.node)
-        if match.weight is not weight and not match.weight.users:
-            graph.erase_node(match.weight)
-
-
-def _call(place: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """A call in the place of another, and of its module."""
-    name = target.__name__.partition(".")[0]
-    node = place.graph.create_node("call_function", target, args, kwargs, name=name)
-    node.meta.update({key: each for key, each in place.meta.items() if key != "val"})
-    refresh(node)
-    return node
+        if self.scaling == DELAYED:
+            name = f"{self.histories}{module_path(node)}/{node.name}"
+            # Layers that read one value share its scale.
+            known = (user for user in found.x.users if user.target is DELAYED_SCALE)
+            scale = next(known, None) or new_call(node, DELAYED_SCALE, found.x, E4M3, name)
+            arguments = (*arguments, found.bias, scale)
+            options["history"] = f"{name}/gradient"
+        elif found.bias is not None:
+            arguments = (*arguments, found.bias)
+        options |= {"turned": True} if found.turned else {}
+        return new_call(node, FP8_LINEAR, *arguments, **options)
 
 
 def _before_casts(weight: Node) -> Node:
-    """The wider matrix that a weight was cast from, where it was."""
+    """Returns the fp32 matrix that a weight is cast from, or the weight itself."""
     if not is_cast(weight) or len(weight.all_input_nodes) != 1:
         return weight
     source: Any = weight.all_input_nodes[0]

@@ -1,14 +1,16 @@
-"""Calls that free more than they make go first: weight gradients before the gradients that are passed on."""
+"""Reorders calls so that those that free more memory than they make go first, such as weight gradients."""
 
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph_pass import Pass
-from passes.graphs.node_facts import is_pure, tensors
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.aliases import Block, find_aliases
+from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import is_view
 
 
@@ -16,10 +18,10 @@ from passes.graphs.op_kinds import is_view
 class FreeFirst(Pass):
     """Moves a call that frees more than it makes in front of calls that make more than they free.
 
-    At no call, wherever it comes to stand, is more memory held than at the same call before, whatever the temporaries
-    of its kernel. Within the runs of nodes that are tagged alike (`meta["partitioner_tag"]`) only, and past pure calls
-    only. What it frees becomes a lower peak where `Reinplace` follows: the weight gradient of a layer frees the input
-    that it reads, so that the gradient that is passed on can then be turned in place beside less.
+    At every call no more memory is held than at the same call before, so that the peak does not rise whatever
+    temporaries kernels need. Calls move past pure calls only, within the forward or the backward
+    (`meta["partitioner_tag"]`). Where `Reinplace` follows the peak falls: the weight gradient of a layer frees the
+    input that it reads before the gradient that is passed on is overwritten.
 
     Before:
         passed: f32[8, 16] = aten.mm(gradient, weight)
@@ -28,6 +30,8 @@ class FreeFirst(Pass):
         of_weight: f32[4, 16] = aten.mm(transposed, activation)
         passed: f32[8, 16] = aten.mm(gradient, weight)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
@@ -40,12 +44,12 @@ class FreeFirst(Pass):
 
 
 def _follows(node: Node) -> bool:
-    """Whether a node only names what a call has made."""
+    """Returns whether a node only names memory that a call has made."""
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node)
 
 
 def _runs(graph: Graph) -> Iterator[list[Node]]:
-    """Nodes in a row that are of one half, as their tags say, without inputs and the output."""
+    """Yields consecutive nodes with the same tag, without inputs and the output."""
     run: list[Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -59,55 +63,50 @@ def _runs(graph: Graph) -> Iterator[list[Node]]:
 
 
 class _Memory:
-    """The blocks of memory of a graph, each named by the node that is one of a call's results: who makes and who reads
-    it, and its bytes. Blocks that are there before or are returned are never freed, and not listed."""
+    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes.
+
+    Blocks that are there before the graph runs are never freed, and not listed. Nor are the elements of tuples that
+    nothing takes out.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        self.block: dict[Node, Node] = {}
-        self.made: dict[Node, list[Node]] = {}
-        self.read: dict[Node, set[Node]] = {}
-        self.readers: dict[Node, set[Node]] = {}
+        aliases = find_aliases(graph)
+        held = {block for node, blocks in aliases.of.items() if _is_tensor(node) for block in blocks}
+        self.bytes = {block: _bytes(aliases.blocks[block]) for block in held if _is_made_here(aliases.blocks[block])}
+        self.made: dict[Node, list[int]] = {}
+        self.read: dict[Node, set[int]] = {}
+        self.readers: dict[int, set[Node]] = {}
         self.depends: dict[Node, set[Node]] = {}
-        returned = set()
         for node in graph.nodes:
-            sources = node.all_input_nodes
-            blocks = {self.block[each] for each in sources if each in self.block}
-            calls = {each for source in sources for each in self._calls(source)}
-            if node.op == "output":
-                returned = blocks
-            elif (maker := _maker(node)) is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                self.block[node] = node
-                self.made.setdefault(maker, []).append(node)
-            elif _follows(node) and sources and sources[0] in self.block:
-                self.block[node] = self.block[sources[0]]
-            self.depends[node] = calls
-            if not _follows(node):
-                self.read[node] = blocks
-                for each in blocks:
-                    self.readers.setdefault(each, set()).add(node)
-        self.returned = returned
-        self.bytes = {block: _bytes(block) for block in self.block.values()}
+            self.depends[node] = {call for source in node.all_input_nodes for call in self._calls(source)}
+            if _follows(node):
+                continue
+            self.made[node] = [block for block in aliases.made_by(node) if block in self.bytes]
+            self.read[node] = self.bytes.keys() & set(aliases.read_by(node))
+            for block in self.read[node]:
+                self.readers.setdefault(block, set()).add(node)
+        self.returned = self.read[graph.output_node()]
 
     def _calls(self, node: Node) -> set[Node]:
         return self.depends[node] if _follows(node) else {node}
 
 
-def _maker(node: Node) -> Node | None:
-    """The call whose result, or an element of whose results, a node is; None for what looks at older memory."""
-    while node.target is operator.getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node if node.op in ("call_function", "call_module") and not _follows(node) else None
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _bytes(node: Node) -> int | None:
+def _is_made_here(block: Block) -> bool:
+    return block.maker.op in ("call_function", "call_module")
+
+
+def _bytes(block: Block) -> int | None:
     """None where a size is a symbol."""
-    value = next(tensors(node.meta["val"]))
-    size = value.numel() * value.element_size()
+    size = block.value.numel() * block.value.element_size()
     return size if isinstance(size, int) else None
 
 
 class _Order:
-    """The calls of one run, in an order that gets better."""
+    """The order of the calls of one run, which is improved step by step."""
 
     def __init__(self, calls: list[Node], memory: _Memory) -> None:
         self.calls, self.memory = calls, memory
@@ -115,7 +114,7 @@ class _Order:
         self.first = calls[0]
 
     def settle(self) -> bool:
-        """Moves every call as far to the front as it pays; whether any was moved."""
+        """Moves every call forward as far as it pays; returns whether any was moved."""
         moved = False
         for call in list(self.calls):
             while self.place[call] and self._pays(call, self.calls[self.place[call] - 1]):
@@ -125,46 +124,51 @@ class _Order:
 
     def _swap(self, place: int) -> None:
         self.calls[place : place + 2] = self.calls[place : place + 2][::-1]
-        for each in (place, place + 1):
-            self.place[self.calls[each]] = each
+        for moved in (place, place + 1):
+            self.place[self.calls[moved]] = moved
 
     def _pays(self, call: Node, before: Node) -> bool:
-        """Whether a call is better in front of the one before it: it frees more than it makes there, and the other
-        leaves behind at least what it frees."""
+        """Returns whether a call should go before its predecessor.
+
+        It should if it frees more than it makes there, and the predecessor makes at least as much as it frees.
+        """
         memory = self.memory
         if before in memory.depends[call] or not (is_pure(call) and is_pure(before)):
             return False
         own = {block for block in self._freed(call) if before not in memory.readers[block]}
-        sizes = [self._sum(each) for each in (own, memory.made.get(call, ()), self._left(before), self._freed(before))]
+        counted = (own, memory.made.get(call, ()), self._left(before), self._freed(before))
+        sizes = [self._sum(blocks) for blocks in counted]
         if None in sizes:
             return False
         freed, made, left, freed_before = (size or 0 for size in sizes)
         return freed > made and left >= freed_before
 
-    def _freed(self, call: Node) -> set[Node]:
-        """Blocks that the call is the last to read."""
+    def _freed(self, call: Node) -> set[int]:
+        """Returns the blocks that the call is the last to read."""
         return {block for block in self.memory.read[call] - self.memory.returned if self._is_last(call, block)}
 
-    def _is_last(self, call: Node, block: Node) -> bool:
-        """Whether all that read a block stand up to the call, or in front of the run."""
+    def _is_last(self, call: Node, block: int) -> bool:
+        """Returns whether no reader of a block comes after the call."""
         return all(
-            self.place[each] <= self.place[call] if each in self.place else each < self.first
-            for each in self.memory.readers[block]
+            self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
+            for reader in self.memory.readers[block]
         )
 
-    def _left(self, call: Node) -> set[Node]:
-        """Blocks that the call makes and does not lose at once."""
+    def _left(self, call: Node) -> set[int]:
+        """Returns the blocks that a call makes and that something reads or the graph returns."""
         made = set(self.memory.made.get(call, ()))
         return {block for block in made if block in self.memory.returned or self.memory.readers.get(block)}
 
-    def _sum(self, blocks: Iterable[Node]) -> int | None:
+    def _sum(self, blocks: Iterable[int]) -> int | None:
         sizes = [self.memory.bytes[block] for block in blocks]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:
-    """Put the nodes of a run in the order of its calls: what only names memory stands where it is first read, elements
-    right behind their call."""
+    """Puts the nodes of a run in the order of its calls.
+
+    Views stand where they are first read, elements of a tuple right behind its call.
+    """
     behind, left = run[-1].next, set(run)
 
     def place(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""GELU and SiLU that are written out become one operator each, which saves its input alone for the backward."""
+"""Replaces GELU and SiLU that are written out by one operator, which saves only its input for the backward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,18 +28,18 @@ class FoundActivation:
     """A tanh, erf or sigmoid in a formula like GELU's, and whether `FuseActivations` can rewrite that."""
 
     name: str
-    """Of its node."""
+    """The name of its node."""
     kind: str = ""
     """"gelu", "gelu_tanh" (its approximation) or "silu"; empty where it is left alone."""
     reason: str = ""
-    """Why it is left alone; empty where it is rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or f'fused into {self.kind}'}"
 
 
 def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
-    """What looks like GELU or SiLU in an operator graph, in order, as `FuseActivations` would find it."""
+    """Returns the formulas like GELU or SiLU in an operator graph, in order, as `FuseActivations` finds them."""
     found = []
     for bounded in bounded_calls(graph_module.graph):
         try:
@@ -56,8 +56,8 @@ def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
 class FuseActivations(Pass):
     """Replaces GELU (with erf or its tanh approximation) and SiLU that are written out by `gelu` and `silu`.
 
-    They are known by what they compute, in whatever order; other constants, and those of which anything else reads a
-    part, are left alone: see `find_activations`. Results differ by rounding.
+    They are recognised by what they compute, in whatever order. Formulas with other constants, or of which something
+    else reads a part, are left alone: see `find_activations`. Results differ by rounding.
 
     Before:
         mul: f32[2, 8] = aten.mul.Tensor(hidden, 0.5)
@@ -70,13 +70,13 @@ class FuseActivations(Pass):
     """
 
     activations: frozenset[str] | None = None
-    """Names of the tanh, erf and sigmoid to rewrite; None: all that can be."""
+    """Names of the calls of tanh, erf and sigmoid whose formulas are rewritten; None: all that can be."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         if not self.activations:
             return
-        reasons = {each.name: each.reason for each in find_activations(graph_module)}
+        reasons = {activation.name: activation.reason for activation in find_activations(graph_module)}
         for name in sorted(self.activations):
             if reason := reasons.get(name, "it is in no formula like GELU's"):
                 raise VerifyError(name, reason, "name only activations that find_activations fuses")

@@ -1,4 +1,4 @@
-"""Attention that is written out becomes `scaled_dot_product_attention`, which never holds the probabilities."""
+"""Replaces attention that is written out by `scaled_dot_product_attention`, which never holds the probabilities."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import binds_new_symbols
 from passes.graphs.op_kinds import op_name
 from passes.graphs.propagate import on_stored_values, refresh
@@ -24,9 +25,9 @@ class FoundAttention:
     """A softmax that weighs values, and whether `FuseAttention` can rewrite it."""
 
     name: str
-    """Of the softmax's node."""
+    """The name of the softmax's node."""
     reason: str = ""
-    """Why it is left alone; empty where it is rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'fused'}"
@@ -35,7 +36,7 @@ class FoundAttention:
 def find_attentions(
     graph_module: GraphModule, *, with_dropout: bool = False, whole_rows: bool = False
 ) -> tuple[FoundAttention, ...]:
-    """What looks like attention in an operator graph, in order, as `FuseAttention` would find it with these options."""
+    """Returns what looks like attention in an operator graph, in order, as `FuseAttention` finds it."""
     rows = MaskRows(graph_module)
     found = []
     for softmax in softmaxes(graph_module.graph):
@@ -50,10 +51,10 @@ def find_attentions(
 
 @dataclass(frozen=True)
 class FuseAttention(Pass):
-    """Replaces softmax(Q Kᵀ · scale + mask) V by `scaled_dot_product_attention`, where that means the same.
+    """Replaces softmax(Q Kᵀ · scale + mask) V by `scaled_dot_product_attention`, where that computes the same.
 
-    Probabilities that anything else reads are left alone: see `find_attentions`. Results differ by rounding. A row that
-    is masked whole with -inf is not a number in the plain model, and zeros here.
+    Attention whose probabilities something else reads is left alone: see `find_attentions`. Results differ by rounding.
+    A row in which every score is masked with -inf is NaN in the plain model, and zeros here.
 
     Before:
         matmul: f32[2, 4, 8, 8] = aten.matmul(query, transpose)
@@ -70,14 +71,14 @@ class FuseAttention(Pass):
     attentions: frozenset[str] | None = None
     """Names of the softmaxes to rewrite; None: all that can be."""
     with_dropout: bool = False
-    """Rewrite attention with dropout as well: the same distribution, other random numbers."""
+    """Rewrite attention with dropout as well: same distribution, other random numbers."""
     whole_rows: bool = False
-    """Rewrite as well where a mask that is added may mask a row whole with a finite number, as padding does: the row
-    weighs all values alike, as in the plain model, but its scores, which are rounded away there, get no gradient."""
+    """Rewrite as well where a mask that is added may mask every score of a row with a finite number, as padding does.
+    Such a row weighs all values alike, as in the plain model, but its scores get no gradient."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
-        missing = (self.attentions or frozenset()) - {each.name for each in softmaxes(graph_module.graph)}
+        missing = (self.attentions or frozenset()) - {softmax.name for softmax in softmaxes(graph_module.graph)}
         for name in sorted(missing):
             raise VerifyError(name, "it is no softmax that weighs values", "name attentions as find_attentions does")
 
@@ -113,7 +114,7 @@ class _Rewrite:
             tensors = [query, key, match.value]
             flat = match.query.meta["val"].dim() == 3
             if flat:  # kernels take batch and heads
-                tensors = [self._call(aten.unsqueeze.default, each, 1) for each in tensors]
+                tensors = [self._call(aten.unsqueeze.default, tensor, 1) for tensor in tensors]
                 if mask is not None and mask.meta["val"].dim() == 3:
                     mask = self._call(aten.unsqueeze.default, mask, 1)
             options: tuple[Any, ...] = (mask, match.dropout) if match.dropout else (mask,) if mask is not None else ()
@@ -130,15 +131,10 @@ class _Rewrite:
             _refresh_behind(result)
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        name = target.__name__.partition(".")[0]
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        kept = {key: each for key, each in self.match.softmax.meta.items() if key in ("nn_module_stack", "stack_trace")}
-        node.meta.update(kept)
-        refresh(node)
-        return node
+        return new_call(self.match.softmax, target, *args, **kwargs)
 
     def _query_mask_scale(self) -> tuple[Node, Node | None, float]:
-        """What was done to the scores, done to a mask that begins as zeros; a plain bool where that is all."""
+        """Returns query, mask and scale that have the effect of the steps; the mask is bool where that suffices."""
         match, mask, scale, below = self.match, None, 1.0, MASKS_BELOW / 2
         masks = [step for step in match.steps if not isinstance(step, Scale)]
         for step in match.steps:
@@ -157,7 +153,7 @@ class _Rewrite:
         return match.query, mask, scale
 
     def _filled(self, step: Fill, mask: Node | None) -> Node:
-        """A mask that is added, filled."""
+        """Returns a mask to be added, with a number where scores are filled."""
         masked = step.mask if step.where else self._call(aten.logical_not.default, step.mask)
         if mask is not None:
             return self._call(aten.where.ScalarSelf, masked, step.number, mask)
@@ -165,26 +161,29 @@ class _Rewrite:
         return self._call(aten.masked_fill.Scalar, zeros, masked, step.number)
 
     def _cleared(self, mask: Node, below: float) -> tuple[Node, Node]:
-        """Query and mask of which the rows that are masked whole are zeros: all scores are alike there, and none gets
-        a gradient; see `passes.patterns.mask_rows` for what the kernels would make of them."""
+        """Returns query and mask with zeros in rows in which every score is masked.
+
+        All scores of such a row are then alike, and none gets a gradient; see `passes.patterns.mask_rows` for what
+        kernels would compute otherwise.
+        """
         largest = self._call(aten.amax.default, mask, [-1], True)
         whole = self._call(aten.le.Scalar, largest, below)
         query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)
         return query, self._call(aten.masked_fill.Scalar, mask, whole, 0.0)
 
     def _erase(self, node: Node) -> None:
-        """Erase what nobody reads any more, up to the scores."""
+        """Erases a node that nothing reads, and what only it has read, up to query, key and value."""
         if node.users or node.op != "call_function" or node in (self.match.query, self.match.key, self.match.value):
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
-        for each in inputs:
-            if node is not self.match.scores or op_name(each) == "transpose":
-                self._erase(each)
+        for tensor in inputs:
+            if node is not self.match.scores or op_name(tensor) == "transpose":
+                self._erase(tensor)
 
 
 def _refresh_behind(node: Node) -> None:
-    """Set values anew whose strides follow from the result's; a `view` that they forbid becomes a `reshape`."""
+    """Recomputes the stored values whose strides follow from a node's; a `view` may have to become a `reshape`."""
     for user in sorted(node.users):
         if user.op != "call_function" or binds_new_symbols(user):
             continue

@@ -1,4 +1,4 @@
-"""LayerNorm that is written out becomes `layer_norm`, which saves its input and two numbers a row for the backward."""
+"""Replaces LayerNorm that is written out by `layer_norm`, which saves its input and two numbers for each row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +18,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundNorm:
-    """A square root that a norm divides by, and whether `FuseNorms` can rewrite the norm."""
+    """The square root that a norm divides by, and whether `FuseNorms` can rewrite the norm."""
 
     name: str
-    """Of the root's node: `sqrt`, `rsqrt`, `pow` or `std`."""
+    """The name of the root's node: a `sqrt`, `rsqrt`, `pow` or `std`."""
     reason: str = ""
-    """Why it is left alone; empty where it is rewritten."""
+    """Why it is left alone; empty if it can be rewritten."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'fused'}"
 
 
 def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
-    """What looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` would find it."""
+    """Returns what looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` finds it."""
     found = []
     for root in roots(graph_module.graph):
         try:
@@ -47,9 +47,9 @@ def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
 class FuseNorms(Pass):
     """Replaces (x - mean) / sqrt(variance + eps) · weight + bias, over the last dimensions, by `layer_norm`.
 
-    Weight and bias that are cast or shaped otherwise stay calls of their own behind it. Norms of which anything else
-    reads a part are left alone, and so is RMSNorm, for which `rms_norm` saves nothing: it is traced into the same calls
-    (torch 2.13). See `find_norms`. Results differ by rounding.
+    Weight and bias of another dtype or shape stay separate calls behind it. Norms of which something else reads a part
+    are left alone, and so is RMSNorm: `rms_norm` is traced into the same calls (torch 2.13) and would save nothing. See
+    `find_norms`. Results differ by rounding.
 
     Before:
         mean: f32[2, 1] = aten.mean.dim(hidden, [-1], True)
@@ -69,7 +69,7 @@ class FuseNorms(Pass):
         super().requires(graph_module)
         if not self.norms:
             return
-        reasons = {each.name: each.reason for each in find_norms(graph_module)}
+        reasons = {norm.name: norm.reason for norm in find_norms(graph_module)}
         for name in sorted(self.norms):
             if reason := reasons.get(name, "it is no root that a norm divides by"):
                 raise VerifyError(name, reason, "name only norms that find_norms fuses")

@@ -1,12 +1,13 @@
-"""The pass protocol: a frozen value that takes a graph module and returns another, checked before and after."""
+"""What a pass is: a frozen value that takes a graph module and returns another one, and checks itself."""
 
 import abc
 import copy
+import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
@@ -15,9 +16,17 @@ from passes.graphs.graph_diff import diff_graphs
 from passes.graphs.lazy_code import LazyCode
 from passes.graphs.verify import VerifyError, check_signature, check_structure, verify
 
+GraphKind: TypeAlias = Literal["operators", "joint"]
+"""The two kinds of graphs that memopt rewrites for a region of a model.
+
+`"operators"`: the forward in ATen operators as its author called them. `linear`, `layer_norm` and attention are whole,
+and nothing is differentiated yet. `"joint"`: forward and backward as one canonical, functional ATen graph, before it is
+decided what is saved and what recomputed.
+"""
+
 
 class PassError(ValueError):
-    """A pass met a graph it cannot take, or made one that contradicts itself: which pass, which node, and the mend."""
+    """A pass cannot take a graph, or has made one that contradicts itself: which pass, which node, and the mend."""
 
     def __init__(self, pass_name: str, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""
@@ -30,25 +39,43 @@ class PassError(ValueError):
 
 @dataclass(frozen=True)
 class Pass(abc.ABC):
-    """A rewrite of a graph. Subclasses are frozen dataclasses: their fields are their options, `repr` prints them.
+    """A rewrite of a graph. Subclasses are frozen dataclasses: their fields are their options, and `repr` prints them.
 
     Calling a pass checks what it `requires`, rewrites a copy, and checks what it `ensures`: by default that the graph
-    holds together and keeps its inputs and outputs. The module given is never modified; constants and submodules are
+    is well formed and keeps its inputs and outputs. The module given is never modified. Constants and submodules are
     shared with it, and so are the values in `node.meta`.
+
+    A pass of one's own goes to `memopt.plan(..., passes=[MyPass()])`; `graph` says which graphs it is for.
     """
 
+    graph: ClassVar[GraphKind] = "operators"
+    """The kind of graph that the pass is for where it is one of a user's own `passes`."""
     keeps_signature: ClassVar[bool] = True
-    """False for a pass that changes the graph's inputs, or how many outputs it has and of what type."""
+    """False for a pass that changes the graph's inputs, or the number or the types of its outputs."""
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
         """Returns the rewritten graph module. Raises `PassError`."""
         try:
             self.requires(graph_module)
-            after = self.rewrite(copy_graph_module(graph_module))
+            after = self._rewritten(copy_graph_module(graph_module))
             after.recompile()
             self.ensures(graph_module, after)
         except VerifyError as error:
             raise PassError(self.name, error.node, error.problem, error.mend) from error
+        return after
+
+    def _rewritten(self, copied: GraphModule) -> GraphModule:
+        try:
+            after = self.rewrite(copied)
+        except RuntimeError as error:
+            used = re.match(r"Tried to erase Node (\S+) but it still had", str(error))
+            if used is None:
+                raise
+            mend = "call passes.replace_node(node, by) instead"
+            raise VerifyError(used[1], "rewrite erases it while other nodes use it", mend) from error
+        if not isinstance(after, GraphModule):
+            problem = f"rewrite returned {'None' if after is None else type(after).__name__}, not a graph module"
+            raise VerifyError(None, problem, "end it with `return graph_module`")
         return after
 
     @property
@@ -81,15 +108,15 @@ class Pass(abc.ABC):
 
 
 Observer: TypeAlias = Callable[[Pass, GraphModule, GraphModule], None]
-"""Called after each pass with the pass, the graph before and the graph after; may raise, must not modify."""
+"""Called after each pass with the pass, the graph before it and the graph after it. May raise; must not modify them."""
 
 
 @dataclass(frozen=True, repr=False)
 class Pipeline(Pass):
-    """Passes in a row, itself a pass; prints as a list. `passes` may be any sequence of passes and is kept as a tuple.
+    """Passes that run one after another; itself a pass, and prints as a list.
 
-    The observer is called between passes, for those of a pipeline inside this one too: one callback serves verifying,
-    timing, printing and recording. `label` names what the passes do together.
+    `passes` may be any sequence of passes and is kept as a tuple. `observer` is called after each pass, also after
+    those of a pipeline inside this one. `label` names what the passes do together.
     """
 
     passes: tuple[Pass, ...]
@@ -98,9 +125,7 @@ class Pipeline(Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "passes", tuple(self.passes))
-        for each in self.passes:
-            if not isinstance(each, Pass):
-                raise TypeError(f"a Pipeline holds passes, not {each!r}; give it instances of Pass")
+        _check_passes(self.passes)
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
         return self._run(graph_module, ())
@@ -110,13 +135,13 @@ class Pipeline(Pass):
 
     def _run(self, graph_module: GraphModule, outer: tuple[Observer, ...]) -> GraphModule:
         observers = (*outer, self.observer) if self.observer is not None else outer
-        for each in self.passes:
-            if isinstance(each, Pipeline):
-                graph_module = each._run(graph_module, observers)
+        for run_next in self.passes:
+            if isinstance(run_next, Pipeline):
+                graph_module = run_next._run(graph_module, observers)
                 continue
-            after = each(graph_module)
+            after = run_next(graph_module)
             for observer in observers:
-                observer(each, graph_module, after)
+                observer(run_next, graph_module, after)
             graph_module = after
         return graph_module
 
@@ -132,12 +157,39 @@ class Pipeline(Pass):
 
     def __repr__(self) -> str:
         head = f"Pipeline({self.label!r}, [" if self.label else "Pipeline(["
-        rows = "".join(textwrap.indent(f"{each!r},\n", "    ") for each in self.passes)
+        rows = "".join(textwrap.indent(f"{inner!r},\n", "    ") for inner in self.passes)
         return f"{head}\n{rows}])" if rows else f"{head}])"
 
 
+def passes_for(graph: GraphKind, passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Returns those of the passes that are for one kind of graph, in order; a `Pipeline` counts as the passes in it.
+
+    Raises TypeError for what is no pass, and ValueError for a pass whose `graph` is no kind of graph.
+    """
+    flat = list(_flat(tuple(passes)))
+    for listed in flat:
+        if listed.graph not in ("operators", "joint"):
+            raise ValueError(f"{listed.name}.graph is {listed.graph!r}; set it to 'operators' or 'joint'")
+    return tuple(listed for listed in flat if listed.graph == graph)
+
+
+def _flat(passes: tuple[Pass, ...]) -> Iterator[Pass]:
+    _check_passes(passes)
+    for listed in passes:
+        if isinstance(listed, Pipeline):
+            yield from _flat(listed.passes)
+        else:
+            yield listed
+
+
+def _check_passes(passes: Iterable[object]) -> None:
+    for listed in passes:
+        if not isinstance(listed, Pass):
+            raise TypeError(f"{listed!r} is no pass; give it instances of Pass")
+
+
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:
-    """A graph module with a graph of its own; constants, submodules and the values in `meta` are shared."""
+    """Returns a graph module with a graph of its own; constants, submodules and the values in `meta` are shared."""
     with warnings.catch_warnings():
         # torch's own: the call convention of a captured graph holds a tree specification that warns when it is copied.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)

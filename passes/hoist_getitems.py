@@ -1,4 +1,4 @@
-"""Ordering of tuple outputs."""
+"""Moves the elements of tuples to the calls that return them."""
 
 import operator
 from dataclasses import dataclass

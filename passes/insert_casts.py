@@ -1,4 +1,4 @@
-"""Casts that make each operator compute in the dtype that was decided for it."""
+"""Inserts the casts that make each operator compute in the dtype that was decided for it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import schema_of
 from passes.graph_pass import Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 from passes.graphs.op_kinds import (
     fills_with,
@@ -23,7 +24,7 @@ from passes.graphs.op_kinds import (
 from passes.graphs.propagate import on_stored_values, refresh
 from passes.graphs.verify import check_signature
 
-# Parameters and running statistics stay as they are: the kernels take a 16-bit input with them.
+# Parameters and running statistics are not cast: the kernels take a 16-bit input with fp32 ones.
 _CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 # Kernels that read 16 bits and sum in fp32 when asked for an fp32 result: no cast of the input is needed.
 _TAKES_DTYPE = frozenset({"sum", "mean", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"})
@@ -31,10 +32,11 @@ _TAKES_DTYPE = frozenset({"sum", "mean", "prod", "softmax", "log_softmax", "cums
 
 @dataclass(frozen=True)
 class InsertCasts(Pass):
-    """Casts the floating-point operands of each named call to the dtype assigned to it, once a use.
+    """Casts the floating-point operands of each named call to the dtype assigned to it.
 
-    A cast in the graph is given the assigned dtype. Calls without an assignment that only move data take what comes;
-    any other is given what it was given before. Numbers that fill a 16-bit value, as masks do, stay within its range.
+    A call that is a cast itself gets the assigned dtype. Of calls without an assignment, those that only move data
+    follow their input; any other gets operands in the dtype that they had before. Numbers that fill a 16-bit value, as
+    masks do, are clamped to its range.
 
     Before:
         linear: f32[4, 8] = aten.linear(x, weight)
@@ -50,7 +52,7 @@ class InsertCasts(Pass):
     keeps_signature: ClassVar[bool] = False
     assignment: Mapping[str, torch.dtype]
     keep_outputs: bool = True
-    """Cast what the graph returns back to the dtype it had."""
+    """Cast the graph's outputs back to the dtype that they had."""
 
     def __repr__(self) -> str:
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self.assignment.values()]
@@ -70,9 +72,9 @@ class InsertCasts(Pass):
                 if node.op == "call_function":
                     self._retype(node, given)
                 elif node.op == "output" and self.keep_outputs:
-                    for each in node.all_input_nodes:
-                        if _floating(each) and each.meta["val"].dtype != given[each].dtype:
-                            node.replace_input_with(each, _cast(graph, node, each, given[each].dtype))
+                    for source in node.all_input_nodes:
+                        if _floating(source) and source.meta["val"].dtype != given[source].dtype:
+                            node.replace_input_with(source, _cast(graph, node, source, given[source].dtype))
         return graph_module
 
     def _retype(self, node: Node, given: dict[Node, Any]) -> None:
@@ -81,33 +83,33 @@ class InsertCasts(Pass):
         if dtype is not None and (is_cast(node) or _takes_dtype(node, dtype)):
             _set_dtype(node, dtype)
         elif dtype is not None:
-            for each in _operands(node, dtype):
-                node.replace_input_with(each, _cast(node.graph, node, each, dtype))
+            for operand in _operands(node, dtype):
+                node.replace_input_with(operand, _cast(node.graph, node, operand, dtype))
         elif not (follows_input(node) or is_new(node) or _is_getitem(node)):
             written = mutated_arguments(node)
-            for each in node.all_input_nodes:
-                known: Any = given.get(each, each.meta.get("val"))
-                if _floating(each) and each not in written and each.meta["val"].dtype != known.dtype:
-                    node.replace_input_with(each, _cast(node.graph, node, each, known.dtype))
+            for source in node.all_input_nodes:
+                known: Any = given.get(source, source.meta.get("val"))
+                if _floating(source) and source not in written and source.meta["val"].dtype != known.dtype:
+                    node.replace_input_with(source, _cast(node.graph, node, source, known.dtype))
         changed = (node.args, node.kwargs) != before
-        if changed or any(each.meta.get("val") is not given.get(each) for each in node.all_input_nodes):
+        if changed or any(source.meta.get("val") is not given.get(source) for source in node.all_input_nodes):
             refresh(node)
             _hold_fills(node)
 
 
 def _operands(node: Node, dtype: torch.dtype) -> Iterator[Node]:
-    """The arguments to cast: floating point, not yet of the dtype, not written to."""
+    """Yields the arguments to cast: floating point, of another dtype, not written to."""
     inputs = node.all_input_nodes[:1] if op_name(node) in _CAST_FIRST_ONLY else node.all_input_nodes
     written = mutated_arguments(node)
-    tensors = [each for each in inputs if _floating(each)]
+    tensors = [tensor for tensor in inputs if _floating(tensor)]
     if written and promotes(node):
         return  # An in-place kernel casts its operands to what it writes to.
-    if promotes(node) and any(each.meta["val"].dtype == dtype and each.meta["val"].dim() for each in tensors):
+    if promotes(node) and any(tensor.meta["val"].dtype == dtype and tensor.meta["val"].dim() for tensor in tensors):
         # The widest operand decides, and a scalar tensor never does.
-        tensors = [each for each in tensors if each.meta["val"].dim() and _wider(each.meta["val"].dtype, dtype)]
-    for each in tensors:
-        if each.meta["val"].dtype != dtype and each not in written:
-            yield each
+        tensors = [tensor for tensor in tensors if tensor.meta["val"].dim() and _wider(tensor.meta["val"].dtype, dtype)]
+    for tensor in tensors:
+        if tensor.meta["val"].dtype != dtype and tensor not in written:
+            yield tensor
 
 
 def _wider(one: torch.dtype, other: torch.dtype) -> bool:
@@ -115,12 +117,10 @@ def _wider(one: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
-    with graph.inserting_before(user):
-        cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (value, dtype), name="to")
     # A cast belongs to the module whose operator needs it.
     place = value if user.op == "output" else user
-    cast.meta.update({key: each for key, each in place.meta.items() if key in ("nn_module_stack", "stack_trace")})
-    refresh(cast)
+    with graph.inserting_before(user):
+        cast = new_call(place, torch.ops.aten.to.dtype, value, dtype)
     if not _wider(value.meta["val"].dtype, dtype):
         return cast
     _hold_ancestors(value, torch.finfo(dtype).max)
@@ -128,13 +128,13 @@ def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
 
 
 def _hold_ancestors(value: Node, largest: float) -> None:
-    """Hold within range the numbers that fill a mask before it is cast: rounding would make them infinite."""
+    """Clamps the numbers that fill a mask before it is cast, which rounding would make infinite."""
     pending, seen = [value], {value}
     while pending:
         node = pending.pop()
         _clamp_fills(node, largest)
         if fills_with(node) or moves_data(node) or op_name(node) in ("add", "mul", "masked_fill", "where"):
-            fresh = [each for each in node.all_input_nodes if each not in seen and _floating(each)]
+            fresh = [source for source in node.all_input_nodes if source not in seen and _floating(source)]
             seen.update(fresh)
             pending += fresh
 
@@ -156,12 +156,12 @@ def _clamp_fills(node: Node, largest: float) -> None:
 
 
 def _takes_dtype(node: Node, dtype: torch.dtype) -> bool:
-    named = node.kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in node.args)
+    named = node.kwargs.get("dtype") is not None or any(isinstance(argument, torch.dtype) for argument in node.args)
     return op_name(node) in _TAKES_DTYPE and _floating(node) and (named or dtype == torch.float32)
 
 
 def _set_dtype(node: Node, dtype: torch.dtype) -> None:
-    """Give a call its `dtype` argument, by position where it has one."""
+    """Sets a call's `dtype` argument, by position if it is given so."""
     target: Any = node.target
     assert isinstance(target, OPERATOR_OVERLOAD)
     names = [argument.name for argument in schema_of(target).arguments]

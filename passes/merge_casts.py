@@ -1,4 +1,4 @@
-"""Casts that are not needed: to the dtype a value has, there and back, the same one twice, of more bytes than moved."""
+"""Removes casts to the dtype that a value has, there and back, and repeated; moves casts to fewer elements."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.node_facts import may_write, storages
+from passes.graphs.aliases import storages
+from passes.graphs.edit import new_call, replace_node
+from passes.graphs.node_facts import may_write
 from passes.graphs.op_kinds import is_cast, moves_data
 from passes.graphs.propagate import on_stored_values, refresh
 
@@ -17,9 +19,9 @@ from passes.graphs.propagate import on_stored_values, refresh
 class MergeCasts(Pass):
     """Keeps one cast for a value and dtype, where it moves the fewest bytes; bit for bit the same values.
 
-    A cast that changes nothing goes. Widening and narrowing again is the value itself, and goes; narrowing and widening
-    again has rounded, and stays. A cast moves over calls that only move data to the side with fewer elements: before
-    `expand`, after `embedding` and `slice`. Values that anything writes to are left alone.
+    A cast that changes nothing is removed, and so is widening followed by narrowing; narrowing followed by widening
+    rounds, and stays. A cast moves past calls that only move data to the side with fewer elements: before `expand`,
+    after `embedding` and `slice`. Values that anything writes to are left alone.
 
     Before:
         expand: f32[8, 4] = aten.expand(x, [8, 4])
@@ -45,17 +47,17 @@ class MergeCasts(Pass):
 
 
 def _written(graph: Graph) -> frozenset[Hashable]:
-    """Storages that a call may write to."""
+    """Returns the storages that a call may write to."""
     found: set[Hashable] = set()
     for node in graph.nodes:
         if may_write(node):
-            for each in node.all_input_nodes:
-                found |= storages(each)
+            for source in node.all_input_nodes:
+                found |= storages(source)
     return frozenset(found)
 
 
 def _plain_casts(graph: Graph, written: frozenset[Hashable]) -> Iterator[tuple[Node, Node, torch.dtype]]:
-    """Casts that change nothing but a floating dtype, with their source and dtype."""
+    """Yields the casts that change nothing but a floating dtype, with their source and dtype."""
     for node in list(graph.nodes):
         if not is_cast(node) or len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
             continue
@@ -73,11 +75,10 @@ def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
     for node, source, dtype in _plain_casts(graph, written):
         inner = source.args[0] if is_cast(source) else None
         if source.meta["val"].dtype == dtype and not (node in returned and source in returned):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            replace_node(node, source)
             changed = True
         elif isinstance(inner, Node) and _exact(inner, source) and not storages(inner) & written:
-            # Widening has rounded nothing: the second cast may as well read what the first one read.
+            # Widening does not round: the second cast may read what the first one reads.
             node.replace_input_with(source, inner)
             refresh(node)
             changed = True
@@ -87,7 +88,7 @@ def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
 
 
 def _exact(before: Node, after: Node) -> bool:
-    """True if a cast keeps every value: to a floating dtype that holds all of the other's."""
+    """Returns whether a cast keeps every value, since its floating dtype holds all values of the other."""
     old, new = before.meta["val"], after.meta["val"]
     floating = old.is_floating_point() and old.device == new.device
     return floating and torch.promote_types(old.dtype, new.dtype) == new.dtype
@@ -100,14 +101,13 @@ def _share(graph: Graph, written: frozenset[Hashable]) -> bool:
     for node, source, dtype in _plain_casts(graph, written):
         first = first_of.setdefault((source, dtype), node)
         if first is not node and node not in returned:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_node(node, first)
             changed = True
     return changed
 
 
 def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
-    """Cast a value before it is viewed or copied, if all casts behind that together have no fewer elements."""
+    """Casts a value before it is viewed or copied, if the casts behind have together no fewer elements."""
     casts: dict[tuple[Node, torch.dtype], list[Node]] = {}
     for node, moved, dtype in _plain_casts(graph, written):
         source = _source(moved)
@@ -118,17 +118,14 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
         if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
         with graph.inserting_after(_last_of_its_line(origin)):
-            cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (origin, dtype), name="to")
-        cast.meta.update({key: each for key, each in group[0].meta.items() if key != "val"})
-        refresh(cast)
+            cast = new_call(group[0], torch.ops.aten.to.dtype, origin, dtype)
         for node in group:
             (moved,) = node.all_input_nodes
             with graph.inserting_before(node):
                 again = graph.node_copy(moved)
             again.replace_input_with(origin, cast)
             refresh(again)
-            node.replace_all_uses_with(again)
-            graph.erase_node(node)
+            replace_node(node, again)
             if not moved.users:
                 graph.erase_node(moved)
         return True
@@ -136,7 +133,7 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
 
 
 def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
-    """Cast what was picked out of a value rather than the value, if that is fewer elements."""
+    """Casts what is picked out of a value rather than the value, if that has fewer elements."""
     for node, source, dtype in _plain_casts(graph, written):
         movers = list(node.users)
         if not movers or any(_source(user) is not node for user in movers):
@@ -148,9 +145,7 @@ def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
             mover.replace_input_with(node, source)
             refresh(mover)
             with graph.inserting_after(mover):
-                cast = graph.create_node("call_function", torch.ops.aten.to.dtype, (mover, dtype), name="to")
-            cast.meta.update({key: each for key, each in mover.meta.items() if key != "val"})
-            refresh(cast)
+                cast = new_call(mover, torch.ops.aten.to.dtype, mover, dtype)
             mover.replace_all_uses_with(cast)
             cast.update_arg(0, mover)
         graph.erase_node(node)
@@ -162,7 +157,7 @@ def _source(node: Node) -> Node | None:
     """What a call moves the data of, if that is its only floating-point operand and it has one tensor as result."""
     if not moves_data(node) or not isinstance(node.meta["val"], torch.Tensor) or not isinstance(node.args[0], Node):
         return None
-    floating = [each for each in node.all_input_nodes if _is_floating(each.meta["val"])]
+    floating = [source for source in node.all_input_nodes if _is_floating(source.meta["val"])]
     return node.args[0] if floating == [node.args[0]] else None
 
 
@@ -171,13 +166,13 @@ def _is_floating(value: Any) -> bool:
 
 
 def _numel(node: Node) -> float:
-    """Elements; not a number where a size is symbolic: nothing is more or fewer then, and no guard is added."""
+    """Returns the number of elements; NaN if a size is symbolic, so that no comparison holds and no guard is added."""
     sizes = node.meta["val"].shape
     return node.meta["val"].numel() if all(isinstance(size, int) for size in sizes) else float("nan")
 
 
 def _last_of_its_line(source: Node) -> Node:
-    """The source, or the last input of the graph if it is one: inputs stay in front."""
+    """Returns the source, or the graph's last input if it is an input, since inputs stay in front."""
     if source.op != "placeholder":
         return source
     return source.graph.find_nodes(op="placeholder")[-1]

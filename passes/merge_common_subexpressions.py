@@ -1,4 +1,4 @@
-"""Merging of calls that compute the same value."""
+"""Merges calls that compute the same value."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
+from passes.graphs.aliases import storages
+from passes.graphs.edit import replace_node
 from passes.graphs.node_facts import (
     argument_key,
     backward_nodes,
     binds_new_symbols,
     is_pure,
     may_write,
-    storages,
     tensors,
 )
 
@@ -21,9 +22,9 @@ from passes.graphs.node_facts import (
 class MergeCommonSubexpressions(Pass):
     """Merges pure calls of the same operator on the same arguments, bit for bit the same value.
 
-    A backward call is merged with a forward one only if the value is a view or at most `across_halves_bytes` large:
-    anything larger would be kept alive from one to the other, which is the planner's to decide. Calls on either side of
-    a write, and values that are returned or written to, are left alone. Undoes recomputation: run it before planning.
+    A backward call is merged with a forward one only if the value is a view or has at most `across_halves_bytes`:
+    saving anything larger is the planner's decision. Calls on either side of a write, and values that are returned or
+    written to, are left alone. This undoes recomputation: run it before planning.
 
     Before:
         t: f32[8, 4] = aten.t(primals_1)
@@ -50,20 +51,19 @@ class MergeCommonSubexpressions(Pass):
             if not is_pure(node):
                 writes_so_far += may_write(node)
                 continue
-            own = held[node].difference(*(held[each] for each in node.all_input_nodes))
+            own = held[node].difference(*(held[source] for source in node.all_input_nodes))
             if node in returned or own & untouchable or binds_new_symbols(node):
                 continue
             apart = node in backward and bool(own) and _size_bytes(node) > self.across_halves_bytes
             key = (node.target, argument_key((node.args, node.kwargs)), apart, writes_so_far)
             first = first_of.setdefault(key, node)
             if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
+                replace_node(node, first)
         return graph_module
 
 
 def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> frozenset[Hashable]:
-    """Storages that the caller will own, or that a call may write to: two equal ones must remain two."""
+    """Returns the storages that are returned or may be written to: two equal ones must remain two."""
     exposed = set(graph.output_node().all_input_nodes)
     for node in graph.nodes:
         if may_write(node):
@@ -72,10 +72,10 @@ def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> f
 
 
 def _size_bytes(node: Node) -> int | float:
-    """Bytes of a call's own outputs; infinite if a size is symbolic, since reading it would add a guard."""
+    """Returns the bytes of a call's outputs; infinite if a size is symbolic, since reading it would add a guard."""
     total = 0
-    for each in tensors(node.meta.get("val")):
-        if not all(isinstance(size, int) for size in each.shape):
+    for tensor in tensors(node.meta.get("val")):
+        if not all(isinstance(size, int) for size in tensor.shape):
             return float("inf")
-        total += each.numel() * each.element_size()
+        total += tensor.numel() * tensor.element_size()
     return total

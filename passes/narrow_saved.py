@@ -1,11 +1,13 @@
-"""Activations that are kept for the backward in 16 bits, while the forward computes with all of their bits."""
+"""Saves activations for the backward in 16 bits, while the forward computes with all of their bits."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import op_name, promotes
 from passes.graphs.propagate import on_stored_values, refresh
@@ -16,9 +18,10 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class NarrowSaved(Pass):
-    """Has the backward of a joint graph read the named values by way of `dtype`: rounded once the forward has made
-    them, widened where the backward reads them first. A rounded copy that the forward has already is taken, and kernels
-    that promote their operands to the wider type widen it themselves.
+    """Has the backward of a joint graph read the named values rounded to `dtype`.
+
+    They are rounded where the forward makes them, and widened where the backward first reads them. If the forward has a
+    rounded copy, that is saved. Kernels that promote their operands to the wider dtype read the rounded copy.
 
     Before:
         softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
@@ -29,6 +32,8 @@ class NarrowSaved(Pass):
         wide: f32[8, 4] = aten._to_copy(narrow, dtype=f32)
         _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, wide, -1, f32)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     values: tuple[str, ...]
     dtype: torch.dtype
@@ -51,53 +56,46 @@ class NarrowSaved(Pass):
         narrow = next((user for user in value.users if self._rounds(user) and user not in backward), None)
         if narrow is None:
             with value.graph.inserting_after(value):
-                narrow = value.graph.create_node("call_function", _CAST, (value,), {"dtype": self.dtype}, name="narrow")
-            self._describe(narrow, value)
-        for reader in [each for each in readers if _widens(each, value)]:
+                narrow = new_call(value, _CAST, value, dtype=self.dtype, node_name="narrow")
+        for reader in [promoting for promoting in readers if _widens(promoting, value)]:
             readers.remove(reader)
             reader.replace_input_with(value, narrow)
             _refresh_all(reader)
         if not readers:
             return
         with value.graph.inserting_before(readers[0]):
-            wide = value.graph.create_node(
-                "call_function", _CAST, (narrow,), {"dtype": value.meta["val"].dtype}, name="wide"
-            )
-        self._describe(wide, readers[0])
+            wide = new_call(readers[0], _CAST, narrow, dtype=value.meta["val"].dtype, node_name="wide")
         for reader in readers:
             reader.replace_input_with(value, wide)
 
     def _rounds(self, node: Node) -> bool:
         return node.target is _CAST and node.meta["val"].dtype == self.dtype and set(node.kwargs) == {"dtype"}
 
-    @staticmethod
-    def _describe(cast: Node, place: Node) -> None:
-        """A cast belongs to the module and to the half of the graph where it stands."""
-        cast.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
-        refresh(cast)
-
 
 def _widens(reader: Node, value: Node) -> bool:
-    """Whether a call gives the same from the narrow value as from the wide one: it promotes it to the type of another
-    operand, or is exact in any type and all that read it do so."""
+    """Returns whether a call gives the same result for the narrow value as for the widened one.
+
+    That holds if it promotes the value to the dtype of another operand, or if it is exact in any dtype and all its
+    readers promote it.
+    """
     if reader.op != "call_function" or reader.all_input_nodes.count(value) != 1:
         return False
-    others = [each for each in reader.all_input_nodes if each is not value]
+    others = [source for source in reader.all_input_nodes if source is not value]
     if others:
-        return promotes(reader) and any(_is_like(each, value) for each in others)
+        return promotes(reader) and any(_is_like(other, value) for other in others)
     number = reader.args[1] if len(reader.args) == 2 else None
     exact = (op_name(reader), number) in (("pow", 1), ("mul", 2), ("mul", 1))
     return exact and bool(reader.users) and all(_widens(user, reader) for user in reader.users)
 
 
 def _is_like(other: Node, value: Node) -> bool:
-    """Whether another operand decides the result's type."""
+    """Returns whether another operand decides the result's dtype."""
     tensor = other.meta.get("val")
     return isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.dtype == value.meta["val"].dtype
 
 
 def _refresh_all(reader: Node) -> None:
-    """The new types of a call and of what is exact behind it."""
+    """Recomputes the stored values of a call and of the exact calls behind it."""
     refresh(reader)
     if len(reader.all_input_nodes) == 1:
         for user in reader.users:

@@ -1,18 +1,19 @@
-"""Activations that are kept for the backward in 8 bits."""
+"""Saves activations for the backward in 8 bits."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.edit import new_call
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_view
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import on_stored_values
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import DEQUANTIZE, QUANTIZE
@@ -23,9 +24,10 @@ _TILE = "1x128"
 
 @dataclass(frozen=True)
 class QuantizeSaved(Pass):
-    """Has the backward of a joint graph read the named values by way of 8 bits, with a scale for 128 elements of a row:
-    quantised once the forward has made them, given back where the backward reads them first. An 8-bit copy that a
-    layer has made of a value is taken.
+    """Has the backward of a joint graph read the named values from 8-bit copies, scaled by 128 elements of a row.
+
+    They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer
+    has made an 8-bit copy of a value, that is saved.
 
     Before:
         silu: bf16[8, 256] = aten.silu(primals_1)
@@ -38,6 +40,8 @@ class QuantizeSaved(Pass):
         fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
         mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     values: tuple[str, ...]
 
@@ -66,18 +70,18 @@ def _quantize(value: Node, backward: list[Node]) -> None:
     shape, dtype = value.meta["val"].shape, value.meta["val"].dtype
     narrow, scale = _copy_there_is(value, frozenset(backward)) or _new_copy(value)
     with value.graph.inserting_before(readers[0]):
-        given = _call(readers[0], DEQUANTIZE, narrow, scale, dtype)
+        given = new_call(readers[0], DEQUANTIZE, narrow, scale, dtype)
         if len(shape) != 2:
-            given = _call(readers[0], _RESHAPE, given, list(shape))
+            given = new_call(readers[0], _RESHAPE, given, list(shape))
     for reader in readers:
         reader.replace_input_with(value, given)
 
 
 def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
-    """The 8-bit copy that the forward has made of a value, or of a view of it that has the same rows."""
+    """Returns the 8-bit copy and scales that the forward has made of a value, or of a view with the same rows."""
     copies = [user for user in value.users if user not in backward and user.target is QUANTIZE and user.args[1] == E4M3]
     if copies:
-        # Of two, the one that is kept for the backward anyway.
+        # Of two copies, the one that is saved for the backward anyway.
         return _elements(max(copies, key=lambda copy: _is_read_in(backward, copy)))
     for user in value.users:
         if user in backward:
@@ -104,21 +108,11 @@ def _new_copy(value: Node) -> tuple[Node, Node]:
     with graph.inserting_after(value):
         rows = value
         if len(shape) != 2:
-            rows = _call(value, _RESHAPE, value, [-1, shape[-1]])
+            rows = new_call(value, _RESHAPE, value, [-1, shape[-1]])
     with graph.inserting_after(rows):
-        copy = _call(value, QUANTIZE, rows, E4M3, _TILE)
+        copy = new_call(value, QUANTIZE, rows, E4M3, _TILE)
     found = [copy]
     for index in (0, 1):
         with graph.inserting_after(found[-1]):
-            found.append(graph.call_function(operator.getitem, (copy, index)))
-        described = {key: each for key, each in copy.meta.items() if key != "val"}
-        found[-1].meta.update(described, val=copy.meta["val"][index])
+            found.append(new_call(copy, operator.getitem, copy, index))
     return found[1], found[2]
-
-
-def _call(place: Node, target: Any, *args: Any) -> Node:
-    """A call that belongs to the module, and to the half of the graph, of the node where it stands."""
-    node = place.graph.create_node("call_function", target, args, name=target.__name__.partition(".")[0])
-    node.meta.update({key: each for key, each in place.meta.items() if key not in ("val", "tensor_meta")})
-    refresh(node)
-    return node

@@ -1,14 +1,14 @@
-"""Elementwise calls write their result over an operand that nothing reads any more."""
+"""Has elementwise calls write their result over an operand that nothing reads any more."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph_pass import Pass
-from passes.graphs.memory_groups import MemoryGroups
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.aliases import Aliases, find_cautious_aliases
 from passes.graphs.verify import VerifyError, named_nodes
 from passes.ops.inplace_ops import InplaceVariant, inplace_variants
 from passes.patterns.written_out import same_sizes
@@ -20,28 +20,28 @@ class FoundReuse:
 
     name: str
     operand: str
-    """The name of the node whose memory it takes."""
+    """The name of the operand's node."""
 
     def __str__(self) -> str:
         return f"{self.name}: over {self.operand}"
 
 
 def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
-    """The calls that `Reinplace` would have write over an operand, in order; of those `among` others, only over what
-    one of these makes."""
-    return tuple(FoundReuse(each.node.name, each.operand.name) for each in _reuses(graph_module, among))
+    """Returns the calls that `Reinplace` rewrites, in order.
+
+    With `among`, only calls among these nodes, written over memory that one of them makes.
+    """
+    return tuple(FoundReuse(reuse.node.name, reuse.operand.name) for reuse in _reuses(graph_module, among))
 
 
 @dataclass(frozen=True)
 class Reinplace(Pass):
     """Has elementwise calls write their result over an operand that dies there, by their in-place or `out=` variant.
 
-    For graphs that run as they stand, after all other passes: a forward or a backward, nothing in it to be
-    differentiated. The operand's memory is made in the graph by a call that is known to make its own, is as large as
-    the result and laid out like it, and no call behind looks at it, under whatever name; inputs and what is returned
-    are never written over. The bits are the same, and at no moment more memory is held than before.
-
-    Of `reuses`, if given, each is made as it says, and no others. Raises `VerifyError` for one that cannot be.
+    For graphs that run as they are, after all other passes: a forward or a backward that is not differentiated. The
+    operand's memory is made in the graph by a call that is known to make new memory, has the size and layout of the
+    result, and is not read later under any name. Inputs and outputs are never written over. Results are the same bit
+    for bit, and no more memory is held at any time. `reuses` names the calls to rewrite; None: all that can be.
 
     Before:
         mm: f32[4, 2] = aten.mm(x, weight)
@@ -52,6 +52,8 @@ class Reinplace(Pass):
         relu: f32[4, 2] = aten.relu_(mm)
         add: f32[4, 2] = aten.add.out(x, relu, out=relu)
     """
+
+    graph: ClassVar[GraphKind] = "joint"
 
     reuses: tuple[FoundReuse, ...] | None = None
 
@@ -72,50 +74,58 @@ class _Reuse:
 
 
 def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
-    """Each judged by the graph as it stands: where one takes a block over, no call behind looks at that block under an
-    old name, and the result counts as memory of its own."""
-    groups = MemoryGroups(graph_module.graph)
+    """Returns all reuses, found in the graph before any is made.
+
+    They do not disturb each other: no later call reads a block that is written over under an old name, and the result
+    counts as new memory.
+    """
+    aliases = find_cautious_aliases(graph_module.graph)
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-    found = (next(_of(node, groups, among), None) for node in calls if among is None or node in among)
+    found = (next(_of(node, aliases, among), None) for node in calls if among is None or node in among)
     return [reuse for reuse in found if reuse is not None]
 
 
 def _named(graph_module: GraphModule, wanted: Sequence[FoundReuse]) -> list[_Reuse]:
-    groups = MemoryGroups(graph_module.graph)
-    calls = named_nodes(graph_module.graph, [each.name for each in wanted])
+    aliases = find_cautious_aliases(graph_module.graph)
+    calls = named_nodes(graph_module.graph, [named.name for named in wanted])
     found = []
-    for call, each in zip(calls, wanted, strict=True):
-        reuse = next((reuse for reuse in _of(call, groups) if reuse.operand.name == each.operand), None)
+    for call, named in zip(calls, wanted, strict=True):
+        reuse = next((reuse for reuse in _of(call, aliases) if reuse.operand.name == named.operand), None)
         if reuse is None:
-            raise VerifyError(each.name, f"it cannot write over {each.operand}", "take what find_reuses finds")
+            raise VerifyError(named.name, f"it cannot write over {named.operand}", "take what find_reuses finds")
         found.append(reuse)
     return found
 
 
-def _of(node: Node, groups: MemoryGroups, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
-    """The operands that a call can write over, of memory that is made by one `among` others."""
+def _of(node: Node, aliases: Aliases, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
+    """Yields the operands that a call can write over, in memory that is made by one of the nodes `among`."""
     for variant in inplace_variants(node.target):
         operands = node.args if variant.out else node.args[:1]
         for operand in operands:
-            if not isinstance(operand, Node) or (among is not None and groups.block(operand) not in among):
+            if not isinstance(operand, Node) or not _is_among(operand, aliases, among):
                 continue
-            if _dies(node, operand, groups) and _fits(node, operand, groups):
+            if _dies(node, operand, aliases) and _fits(node, operand, aliases):
                 yield _Reuse(node, operand, variant)
 
 
-def _dies(node: Node, operand: Node, groups: MemoryGroups) -> bool:
-    """Whether the call is the last to look at the operand's memory, and looks at it under this name alone."""
-    block = groups.block(operand)
-    if block is None or groups.last_read(block) > groups.place[node]:
+def _is_among(operand: Node, aliases: Aliases, among: Collection[Node] | None) -> bool:
+    block = aliases.own_block(operand)
+    return among is None or (block is not None and aliases.blocks[block].maker in among)
+
+
+def _dies(node: Node, operand: Node, aliases: Aliases) -> bool:
+    """Returns whether the call is the last to read the operand's memory, and reads it under this name alone."""
+    block = aliases.own_block(operand)
+    if block is None or node < aliases.last_reader[block]:
         return False
-    return not any(block in groups.makers[each] for each in node.all_input_nodes if each is not operand)
+    return not any(block in aliases.of[source] for source in node.all_input_nodes if source is not operand)
 
 
-def _fits(node: Node, operand: Node, groups: MemoryGroups) -> bool:
-    """Whether the operand is all of its memory, each element once, and the result is laid out like it."""
-    result, value, block = node.meta["val"], operand.meta["val"], groups.block(operand)
+def _fits(node: Node, operand: Node, aliases: Aliases) -> bool:
+    """Returns whether the operand covers its memory, every element once, and the result has its layout."""
+    block = aliases.own_block(operand)
     assert block is not None
-    whole = block.meta["val"]
+    result, value, whole = node.meta["val"], operand.meta["val"], aliases.blocks[block].value
     return (
         result.is_floating_point()
         and (result.dtype, result.device) == (value.dtype, value.device)
@@ -129,7 +139,7 @@ def _fits(node: Node, operand: Node, groups: MemoryGroups) -> bool:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions."""
+    """Returns whether a tensor's elements are contiguous in memory in some order of its dimensions."""
     if value.layout != torch.strided or isinstance(value.storage_offset(), torch.SymInt) or value.storage_offset():
         return False
     expected: Any = 1

@@ -1,12 +1,14 @@
-"""Removal of operators that mean something to autograd only."""
+"""Removes operators that have a meaning for autograd only."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind
 from passes.graphs.node_facts import may_write
+from passes.rewrite_pattern import RewritePattern
 
 _NO_OPERATIONS = frozenset(
     {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
@@ -14,8 +16,8 @@ _NO_OPERATIONS = frozenset(
 
 
 @dataclass(frozen=True)
-class RemoveDetach(Pass):
-    """Replaces detach, alias and lift_fresh by their input: autograd has been traced away, they compute nothing.
+class RemoveDetach(RewritePattern[Node]):
+    """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
     One that is returned stays if its input is returned or an input of the graph: they must remain two tensors.
 
@@ -28,24 +30,22 @@ class RemoveDetach(Pass):
         tanh_backward: f32[4] = aten.tanh_backward(tangents_1, tanh)
     """
 
-    def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph = graph_module.graph
-        returned = set(graph.output_node().all_input_nodes)
-        for node in list(graph.nodes):
-            if node.target not in _NO_OPERATIONS:
-                continue
-            (source,) = node.all_input_nodes
-            if node in returned and (source in returned or source.op in ("placeholder", "get_attr")):
-                continue
-            if _written_to(node) or _written_to(source):
-                continue
-            if node in returned:
-                returned.add(source)
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-        return graph_module
+    graph: ClassVar[GraphKind] = "joint"
+
+    def match(self, node: Node) -> Node | None:
+        if node.target not in _NO_OPERATIONS:
+            return None
+        (source,) = node.all_input_nodes
+        returned = node.graph.output_node()
+        must_differ = source.op in ("placeholder", "get_attr") or returned in source.users
+        if (returned in node.users and must_differ) or _written_to(node) or _written_to(source):
+            return None
+        return source
+
+    def replace(self, node: Node, found: Node) -> Node:
+        return found
 
 
 def _written_to(node: Node) -> bool:
-    """True if an operator may change the tensor in place: its sizes too, which a detached view does not share."""
+    """Returns whether an operator may write to the tensor, or change its sizes, which a detached view keeps."""
     return any(may_write(user) for user in node.users)

@@ -1,21 +1,24 @@
-"""Sums that give fp32 at once, rather than 16 bits that are widened after."""
+"""Has sums return fp32 rather than 16 bits that are widened afterwards."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind
 from passes.graphs.op_kinds import is_cast, is_view
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import refresh
+from passes.rewrite_pattern import RewritePattern
 
 _SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
 
 
 @dataclass(frozen=True)
-class SumWide(Pass):
-    """Has a sum of 16-bit values whose result is only cast to fp32, perhaps by way of a view, give fp32: kernels sum
-    in fp32 anyway, so that one rounding and one cast go. The gradients of biases are such sums.
+class SumWide(RewritePattern[list[Node]]):
+    """Has a sum of 16-bit values that is only cast to fp32, perhaps behind views, return fp32.
+
+    Kernels sum in fp32 anyway, so that this saves a rounding and a cast. The gradients of biases are such sums.
 
     Before:
         sum_1: bf16[1, 4] = aten.sum.dim_IntList(x, [0], True)
@@ -26,21 +29,16 @@ class SumWide(Pass):
         view: f32[4] = aten.view(sum_1, [4])
     """
 
-    def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph = graph_module.graph
-        with on_stored_values(graph):
-            for cast in list(graph.nodes):
-                if not is_cast(cast) or not _only_widens(cast):
-                    continue
-                chain = _chain_to_sum(cast)
-                if not chain:
-                    continue
-                chain[-1].update_kwarg("dtype", torch.float32)
-                for node in reversed(chain):
-                    refresh(node)
-                cast.replace_all_uses_with(chain[0])
-                graph.erase_node(cast)
-        return graph_module
+    graph: ClassVar[GraphKind] = "joint"
+
+    def match(self, node: Node) -> list[Node] | None:
+        return (is_cast(node) and _only_widens(node) and _chain_to_sum(node)) or None
+
+    def replace(self, node: Node, found: list[Node]) -> Node:
+        found[-1].update_kwarg("dtype", torch.float32)
+        for link in reversed(found):
+            refresh(link)
+        return found[0]
 
 
 def _only_widens(cast: Node) -> bool:
@@ -50,7 +48,7 @@ def _only_widens(cast: Node) -> bool:
 
 
 def _chain_to_sum(cast: Node) -> list[Node]:
-    """The views from a cast back to a sum, and the sum, each read by the next alone; empty where there is none."""
+    """Returns the views from a cast back to a sum, and the sum, if only the next one reads each; else []."""
     chain = [cast.all_input_nodes[0]]
     while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1 and len(chain[-1].users) == 1:
         chain.append(chain[-1].all_input_nodes[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -34,11 +33,11 @@ from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite import REINPLACE, Rung, ladder, offload_link
+from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.rewrite.user_passes import with_passes
 from memopt.training_state import TrainingState
-from passes.ops.fp8_history import forget, new_prefix
+from passes.ops.fp8_history import histories_of
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
@@ -67,9 +66,8 @@ class CallPlanner:
         """Priced steps, by the same and the parameters with hooks: another situation traces and prices nothing."""
         self._data_sizes: dict[str, DataSizes] = {}
         """Sizes that depend on data, by the fingerprint of the region that they are of."""
-        self.histories = new_prefix()
-        """The prefix of the names under which 8-bit layers keep the magnitudes of earlier steps."""
-        weakref.finalize(self, forget, self.histories)
+        self.histories = histories_of(model).prefix
+        """What the names begin with under which the model's 8-bit layers remember magnitudes."""
 
     def plan(
         self,
@@ -101,7 +99,7 @@ class CallPlanner:
                 return plan
         return search.best()[0]
 
-    def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: Rung) -> Captured:
+    def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
         """A captured call with some levers pulled: rewritten, differentiated, priced for the card.
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest of the levers has no work.
@@ -175,12 +173,12 @@ class CallPlanner:
         notes = (*self.options.notes(self.device().type), *proposing.notes)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
-    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rung], Candidate | None]:
+    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[LeverSet], Candidate | None]:
         """What gives the call with some levers as it will be once the parameters are in bf16; None where its code
         cannot mix the dtypes that it then meets."""
         captures: list[CapturedCall] = []
 
-        def step(levers: Rung) -> Candidate | None:
+        def step(levers: LeverSet) -> Candidate | None:
             with suppress(NothingToRewrite, CaptureError):
                 if not captures:
                     captures.append(self.capture_on_fakes(call, self.proposing.narrowing()))
@@ -268,15 +266,15 @@ class CallPlanner:
         return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
-    def bare(self) -> Rung:
+    def bare(self) -> LeverSet:
         """No levers, and no passes of the user's own: the call as captured."""
-        return Rung((), self.rewriting)
+        return LeverSet((), self.rewriting)
 
     @property
-    def lever_sets(self) -> tuple[Rung, ...]:
+    def lever_sets(self) -> tuple[LeverSet, ...]:
         """What is done to it with more and more levers pulled, the cheapest first, and the user's passes in all."""
         drop_logits = self.options.outputs == "loss_only"
-        found = ladder(
+        found = lever_sets(
             self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
         )
         if not self.options.passes:

@@ -16,10 +16,10 @@ from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import plain_row, schedule_rows, writes_over
-from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, Rung
+from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, LeverSet
 from memopt.show.rows import ReceiptRow
 
-Candidate = tuple[Rung, Captured, Account]
+Candidate = tuple[LeverSet, Captured, Account]
 """A lever set, the call rewritten by it, and the account of its step."""
 
 # The number of combinations of proposals that a refusal describes.
@@ -36,7 +36,7 @@ class PlanSearch:
     """Proposals that may be chosen where no lever set fits without them."""
     combinations: Callable[[], Sequence[ProposalSet]] = tuple
     """All combinations of proposals, the cheapest first."""
-    narrowed: Callable[[Rung], Candidate | None] = lambda levers: None
+    narrowed: Callable[[LeverSet], Candidate | None] = lambda levers: None
     """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured."""
     advice: Callable[[Sequence[Candidate]], Sequence[str]] = lambda steps: ()
@@ -44,7 +44,7 @@ class PlanSearch:
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     _steps: list[Candidate] = field(default_factory=list)
-    _plans: list[tuple[Plan, Rung]] = field(default_factory=list)
+    _plans: list[tuple[Plan, LeverSet]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
@@ -56,12 +56,16 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self._notes |= dict.fromkeys(self.notes)
 
-    def skip(self, levers: Rung, notes: tuple[str, ...]) -> None:
+    def skip(self, levers: LeverSet, notes: tuple[str, ...]) -> None:
         """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
-    def consider(self, levers: Rung, captured: Captured, account: Account) -> Plan | None:
+    def note_row(self, levers: LeverSet, captured: Captured, account: Account) -> None:
+        """Put the call under a lever set into the receipt, without a plan for it."""
+        self._rows[levers.levers] = plain_row("", captured, account)
+
+    def consider(self, levers: LeverSet, captured: Captured, account: Account) -> Plan | None:
         """Plan a lever set without offloading. Returns the plan if it is good enough to end the search, None where
         further sets should be tried."""
         self._steps.append((levers, captured, account))
@@ -79,7 +83,7 @@ class PlanSearch:
         )
         return self._with_receipt(plan, levers) if faster else None
 
-    def best(self) -> tuple[Plan, Rung]:
+    def best(self) -> tuple[Plan, LeverSet]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
         Where none fits, the plan with the first allowed combination of proposals that helps. Raises `BudgetError` where
@@ -102,7 +106,7 @@ class PlanSearch:
             with contextlib.suppress(BudgetError):
                 self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
 
-    def _with_proposals(self) -> tuple[Plan, Rung]:
+    def _with_proposals(self) -> tuple[Plan, LeverSet]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
         `BudgetError`."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
@@ -146,7 +150,7 @@ class PlanSearch:
         """Whether the resident bytes alone exceed the budget in every candidate."""
         return all(chosen.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
-    def _narrowed(self, levers: Rung) -> Candidate | None:
+    def _narrowed(self, levers: LeverSet) -> Candidate | None:
         """The lever set's candidate with narrower parameters, captured once; None where it cannot be captured."""
         if id(levers) not in self._narrowed_by_id:
             self._narrowed_by_id[id(levers)] = self.narrowed(levers)
@@ -162,7 +166,7 @@ class PlanSearch:
         ]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
-    def _take(self, chosen: ProposalSet) -> tuple[Plan, Rung]:
+    def _take(self, chosen: ProposalSet) -> tuple[Plan, LeverSet]:
         """The best plan with the chosen proposals, and its lever set."""
         for levers, captured, account in self._with(chosen, self._steps):
             try:
@@ -174,12 +178,12 @@ class PlanSearch:
         notes = (*map(str, chosen.priced), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), levers
 
-    def _fastest(self) -> tuple[Plan, Rung]:
+    def _fastest(self) -> tuple[Plan, LeverSet]:
         """The plan with the shortest step, and its lever set."""
         plan, levers = min(self._plans, key=lambda planned: _seconds(planned[0]))
         return self._with_receipt(plan, levers), levers
 
-    def _with_receipt(self, plan: Plan, levers: Rung) -> Plan:
+    def _with_receipt(self, plan: Plan, levers: LeverSet) -> Plan:
         """The plan with its receipt, its levers and all notes."""
         rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
         rows += schedule_rows(plan)

@@ -30,10 +30,7 @@ class MemoryUses:
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages = storages
-        self.readers: dict[int, list[fx.Node]] = {}
-        for node in graph.nodes:
-            for index in storages.read_by(node):
-                self.readers.setdefault(index, []).append(node)
+        self.readers = storages.aliases.readers
         output = graph.output_node()
         results = output.args[0]
         assert isinstance(results, (tuple, list))

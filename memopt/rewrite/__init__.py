@@ -1,10 +1,20 @@
-"""Levers on operator graphs, the ladder on which they are pulled, one after another, until the step fits; offload;
-the name of the lever on joint graphs."""
+"""The levers that rewrite a captured step, and the sets of levers that a plan is sought with.
+
+What belongs here decides: each lever looks at a graph and returns the passes to apply. The passes lie in `passes`.
+"""
 
 from memopt.rewrite.fp8 import FP8_LEVERS
-from memopt.rewrite.ladder import OPERATOR_LEVERS, Rung, ladder
+from memopt.rewrite.lever_sets import OPERATOR_LEVERS, LeverSet, lever_sets
 from memopt.rewrite.offload import OFFLOAD_ACTIVATIONS, offload_link
 
 REINPLACE = "reinplace"
 
-__all__ = ["FP8_LEVERS", "OFFLOAD_ACTIVATIONS", "OPERATOR_LEVERS", "REINPLACE", "Rung", "ladder", "offload_link"]
+__all__ = [
+    "FP8_LEVERS",
+    "OFFLOAD_ACTIVATIONS",
+    "OPERATOR_LEVERS",
+    "REINPLACE",
+    "LeverSet",
+    "lever_sets",
+    "offload_link",
+]

@@ -1,4 +1,4 @@
-"""The lever that fuses attention which is written out."""
+"""The lever that replaces attention that is written out by the fused operator."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ FUSED_ATTENTION = "fused_attention"
 
 
 def fuse_attention(graph: OperatorGraph) -> Decision:
-    """Which softmaxes of a region become `scaled_dot_product_attention`: those where that means the same.
+    """Decides which softmaxes of a region become `scaled_dot_product_attention`: all where that computes the same.
 
-    Attention with dropout stays, since the fused kernel would draw other random numbers.
+    Attention with dropout is left alone, since the fused kernel would draw other random numbers.
     """
     found = find_attentions(graph.module)
-    fused = [each for each in found if not each.reason]
-    left = tuple(dict.fromkeys(f"{FUSED_ATTENTION}: left alone, since {each.reason}" for each in found if each.reason))
+    fused = [softmax for softmax in found if not softmax.reason]
+    reasons = dict.fromkeys(softmax.reason for softmax in found if softmax.reason)
+    left = tuple(f"{FUSED_ATTENTION}: left alone, since {reason}" for reason in reasons)
     if not fused:
         return Decision(Pipeline((), label=FUSED_ATTENTION), notes=left)
-    passes = FuseAttention(frozenset(each.name for each in fused)), EliminateDeadCode()
+    names = dict.fromkeys((softmax.name for softmax in fused), "fused")
+    passes = FuseAttention(frozenset(names)), EliminateDeadCode()
     done = f"{FUSED_ATTENTION}: {len(fused)} of {len(found)} attentions; equal but for rounding"
-    return Decision(Pipeline(passes, label=FUSED_ATTENTION), {each.name: "fused" for each in fused}, (done, *left))
+    return Decision(Pipeline(passes, label=FUSED_ATTENTION), names, (done, *left))

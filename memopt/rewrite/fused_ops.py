@@ -1,4 +1,4 @@
-"""The lever that runs activations and norms which are written out as the operators that they are."""
+"""The lever that replaces activations and norms that are written out by fused operators."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FUSED_OPS = "fused_ops"
 
 
 def fuse_ops(graph: OperatorGraph) -> Decision:
-    """Which formulas of a region become `gelu`, `silu` or `layer_norm`: those that compute the same."""
+    """Decides which formulas of a region become `gelu`, `silu` or `layer_norm`: all that compute the same."""
     activations, norms = find_activations(graph.module), find_norms(graph.module)
     passes: list[Pass] = []
     if fused := _fused(activations):
         passes.append(FuseActivations(frozenset(fused)))
     if normed := _fused(norms):
         passes.append(FuseNorms(frozenset(normed)))
-    reasons = [each.reason for each in activations] + [each.reason for each in norms]
+    reasons = [activation.reason for activation in activations] + [norm.reason for norm in norms]
     left = dict.fromkeys(f"{FUSED_OPS}: left alone, since {reason}" for reason in reasons if reason)
     if not passes:
         return Decision(Pipeline((), label=FUSED_OPS), notes=tuple(left))
@@ -38,4 +38,4 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
 
 
 def _fused(found: Sequence[FoundActivation] | Sequence[FoundNorm]) -> list[str]:
-    return [each.name for each in found if not each.reason]
+    return [formula.name for formula in found if not formula.reason]

@@ -14,10 +14,10 @@ GIVE_UP_LOGITS = "its logits are returned as well (outputs='loss_only' gives the
 
 @dataclass(frozen=True)
 class ChunkLosses:
-    """Decides which cross entropies of a region never hold their logits.
+    """Decides which cross entropies of a region are computed in chunks, without holding the logits.
 
-    The forward makes their gradients at once; with `weight_in_backward` that of the layer's weight waits for the
-    backward, which computes the logits once more: one matmul of then four, and the weight's gradient is held once.
+    The forward computes the gradients too. With `weight_in_backward` the backward computes that of the weight, from
+    recomputed logits: a fourth matmul, but the gradient is held only once.
     """
 
     drop_logits: bool = False
@@ -26,16 +26,16 @@ class ChunkLosses:
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         found = find_losses(graph.module, drop_logits=self.drop_logits)
-        chunked = [each for each in found if not each.reason]
-        left = tuple(f"{CHUNKED_LOSS}: {each.name} is left alone, since {_why(each)}" for each in found if each.reason)
+        chunked = [loss for loss in found if not loss.reason]
+        left = tuple(f"{CHUNKED_LOSS}: {loss.name} is left alone, since {_why(loss)}" for loss in found if loss.reason)
         if not chunked:
             return Decision(Pipeline((), label=CHUNKED_LOSS), notes=left)
-        names = frozenset(each.name for each in chunked)
+        names = frozenset(loss.name for loss in chunked)
         passes = (
             ChunkLoss(names, weight_in_backward=self.weight_in_backward, drop_logits=self.drop_logits),
             EliminateDeadCode(),
         )
-        reasons = {each.name: "in chunks" for each in chunked}
+        reasons = {loss.name: "in chunks" for loss in chunked}
         return Decision(Pipeline(passes, label=CHUNKED_LOSS), reasons, (*map(self._note, chunked), *left))
 
     def _note(self, loss: FoundLoss) -> str:

@@ -1,4 +1,4 @@
-"""The lever that has activations wait in the host's memory."""
+"""The lever that offloads activations to host memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ OFFLOAD_ACTIVATIONS = "offload_activations"
 
 
 def offload_link(card: Hardware, allow: Collection[str]) -> Link | None:
-    """The road that activations may take to the host; None where there is none, as on a CPU, or it may not be used."""
+    """Returns the link to host memory, or None if the device has none, as a CPU, or the lever is not allowed."""
     link = card.link
     return link if OFFLOAD_ACTIVATIONS in allow and link.bytes_per_second > 0 else None

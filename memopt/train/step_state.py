@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.generators import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from memopt.train.train_step import TrainStep
+from memopt.train.ranks import unwrapped
+from memopt.train.scaling import Scaling
+from passes.ops.fp8_history import histories_state, load_histories
 
 StateDict = dict[str, Any]
 KEYS = frozenset(
     {"number", "accumulate", "optimizers", "schedulers", "scaler", "effective_batch", "gradients", "generators"}
 )
+"""What every state has. `"fp8_histories"` may be missing, from a version that did not save them."""
 
 
-def state_of(step: TrainStep) -> StateDict:
+class Stateful(Protocol):
+    """The parts of a `TrainStep` that its state is made of."""
+
+    model: nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaling: Scaling
+    effective_batch: EffectiveBatch
+    device: torch.device
+    accumulate: int
+    number: int
+
+    @property
+    def parameters(self) -> list[torch.Tensor]: ...
+
+
+def state_of(step: Stateful) -> StateDict:
     """The state as plain values and tensors, which are not copied, as in torch's own state dicts."""
     parameters = step.parameters
     return {
@@ -31,15 +49,17 @@ def state_of(step: TrainStep) -> StateDict:
         "effective_batch": asdict(step.effective_batch),
         "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
         "generators": random_state({parameter.device for parameter in parameters}),
+        "fp8_histories": histories_state(unwrapped(step.model)),
     }
 
 
-def restore(step: TrainStep, state: StateDict) -> None:
+def restore(step: Stateful, state: StateDict) -> None:
     """Set `step` to `state`.
 
     Raises `ValueError` where the state is of a TrainStep built otherwise, before anything is changed.
     """
     _check(step, state)
+    load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
@@ -60,7 +80,7 @@ def restore(step: TrainStep, state: StateDict) -> None:
     set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
-def _check(step: TrainStep, state: StateDict) -> None:
+def _check(step: Stateful, state: StateDict) -> None:
     missing = KEYS - state.keys()
     if missing:
         raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")

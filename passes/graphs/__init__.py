@@ -1,1 +1,1 @@
-"""What any pass asks of a graph: text, differences, facts about nodes, checks."""
+"""What passes share: graphs as text, differences, facts about nodes, aliases, edits, checks."""

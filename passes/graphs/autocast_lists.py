@@ -104,7 +104,7 @@ FP32 = frozenset(
 FP32_SET_DTYPE = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"]
 )
-"""Unless the caller names a dtype."""
+"""Operators that compute in fp32 unless the caller names a dtype."""
 
 PROMOTE = frozenset(
     [
@@ -121,4 +121,4 @@ PROMOTE = frozenset(
         "scatter_add",
     ]
 )
-"""`AT_FORALL_PROMOTE`: in the widest type of its operands."""
+"""`AT_FORALL_PROMOTE`: operators that compute in the widest dtype of their operands."""

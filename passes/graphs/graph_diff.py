@@ -1,4 +1,4 @@
-"""What changed between two graphs, as text that reads like a unified diff."""
+"""The difference between two graphs, as text like a unified diff."""
 
 import bisect
 from collections.abc import Iterator, Mapping
@@ -48,9 +48,9 @@ def diff_graphs(
 
     `notes` are written behind the lines of the nodes of those names in the later graph, changed or not.
     """
-    old, new = (list((each.graph if isinstance(each, GraphModule) else each).nodes) for each in (before, after))
+    old, new = (list((graph.graph if isinstance(graph, GraphModule) else graph).nodes) for graph in (before, after))
     name_of = _match(old, new)
-    # Both graphs are printed in the later one's names, so that a renamed input is no change to its users.
+    # Both graphs are printed with the names of the later one, so that a renamed input does not change its users.
     old_lines = {name_of[node]: format_node(node, name_of.__getitem__) for node in old}
     new_lines = {node.name: format_node(node) for node in new}
     in_place = _longest_common_order([name for name in old_lines if name in new_lines], list(new_lines))
@@ -68,7 +68,7 @@ def diff_graphs(
 
 
 def _match(old: list[Node], new: list[Node]) -> dict[Node, str]:
-    """Each old node's name in the new graph; a removed node keeps its own, which no new node has."""
+    """Returns for old nodes their name in the new graph; a removed node keeps its own, which no new node has."""
 
     def call(line: str) -> str:
         return line.partition(": ")[2]
@@ -81,7 +81,7 @@ def _match(old: list[Node], new: list[Node]) -> dict[Node, str]:
             unmatched.setdefault(call(format_node(node)), []).append(node.name)
     name_of: dict[Node, str] = {}
     for node in old:
-        candidates = unmatched.get(call(format_node(node, lambda each: name_of.get(each, each.name))))
+        candidates = unmatched.get(call(format_node(node, lambda argument: name_of.get(argument, argument.name))))
         name_of[node] = candidates.pop() if node.name not in new_names and candidates else node.name
     return name_of
 

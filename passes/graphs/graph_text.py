@@ -48,10 +48,10 @@ def format_node(node: Node, name_of: Callable[[Node], str] = lambda node: node.n
 def _format_call(node: Node, name_of: Callable[[Node], str]) -> str:
     if node.op == "get_attr":
         return f"self.{node.target}"
-    arguments = [format_argument(each, name_of) for each in node.args]
+    arguments = [format_argument(argument, name_of) for argument in node.args]
     if node.target is operator.getitem and len(arguments) == 2:
         return f"{arguments[0]}[{arguments[1]}]"
-    arguments += [f"{name}={format_argument(each, name_of)}" for name, each in node.kwargs.items()]
+    arguments += [f"{name}={format_argument(keyword, name_of)}" for name, keyword in node.kwargs.items()]
     called = format_target(node.target) if node.op == "call_function" else f"{node.op}.{node.target}"
     return f"{called}({', '.join(arguments)})"
 
@@ -69,7 +69,7 @@ def format_value(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{format_dtype(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(format_value(each) for each in value)})"
+        return f"({', '.join(format_value(element) for element in value)})"
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return f"Sym({value})"
     if value is None or isinstance(value, (bool, int, float)):
@@ -91,14 +91,14 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
     if isinstance(argument, Node):
         return name_of(argument)
     if isinstance(argument, (tuple, list)):
-        inner = ", ".join(format_argument(each, name_of) for each in argument)
+        inner = ", ".join(format_argument(element, name_of) for element in argument)
         return f"[{inner}]" if isinstance(argument, list) else f"({inner}{',' if len(argument) == 1 else ''})"
     if isinstance(argument, dict):
-        return "{" + ", ".join(f"{name}: {format_argument(each, name_of)}" for name, each in argument.items()) + "}"
+        return "{" + ", ".join(f"{name}: {format_argument(entry, name_of)}" for name, entry in argument.items()) + "}"
     if isinstance(argument, slice):
         return ":".join(
-            "" if each is None else format_argument(each, name_of)
-            for each in ((argument.start, argument.stop) + ((argument.step,) if argument.step is not None else ()))
+            "" if bound is None else format_argument(bound, name_of)
+            for bound in ((argument.start, argument.stop) + ((argument.step,) if argument.step is not None else ()))
         )
     if isinstance(argument, torch.dtype):
         return format_dtype(argument)

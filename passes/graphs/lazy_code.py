@@ -1,4 +1,4 @@
-"""A graph module that makes its Python code when somebody calls or reads it: most graphs are only rewritten again."""
+"""A graph module that generates its Python code when it is called or read, since most are only rewritten."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.fx import GraphModule
 
 
 class LazyCode(GraphModule):
-    """As `GraphModule`, but `recompile` only forgets the code, which is made at the next call or look at it.
+    """A `GraphModule` whose `recompile` only drops the code, which is generated when it is next called or read.
 
-    Making the code of a graph of thousands of nodes takes longer than most passes over it.
+    Generating the code of a graph of thousands of nodes takes longer than most passes over it.
     """
 
     def recompile(self) -> None:  # type: ignore[override]
-        type(self).forward = LazyCode.forward  # type: ignore[method-assign]  # each has a class of its own
+        type(self).forward = LazyCode.forward  # type: ignore[method-assign]  # every graph module has its own class
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._compile()

@@ -1,4 +1,4 @@
-"""Where in the model a node comes from."""
+"""The module of a model that a node comes from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module that ran the node, as in `model.named_modules()`; "" where tracing left none."""
+    """Returns the path of the module that ran the node, as in `model.named_modules()`; "" if tracing recorded none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -17,7 +17,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def _without_root(source: str) -> str:
-    """`L['self'].layers.0` and `L['self']._modules['layers']._modules['0']` are both `layers.0`."""
+    """Returns `layers.0` for `L['self'].layers.0` and for `L['self']._modules['layers']._modules['0']`."""
     source = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
     source = re.sub(r"\[(\d+)\]", r".\1", source)
     root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)

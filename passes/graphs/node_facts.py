@@ -1,7 +1,7 @@
-"""What a pass may know about a node without running it: is it pure, random, backward; which storages does it hold.
+"""What a pass may know about a node without running it: whether it is pure, random, or part of the backward.
 
 Purity is a list of what is known to be pure, not of what is known to be impure: a custom operator may draw random
-numbers or print, and nothing in its schema says so. What is not known stays where it is.
+numbers or print, and nothing in its schema says so. Calls that are not known are never moved or removed.
 """
 
 import operator
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import free_unbacked_symbols, schema_of
 
@@ -19,7 +18,7 @@ OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 
-# Of our own, what has no state: the same arguments give the same bits.
+# Those of our own operators that have no state: the same arguments give the same bits.
 _PURE_OURS = frozenset(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear"))
 
 _PURE_PYTHON = frozenset(
@@ -58,7 +57,7 @@ def is_tangent(node: Node) -> bool:
 
 
 def is_pure(node: Node) -> bool:
-    """True if the node may be removed when unused: it writes nothing, draws nothing at random, asserts nothing.
+    """True if the node may be removed when unused: it writes nothing, is not random, and asserts nothing.
 
     Collectives, custom operators (but for our own that are known to be) and higher-order operators count as impure.
     """
@@ -81,63 +80,54 @@ def may_write(node: Node) -> bool:
 
 
 def binds_new_symbols(node: Node) -> bool:
-    """True if the result's sizes or value depend on data: each call stands for symbols of its own."""
+    """True if the result's sizes or value depend on data, so that every call has symbols of its own."""
     found = _unbacked_symbols(node.meta.get("val"))
-    return bool(found.difference(*(_unbacked_symbols(each.meta.get("val")) for each in node.all_input_nodes)))
+    return bool(found.difference(*(_unbacked_symbols(source.meta.get("val")) for source in node.all_input_nodes)))
 
 
 def _unbacked_symbols(value: object) -> set[Any]:
     if isinstance(value, (tuple, list)):
-        return {symbol for each in value for symbol in _unbacked_symbols(each)}
+        return {symbol for element in value for symbol in _unbacked_symbols(element)}
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_unbacked_symbols(value))
     return set()
 
 
 def backward_nodes(graph: Graph) -> frozenset[Node]:
-    """The nodes of a joint graph's backward half: those AOTAutograd marked, and all that depend on a tangent."""
+    """Returns the nodes of a joint graph's backward: those that AOTAutograd marked or that depend on a tangent."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "output":
             continue
         marked = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        if marked or is_tangent(node) or any(each in found for each in node.all_input_nodes):
+        if marked or is_tangent(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a node's `meta["val"]`: one, or those of a nest of tuples and lists."""
+    """Yields the tensors in a node's `meta["val"]`, which may be a nest of tuples and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors(each)
-
-
-def storages(node: Node) -> frozenset[Hashable]:
-    """The storages behind a node's value; two nodes that share one are views of the same memory."""
-    return frozenset(
-        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-        for each in tensors(node.meta.get("val"))
-        if each.layout == torch.strided
-    )
+        for element in value:
+            yield from tensors(element)
 
 
 def argument_key(argument: Any) -> Hashable:
-    """A hashable stand-in for a node's argument: equal keys mean the same value of the same type.
+    """Returns a hashable key for a node's argument: equal keys mean the same value of the same type.
 
-    Python holds `1 == 1.0 == True`, and an operator's result type depends on which it is; hence the types. Whatever has
-    no such key (a symbolic size, a tensor) gets one by identity.
+    The key holds types, since `1 == 1.0 == True` in Python, and an operator's result type depends on which it is.
+    Symbolic sizes and tensors are compared by identity.
     """
     if isinstance(argument, Node):
         return (Node, argument.name)
     if isinstance(argument, (tuple, list)):
-        return (list, *(argument_key(each) for each in argument))
+        return (list, *(argument_key(element) for element in argument))
     if isinstance(argument, dict):
         return (dict, *((name, argument_key(argument[name])) for name in sorted(argument)))
     if isinstance(argument, slice):
-        return (slice, *(argument_key(each) for each in (argument.start, argument.stop, argument.step)))
+        return (slice, *(argument_key(bound) for bound in (argument.start, argument.stop, argument.step)))
     if argument is None or isinstance(argument, (bool, int, float, complex, str)):
         return (type(argument), repr(argument))
     if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):

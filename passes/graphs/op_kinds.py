@@ -1,4 +1,4 @@
-"""How operators treat the dtype of their operands: which cast, which only move data, which work element by element."""
+"""Kinds of operators: casts, views and copies, elementwise operators, and how they treat dtypes."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ _SELECTS = frozenset(
     }
 )  # fmt: skip
 
-# Element by element, or promoting their operands like such, though torch does not tag them so: the composite ones.
+# Composite operators that are elementwise, or promote their operands alike, though torch does not tag them so.
 _POINTWISE = frozenset(
     {
         "add", "alpha_dropout", "cat", "concat", "div", "divide", "dropout", "feature_dropout", "glu", "hardswish",
@@ -55,7 +55,7 @@ _FILLS = frozenset(
 
 
 def op_name(node: Node) -> str:
-    """`layer_norm` for a call of `aten.layer_norm.default`; empty for what is no operator of aten."""
+    """Returns `layer_norm` for a call of `aten.layer_norm.default`; "" for anything but an operator of aten."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace != "aten":
         return ""
@@ -68,7 +68,7 @@ def is_cast(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """True for a call whose result is a view of its first argument, or as good as one."""
+    """True for a call whose result is a view of its first argument, or may be one."""
     return op_name(node) in _VIEWS
 
 
@@ -104,7 +104,7 @@ def promotes(node: Node) -> bool:
 
 
 def mutated_arguments(node: Node) -> tuple[Node, ...]:
-    """The tensors among the arguments that the operator's schema says it writes to."""
+    """Returns the tensors among the arguments that the operator writes to, by its schema."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD):
         return ()
@@ -113,12 +113,13 @@ def mutated_arguments(node: Node) -> tuple[Node, ...]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        found += [each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Node)]
+        values = value if isinstance(value, (tuple, list)) else [value]
+        found += [written for written in values if isinstance(written, Node)]
     return tuple(found)
 
 
 def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
-    """Python numbers that the call may write to its result as they are: positions (or keywords) and values."""
+    """Returns the numbers with which a call may fill its result: positions (or keywords) and values."""
     if op_name(node) not in _FILLS:
         return ()
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]

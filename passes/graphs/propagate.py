@@ -1,4 +1,4 @@
-"""Stored values of calls that a pass changed: the call run again on the stored values of its arguments."""
+"""Recomputes the stored values of calls that a pass has changed, from the stored values of their arguments."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from passes.graphs.node_facts import binds_new_symbols, tensors
 
 
 def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
-    """Runs operators on the graph's fake tensors: no autograd, no autocast, no guards."""
-    values = (each for node in graph.nodes for each in tensors(node.meta.get("val")))
-    return propagating(next((each.fake_mode for each in values if hasattr(each, "fake_mode")), None))
+    """Returns a context that runs operators on the graph's fake tensors, without autograd, autocast or guards."""
+    values = (tensor for node in graph.nodes for tensor in tensors(node.meta.get("val")))
+    return propagating(next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None))
 
 
 @contextlib.contextmanager
 def propagating(mode: Any) -> Iterator[None]:
-    """Runs operators on fake tensors and leaves no trace: no autograd, no autocast, no guards, no pending symbols."""
+    """Runs operators on fake tensors without autograd or autocast, and leaves no guards and no pending symbols."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
@@ -33,9 +33,9 @@ def propagating(mode: Any) -> Iterator[None]:
 
 
 def refresh(node: Node) -> None:
-    """Sets a call's value to what its operator gives for the present values of its arguments; see `on_stored_values`.
+    """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
 
-    Sizes that depend on data keep their symbols: only the dtype is then set, to that of the first argument.
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
     """
     if node.op != "call_function":
         return
@@ -43,12 +43,12 @@ def refresh(node: Node) -> None:
         source = next(tensors(node.all_input_nodes[0].meta["val"]))
         node.meta["val"] = _retyped(node.meta["val"], source.dtype)
         return
-    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     target: Any = node.target
     node.meta["val"] = target(*args, **kwargs)
 
 
 def _retyped(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_retyped(each, dtype) for each in value)
+        return type(value)(_retyped(element, dtype) for element in value)
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,8 +1,8 @@
 """Checks a graph against itself: its structure, and each node's stored value against what its operator gives.
 
-`graph.lint()` alone passes a graph whose dtypes are stale. Here every call is run again on the stored fake values of
-its arguments, one node at a time, and what it returns is compared with what the node says it returns. Checking node by
-node needs no order and no inputs, and finds the node at fault rather than the last one it spoils.
+`graph.lint()` alone passes a graph whose dtypes are stale. Here every call is run on the stored fake values of its
+arguments, one node at a time, and the result is compared with the stored one. Checking node by node needs no order
+and no inputs, and finds the faulty node itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _MISSING = object()
 
 
 class VerifyError(ValueError):
-    """A graph that contradicts itself: which node, what is wrong, and how to mend it."""
+    """A graph contradicts itself: which node, what is wrong, and how to mend it."""
 
     def __init__(self, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""
@@ -80,13 +80,13 @@ def check_structure(graph: Graph) -> None:
 
 def check_signature(before: GraphModule, after: GraphModule) -> None:
     """Raises `VerifyError` unless both graphs take the same inputs and return as many values of the same types."""
-    old, new = ([str(node.target) for node in each.graph.find_nodes(op="placeholder")] for each in (before, after))
+    old, new = ([str(node.target) for node in module.graph.find_nodes(op="placeholder")] for module in (before, after))
     mend = "restore them, or say keeps_signature = False in the pass"
     if old != new:
         raise VerifyError(None, f"the inputs changed from {old} to {new}", mend)
-    old_outputs, new_outputs = (each.graph.output_node() for each in (before, after))
+    old_outputs, new_outputs = (module.graph.output_node() for module in (before, after))
     old_text, new_text = (
-        [format_value(each.meta.get("val")) if isinstance(each, Node) else repr(each) for each in _flat(node.args)]
+        [format_value(value.meta.get("val")) if isinstance(value, Node) else repr(value) for value in _flat(node.args)]
         for node in (old_outputs, new_outputs)
     )
     if len(old_text) != len(new_text):
@@ -98,8 +98,8 @@ def check_signature(before: GraphModule, after: GraphModule) -> None:
 
 def _flat(argument: Any) -> Iterator[Any]:
     if isinstance(argument, (tuple, list)):
-        for each in argument:
-            yield from _flat(each)
+        for element in argument:
+            yield from _flat(element)
     else:
         yield argument
 
@@ -115,7 +115,7 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
         return node.name in old and old[node.name].meta.get("val", _MISSING) is node.meta.get("val", _MISSING)
 
     def same(node: Node) -> bool:
-        if not same_value(node) or not all(same_value(each) for each in node.all_input_nodes):
+        if not same_value(node) or not all(same_value(source) for source in node.all_input_nodes):
             return False
         was = old[node.name]
         return was.target == node.target and argument_key((was.args, was.kwargs)) == argument_key(
@@ -128,8 +128,8 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
 def _fake_mode(graph: Graph) -> Any:
     mode = None
     for node in graph.nodes:
-        for each in tensors(node.meta.get("val")):
-            found = getattr(each, "fake_mode", None)
+        for tensor in tensors(node.meta.get("val")):
+            found = getattr(tensor, "fake_mode", None)
             # A saved CPU random state is a real tensor even when it was made under a fake mode.
             if found is None:
                 continue
@@ -164,15 +164,15 @@ def _run(graph_module: GraphModule, node: Node) -> Any:
         # Subgraphs of higher-order operators are held as attributes too, and have no value of their own.
         return held if isinstance(held, torch.Tensor) else node.meta.get("val")
 
-    def value(each: Node) -> Any:
-        stored = each.meta.get("val", _MISSING)
-        return _attribute(graph_module, each) if stored is _MISSING and each.op == "get_attr" else stored
+    def value(argument: Node) -> Any:
+        stored = argument.meta.get("val", _MISSING)
+        return _attribute(graph_module, argument) if stored is _MISSING and argument.op == "get_attr" else stored
 
     if node.op == "call_module":
         raise VerifyError(node.name, "it calls a module", "trace the model down to operators")
     args, kwargs = map_arg((node.args, node.kwargs), value)
     if isinstance(node.target, OPERATOR_OVERLOAD) and node.is_impure(impure_random=False):
-        # An operator that works in place may change its argument's sizes: let it have a view, not the stored value.
+        # An in-place operator may change its argument's sizes: give it a view of the stored value.
         args, kwargs = _map_tensors((args, kwargs), torch.Tensor.detach)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -191,19 +191,19 @@ def _map_tensors(argument: Any, change: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return change(argument)
     if isinstance(argument, (tuple, list)):
-        return type(argument)(_map_tensors(each, change) for each in argument)
+        return type(argument)(_map_tensors(element, change) for element in argument)
     if isinstance(argument, dict):
-        return {name: _map_tensors(each, change) for name, each in argument.items()}
+        return {name: _map_tensors(entry, change) for name, entry in argument.items()}
     return argument
 
 
 def _difference(stored: Any, actual: Any) -> str:
-    """What the node says against what its operator returned, in words; empty if they agree."""
+    """Returns the difference between the stored and the actual result in words; "" if they agree."""
     if isinstance(stored, (tuple, list)) and isinstance(actual, (tuple, list)):
         if len(stored) != len(actual):
             return f"it says {len(stored)} outputs, its operator returns {len(actual)}"
         found = (_difference(*pair) for pair in zip(stored, actual, strict=True))
-        return next((f"output {index}: {each}" for index, each in enumerate(found) if each), "")
+        return next((f"output {index}: {difference}" for index, difference in enumerate(found) if difference), "")
     if isinstance(stored, torch.Tensor) and isinstance(actual, torch.Tensor):
         if stored.dtype != actual.dtype:
             return f"it says dtype {format_dtype(stored.dtype)}, its operator returns {format_dtype(actual.dtype)}"
@@ -233,7 +233,7 @@ def _same_numbers(stored: tuple[Any, ...], actual: tuple[Any, ...]) -> bool:
 def _same_number(stored: Any, actual: Any) -> bool:
     if isinstance(stored, (bool, int, float)) and isinstance(actual, (bool, int, float)):
         return stored == actual
-    # Each run of nonzero() or item() makes a symbol of its own, so two right answers are called differently.
+    # Every run of nonzero() or item() makes new symbols, so that two right results differ in names.
     if free_unbacked_symbols((stored, actual)):
         return True
     return statically_known_true(stored == actual)

@@ -13,22 +13,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LARGEST_SHARE = 8
-"""A chunk has at most one row in so many."""
+"""A chunk holds at most one in this many rows."""
 _LEAST_ROWS = 512
 # Gradients of logits lie between -1 and 1 and are as small as probabilities: lifted into fp16's range for its matmul.
 _FP16_LIFT = 128.0
 
 
 def chunk_rows(rows: int, width: int) -> int:
-    """Rows of a chunk for `rows` tokens of `width` features: an eighth of them, and no more than half of `width` (but
-    512): the logits of a chunk are then no more than half as many as the weight's gradient has elements."""
+    """Returns the rows of a chunk for `rows` tokens of `width` features: an eighth of them, at most half of `width`.
+
+    Then the logits of a chunk have at most half as many elements as the weight's gradient. The least is 512 rows.
+    """
     return max(1, min(-(-rows // LARGEST_SHARE), max(_LEAST_ROWS, width // 2)))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed from `x = hidden @ weight.T + bias`: the cross entropy of `softcap * tanh(scale * x)`, or of
-    `scale * x` where `softcap` is 0."""
+    """The options of a cross entropy of `softcap * tanh(scale * x)`, where `x = hidden @ weight.T + bias`.
+
+    Where `softcap` is 0 it is that of `scale * x`.
+    """
 
     reduction: str = "mean"
     """"mean" over the rows whose target is not `ignore_index`, weighted by class as in torch; or "sum"."""
@@ -55,12 +59,12 @@ class Result:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what the gradient of a tensor of that dtype is kept until the backward: sums overflow and underflow fp16."""
+    """Returns the dtype in which a gradient is held until the backward: fp32 for fp16, in which sums overflow."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class ChunkedCrossEntropy:
-    """One evaluation, chunk by chunk.
+    """One forward, chunk by chunk.
 
     Args:
         hidden: [rows, width].
@@ -96,7 +100,7 @@ class ChunkedCrossEntropy:
         self.smoothing = valid.to(self.wide).mul_(how.label_smoothing / weight.shape[0])
 
     def run(self, *, hidden: bool, weight: bool, bias: bool) -> Result:
-        """The loss, and the gradients asked for."""
+        """Returns the loss and the gradients that are asked for."""
         rows, width = self.hidden.shape
         classes = self.weight.shape[0]
         make = self.hidden.new_zeros
@@ -111,7 +115,7 @@ class ChunkedCrossEntropy:
         return Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
 
     def _chunk(self, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
-        """The summed loss of a chunk; writes and adds its gradients. All it allocates dies with it."""
+        """Returns the summed loss of a chunk, and adds its gradients. What it allocates is freed when it returns."""
         differentiates = not (of_hidden is of_weight is of_bias is None)
         logits = self._logits(part)
         tanh = logits.clone() if self.how.softcap and differentiates else None
@@ -135,7 +139,7 @@ class ChunkedCrossEntropy:
         return logits.tanh_() if self.how.softcap else logits
 
     def _loss(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """The summed loss of a chunk; leaves the exponentials in `logits`, and gives their sums, [chunk, 1]."""
+        """Returns the summed loss of a chunk and the sums of the exponentials, [chunk, 1]; `logits` become those."""
         logits.sub_(logits.amax(1, keepdim=True))
         chosen = logits.gather(1, self.target[part].unsqueeze(1))
         smooth = None
@@ -147,12 +151,12 @@ class ChunkedCrossEntropy:
         losses = (1 - self.how.label_smoothing) * row_weight * (log_sums - chosen).squeeze(1)
         if smooth is not None:
             losses += smoothing * (self.all_weights * log_sums.squeeze(1) - smooth)
-        # Not by their weight of 0 alone: the logits of a row that is ignored may be infinite.
+        # A weight of 0 is not enough, since the logits of an ignored row may be infinite.
         ignored = (smoothing == 0) & (row_weight == 0) if smooth is not None else row_weight == 0
         return losses.masked_fill_(ignored, 0.0).sum(), sums
 
     def _differentiate(self, exponentials: Tensor, sums: Tensor, part: slice, tanh: Tensor | None) -> None:
-        """Turn the exponentials into the gradient of the chunk's summed loss in `x`."""
+        """Turns the exponentials into the gradient of the chunk's summed loss with respect to `x`, in place."""
         slope = self.how.scale * (self.how.softcap or 1.0)
         towards = ((1 - self.how.label_smoothing) * slope * self.row_weight[part]).unsqueeze(1)
         smoothing = (slope * self.smoothing[part]).unsqueeze(1)
@@ -165,7 +169,7 @@ class ChunkedCrossEntropy:
             gradient.mul_(tanh.square_().neg_().add_(1.0))
 
     def _spread(self, gradient: Tensor, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
-        """Carry the gradient of a chunk's `x` on to its rows of `hidden`, and add it to that of `weight`."""
+        """Computes the gradient of a chunk's rows of `hidden` from that of `x`, and adds to the one of `weight`."""
         hidden, low = self.hidden[part], self.hidden.dtype
         lift = _FP16_LIFT if low == torch.float16 else 1.0
         narrow = gradient if low == self.wide else (gradient * lift if lift != 1.0 else gradient).to(low)

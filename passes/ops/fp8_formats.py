@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: what a tensor is divided by, rounded to, and multiplied with again.
+"""8-bit floating-point formats: scales, quantising and dequantising.
 
 Formats and their use after Micikevicius et al. 2022 (arXiv:2209.05433): e4m3 (3 bits of mantissa, up to 448) for
 values, e5m2 (2 bits, up to 57,344) for gradients. A scale is what a rounded value is multiplied with; it makes the
@@ -20,12 +20,12 @@ from torch import Tensor
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 PART_ELEMENTS = 2**22
-"""So many are widened to fp32 at a time on the CPU: 16 MB."""
+"""Elements that are widened to fp32 at a time on the CPU: 16 MB."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What has one scale."""
+    """The size of the tiles that have one scale each, and the dtype of the scales."""
 
     rows: int
     columns: int
@@ -33,7 +33,7 @@ class Tile:
 
 
 LONGEST = 128
-"""No tile has a longer side."""
+"""The longest side of any tile."""
 WHOLE = ""
 """A whole tensor with one scale."""
 TILES = {
@@ -43,34 +43,34 @@ TILES = {
     "1x32": Tile(1, 32, E8M0),
     "32x1": Tile(32, 1, E8M0),
 }
-"""By name: rows by columns."""
+"""By name, which is rows by columns."""
 
 
 def turned(tile: str) -> str:
-    """Of the transposed matrix."""
+    """Returns the tile of the transposed matrix."""
     return "x".join(reversed(tile.split("x")))
 
 
 def tile_of(values: Tensor, scale: Tensor) -> str:
-    """By which tiles a matrix was quantised. Raises ValueError where its scales are none of it."""
+    """Returns the tile by which a matrix was quantised. Raises ValueError if the scales do not fit it."""
     if not scale.dim():
         return WHOLE
     rows, columns = values.shape
     for name, tile in TILES.items():
         if tile.scale_dtype == scale.dtype and tuple(scale.shape) == scale_shape(rows, columns, name):
             return name
-    raise ValueError(f"scales of {list(scale.shape)} in {scale.dtype} are none of a matrix of {list(values.shape)}")
+    raise ValueError(f"scales of {list(scale.shape)} in {scale.dtype} do not fit a matrix of {list(values.shape)}")
 
 
 def scale_shape(rows: int, columns: int, tile: str) -> tuple[int, ...]:
-    """Of the scales of a matrix: one number, or one for each tile."""
+    """Returns the shape of a matrix's scales: () for one scale, else one for each tile."""
     return (-(-rows // TILES[tile].rows), -(-columns // TILES[tile].columns)) if tile else ()
 
 
 def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits, contiguous, and its scales in fp32, or in e8m0 for tiles of 32.
+    """Returns a matrix in 8 bits, contiguous, and its scales in fp32, or in e8m0 for tiles of 32.
 
-    A value that is not finite makes its whole tensor, or tile, not a number: a loss scale's check sees it.
+    A value that is not finite makes all of its tensor or tile NaN, so that the check of a loss scale sees it.
     """
     scale = scale_of(_amax(x, tile), dtype)
     if tile and TILES[tile].scale_dtype == E8M0:
@@ -80,31 +80,31 @@ def quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, 
 
 
 def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix in 8 bits by a scale that is given; what lies beyond the format's largest becomes that."""
+    """Returns a matrix in 8 bits by a given scale; magnitudes above the format's largest are clamped to it."""
     return _by_parts(_round, x, scale, WHOLE, dtype, torch.finfo(dtype).max)
 
 
 def scale_of(largest_magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """What makes a magnitude the largest of a format. Zeros, and what is nearly that, would have a scale of 0."""
+    """Returns the scale by which a magnitude becomes the largest number of a format; never 0, also for zeros."""
     return (largest_magnitude / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    """The least one that is not below each; of what is not finite, not a number."""
+    """Returns for every scale the least power of two that is not below it; NaN for one that is not finite."""
     mantissa, exponent = torch.frexp(scale)
     found = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(scale.isfinite(), found, torch.nan)
 
 
 def dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` has rounded, in `dtype`, contiguous."""
+    """Returns a quantised matrix in `dtype`, contiguous."""
     return _by_parts(_widen, narrow, scale.float(), tile_of(narrow, scale), dtype)
 
 
 def _by_parts(
     function: Callable[..., Tensor], x: Tensor, scale: Tensor, tile: str, dtype: torch.dtype, *options: Any
 ) -> Tensor:
-    """An elementwise function of a matrix and its scales, contiguous."""
+    """Returns an elementwise function of a matrix and its scales, contiguous."""
     kernel, parts = _kernel(function, x.device.type), list(_parts(x, tile))
     if len(parts) == 1:
         return kernel(x, scale, tile, dtype, *options).contiguous()
@@ -115,7 +115,7 @@ def _by_parts(
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, in fp32, without a copy of it; 0 of nothing."""
+    """Returns the largest magnitude of a tensor in fp32, without copying it; 0 for an empty one."""
     if not x.numel():
         return torch.zeros((), device=x.device)
     least, most = torch.aminmax(x)
@@ -123,7 +123,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def _amax(x: Tensor, tile: str) -> Tensor:
-    """The largest magnitude of a matrix, or of each tile of it."""
+    """Returns the largest magnitude of a matrix, or of each of its tiles."""
     if not tile:
         return amax(x)
     if not x.numel():
@@ -147,7 +147,7 @@ def _widen(narrow: Tensor, scale: Tensor, tile: str, dtype: torch.dtype) -> Tens
 
 
 def _spread(scale: Tensor, tile: str, like: Tensor) -> Tensor:
-    """The scale of each element, or the one for all."""
+    """Returns the scales, one for each element or one for all."""
     if not tile:
         return scale
     rows, columns = (torch.arange(size, device=like.device) for size in like.shape)
@@ -156,8 +156,7 @@ def _spread(scale: Tensor, tile: str, like: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
-    """On CUDA as one kernel, generated at its first use: one after the other, its operators would take longer than an
-    8-bit product saves."""
+    """Returns the function as one generated kernel on CUDA, where separate operators take longer than 8 bits save."""
     if device_type != "cuda":
         return function
     compiled: Any = torch.compile(function, dynamic=True)
@@ -165,7 +164,7 @@ def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., 
 
 
 def _parts(x: Tensor, tile: str) -> Iterator[tuple[slice, slice]]:
-    """Rows that are widened at a time, and which rows of tiles they are; a generated kernel holds nothing wide."""
+    """Yields slices of rows to widen at a time, and the rows of tiles; on CUDA, where nothing is widened, just one."""
     step = TILES[tile].rows if tile else 1
     rows = x.shape[0] if x.device.type == "cuda" else PART_ELEMENTS // max(1, x.shape[1])
     rows = max(1, -(-rows // step)) * step

@@ -22,11 +22,11 @@ from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, dequantize, quantiz
 
 _FIRST_WITH_UNITS = (8, 9)
 _TRUST_ERROR = 1e-2
-"""Of all elements as one row: sums in 16 bits, or in the fewer of fast sums, are within; a wrong scale is not."""
+"""The largest relative error, over all elements, that sums in fewer bits explain; a wrong scale exceeds it."""
 
 
 class Operand(NamedTuple):
-    """A quantised matrix, as it is multiplied: perhaps the transpose of one that lies in memory by rows."""
+    """A quantised operand of a product; it may be the transpose of a matrix that lies in memory by rows."""
 
     values: Tensor
     scale: Tensor
@@ -34,12 +34,12 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, scale: Tensor, turn: bool) -> Operand:
-        """`turn`: whether its transpose is multiplied."""
+        """Returns the operand for a matrix, or, if `turn`, for its transpose."""
         tile = tile_of(values, scale)
         return cls(values.t(), scale.t(), turned(tile)) if turn else cls(values, scale, tile)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """In `dtype`, from its values as they lie in memory."""
+        """Returns the operand dequantised to `dtype`."""
         if self.values.is_contiguous():
             return dequantize(self.values, self.scale, dtype)
         return dequantize(self.values.t(), self.scale.t(), dtype).t()
@@ -49,7 +49,7 @@ Kernel = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
 def kernel_for(a: Operand, b: Operand, dtype: torch.dtype) -> Kernel | None:
-    """What multiplies such operands on their device's units, and is trusted; None where nothing does."""
+    """Returns the kernel that multiplies such operands on the device's 8-bit units, tested there; None for none."""
     (rows, inner), columns = a.values.shape, b.values.shape[1]
     dtypes = a.values.dtype, b.values.dtype
     if not has_units(a.values.device) or why_not(rows, inner, columns, a.tile, b.tile, *dtypes):
@@ -58,9 +58,9 @@ def kernel_for(a: Operand, b: Operand, dtype: torch.dtype) -> Kernel | None:
 
 
 def library() -> str:
-    """Whose kernels are tried first, by `MEMOPT_FP8` in the environment; torch's are where that says nothing.
+    """Returns whose kernels are tried first: "torch" or "torchao", by `MEMOPT_FP8` in the environment, else torch's.
 
-    Raises ValueError where it names neither.
+    Raises ValueError for another name.
     """
     name = os.environ.get("MEMOPT_FP8", "") or "torch"
     if name not in ("torch", "torchao"):
@@ -70,12 +70,12 @@ def library() -> str:
 
 @functools.cache
 def has_units(device: torch.device) -> bool:
-    """Whether a device multiplies in 8 bits: CUDA's from Ada (compute capability 8.9) on."""
+    """Returns whether a device has 8-bit matrix units: CUDA devices from Ada (compute capability 8.9) on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_UNITS
 
 
 def alignment(tile: str) -> int:
-    """Sizes of what is multiplied on units are multiples of this."""
+    """The units take matrices whose sizes are multiples of this."""
     return max(TILES[tile].rows, TILES[tile].columns) if tile else 16
 
 
@@ -83,8 +83,10 @@ def why_not(
     rows: Any, inner: Any, columns: Any, a_tile: str = WHOLE, b_tile: str = WHOLE, a: torch.dtype = E4M3,
     b: torch.dtype = E4M3,
 ) -> str:  # fmt: skip
-    """Why [rows, inner] · [inner, columns] and its gradients' products cannot run on CUDA's 8-bit units; empty where
-    they can: the sizes take turns as rows, columns and what is summed over."""
+    """Returns why [rows, inner] · [inner, columns] and the products of its gradients cannot run on 8-bit units.
+
+    Returns "" if they can. Each of the sizes is rows, columns and summed dimension of one of the three products.
+    """
     if a == b == E5M2:
         return "e5m2 by e5m2 has no kernel"
     if (a_tile, b_tile) not in _KERNELS:
@@ -99,15 +101,18 @@ def why_not(
 
 
 def whole(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """One scale each. Sums are fast where no gradient is among what is summed."""
+    """Multiplies operands with one scale each; with fast accumulation unless a gradient is among them."""
     fast = a.values.dtype == b.values.dtype == E4M3 and a.values.is_cuda
     recipe = functional.ScalingType.TensorWise
     return _multiply(a, b, dtype, a.scale, b.scale, (recipe, recipe), use_fast_accum=fast)
 
 
 def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """By torch, on compute capability 9.0 with CUDA 12.9. Of 1 by 128 scales lie by columns; of 128 by 128 so that the
-    next along what is summed over is the next in memory, and four, or a multiple of them, make a row."""
+    """Multiplies by torch, on compute capability 9.0 with CUDA 12.9.
+
+    Scales of 1 by 128 tiles lie by columns. Those of 128 by 128 tiles are contiguous along the summed dimension, padded
+    to a multiple of four.
+    """
     recipes: Any = functional.ScalingType
     if b.tile == "128x128":
         b_scale = _by_columns(functional.pad(b.scale, (0, 0, 0, -b.scale.shape[0] % 4), value=1.0))
@@ -118,7 +123,7 @@ def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """By torchao's Triton kernels, which are timed at first for each size, on any card that has units."""
+    """Multiplies by torchao's Triton kernels, which are tuned at the first use of a size, on cards with 8-bit units."""
     kernels: Any = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
     left, right, a_scale = a.values.contiguous(), _by_columns(b.values), _by_columns(a.scale)
     if b.tile == "128x128":
@@ -127,7 +132,7 @@ def tiles_of_128_by_torchao(a: Operand, b: Operand, dtype: torch.dtype) -> Tenso
 
 
 def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """MXFP8 by torch, from compute capability 10.0 on."""
+    """Multiplies MXFP8 by torch, from compute capability 10.0 on."""
     recipe = functional.ScalingType.BlockWise1x32
     swizzle: Any = functional.SwizzleType.SWIZZLE_32_4_4
     scales = swizzled(a.scale), swizzled(b.scale.t())
@@ -135,8 +140,10 @@ def tiles_of_32(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """One row of the scales, by rows of the operand and groups of 32 along its sum, as tensor cores read them: 128 rows
-    by 4 groups in 512 bytes, of these the rows 32 apart beside each other (cuBLAS, "1D block scaling factors layout").
+    """Returns the scales, [rows, groups of 32], as one row in the order in which tensor cores read them.
+
+    128 rows by 4 groups make 512 bytes, in which rows 32 apart lie beside each other (cuBLAS, "1D block scaling factors
+    layout").
     """
     rows, groups = scale.shape
     bits = functional.pad(scale.view(torch.uint8), (0, -groups % 4, 0, -rows % 128))
@@ -150,7 +157,7 @@ _KERNELS: dict[tuple[str, str], Kernel] = {
     ("1x128", "128x1"): tiles_of_128,
     ("1x32", "32x1"): tiles_of_32,
 }
-"""torch's, by the tiles of the operands."""
+"""torch's kernels, by the tiles of the operands."""
 _OF_TORCHAO: dict[tuple[str, str], Kernel] = {
     ("1x128", "128x128"): tiles_of_128_by_torchao,
     ("1x128", "128x1"): tiles_of_128_by_torchao,
@@ -161,7 +168,7 @@ def _multiply(
     a: Operand, b: Operand, dtype: torch.dtype, a_scale: Tensor, b_scale: Tensor, recipes: tuple[Any, Any],
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """By torch, which takes rows of `a` and columns of `b` that are contiguous."""
+    """Multiplies by torch, which needs the rows of `a` and the columns of `b` to be contiguous."""
     multiply: Any = functional.scaled_mm
     left, right = a.values.contiguous(), _by_columns(b.values)
     return multiply(left, right, a_scale, recipes[0], b_scale, recipes[1], output_dtype=dtype, **options)
@@ -175,16 +182,16 @@ def _by_columns(matrix: Tensor) -> Tensor:
 def _trusted(
     library: str, device: torch.device, a_tile: str, b_tile: str, a: torch.dtype, b: torch.dtype, dtype: torch.dtype
 ) -> Kernel | None:
-    """The first kernel that has given the right product on a device."""
+    """Returns the first kernel that computes a test product correctly on a device, or None."""
     tiles = a_tile, b_tile
     kernels = [_OF_TORCHAO[tiles]] if library == "torchao" and tiles in _OF_TORCHAO else []
     operands = _example(device, a_tile, a, 0), _example(device, b_tile, b, 1)
     expected = operands[0].wide(torch.float32) @ operands[1].wide(torch.float32)
-    return next((each for each in (*kernels, _KERNELS[tiles]) if _agrees(each, operands, dtype, expected)), None)
+    return next((kernel for kernel in (*kernels, _KERNELS[tiles]) if _agrees(kernel, operands, dtype, expected)), None)
 
 
 def _example(device: torch.device, tile: str, dtype: torch.dtype, side: int) -> Operand:
-    """[256, 640] · [640, 384], whose tiles differ in scale by much, and in all numbers of which they have."""
+    """Returns operands [256, 640] and [640, 384] whose tiles differ widely in scale and in their number."""
     generator = torch.Generator().manual_seed(side)
     shape = (256, 640) if not side else (640, 384)
     spread = torch.randn(-(-shape[0] // 32), -(-shape[1] // 32), generator=generator).mul_(2).exp_()
@@ -196,6 +203,6 @@ def _example(device: torch.device, tile: str, dtype: torch.dtype, side: int) -> 
 def _agrees(kernel: Kernel, operands: tuple[Operand, Operand], dtype: torch.dtype, expected: Tensor) -> bool:
     try:
         found = kernel(*operands, dtype).float()
-    except Exception:  # what an unknown version raises is unknown
+    except Exception:  # other versions may raise anything
         return False
     return bool((found - expected).norm() < _TRUST_ERROR * expected.norm())

@@ -2,7 +2,7 @@
 
 `fp8_linear` is one node of an operator graph and falls apart where it is differentiated: its input is quantised once,
 and what the backward reads of it is that copy. Layers that read one value share the copy, since two equal calls of
-`fp8_quantize` are one. All of them are pure: they may be merged, removed and evaluated again, with the same bits.
+`fp8_quantize` are one. All of them are pure: they may be merged, removed and recomputed, with the same bits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from passes.ops.fp8_matmul import scaled_matmul
 
 @dataclass(frozen=True)
 class Scaling:
-    """By which tiles a layer's matrices have one scale: of a product both operands are quantised by tiles along what it
-    sums over, so that what is read both by rows and by columns is quantised twice."""
+    """The tiles by which a layer's matrices are scaled.
+
+    Both operands of a product are quantised by tiles along the dimension that it sums over, so that a matrix which is
+    read by rows and by columns is quantised twice.
+    """
 
     values: str = WHOLE
-    """Of its input and of the gradient, where their columns are summed over."""
+    """The tile of the input and the gradient in products that sum over their columns."""
     weights: str = WHOLE
-    """Of [out, in], where its columns are."""
+    """The tile of the weight [out, in] in products that sum over its columns."""
     gradients: torch.dtype = E5M2
 
     @property
     def product(self) -> tuple[str, str]:
-        """The tiles of the two operands of its products."""
+        """The tiles of the two operands of the layer's products."""
         return self.values, turned(self.weights)
 
 
@@ -43,14 +46,14 @@ SCALINGS = {
     "block": Scaling("1x128", "128x128"),
     "mx": Scaling("1x32", "1x32", gradients=E4M3),
 }
-"""One scale for each tensor, from its values as they are; one for each tensor, from what it was before, and weights as
-they are; one for each tile of 128 values, or of 128 by 128 weights, as DeepSeek-V3 trains; and MXFP8, a power of two
-for each 32 values, where gradients are e4m3 too, as tiles so small have no need of a wider range."""
+"""`"current"`: one scale for each tensor, from its present values. `"delayed"`: from its values in earlier steps, for
+weights from the present ones. `"block"`: one for each 128 values, or 128 by 128 weights, as in DeepSeek-V3. `"mx"`:
+MXFP8, a power of two for each 32 values; gradients are e4m3 too, since tiles so small need no wider range."""
 
 
 @torch.library.custom_op("memopt::fp8_quantize", mutates_args=())
 def fp8_quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """[rows, columns] in 8 bits, and its scales (see `passes.ops.fp8_formats.quantize`)."""
+    """Returns [rows, columns] in 8 bits, and its scales (see `passes.ops.fp8_formats.quantize`)."""
     return quantize(x, dtype, tile)
 
 
@@ -64,7 +67,7 @@ def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("memopt::fp8_quantize_by", mutates_args=())
 def fp8_quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in 8 bits by a scale that is known."""
+    """Returns [rows, columns] in 8 bits by a given scale."""
     return quantize_by(x, scale, dtype)
 
 
@@ -75,7 +78,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
 def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in `dtype`."""
+    """Returns [rows, columns] in `dtype`."""
     return dequantize(narrow, scale, dtype)
 
 
@@ -89,7 +92,7 @@ def fp8_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`a @ b + bias` of quantised matrices, in `dtype`; those that are to be turned are given transposed."""
+    """Returns `a @ b + bias` of quantised matrices in `dtype`; `turn_a` and `turn_b`: that one is given transposed."""
     return scaled_matmul(a, a_scale, b, b_scale, bias, turn_a, turn_b, dtype)
 
 
@@ -117,7 +120,7 @@ class _Linear(torch.autograd.Function):
         turn: bool,
     ) -> Tensor:  # fmt: skip
         by, needed = SCALINGS[scaling], ctx.needs_input_grad
-        # Along its columns, then along its rows; a weight the other way round where it is turned.
+        # Along the columns, then along the rows; the other way round for a weight that is given transposed.
         of_weight = (turned(by.weights), by.weights) if turn else (by.weights, turned(by.weights))
         if scale is None:
             narrow, kept = _both(x, E4M3, (by.values, turned(by.values)), (True, needed[1]))
@@ -150,13 +153,13 @@ _Quantized = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """A matrix quantised by each tile for which it is wanted, once where they are the same."""
+    """Returns a matrix quantised by those of two tiles that are wanted; once if they are the same tile."""
     found = {tile: fp8_quantize(x, dtype, tile) for tile, want in zip(tiles, wanted, strict=True) if want}
     return [found[tile] if want else (None, None) for tile, want in zip(tiles, wanted, strict=True)]
 
 
 def _narrow_gradient(gradient: Tensor, by: Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """By tiles along its columns, and along its rows."""
+    """Returns the gradient quantised by tiles along its columns and along its rows."""
     if not history:
         return _both(gradient, by.gradients, (by.values, turned(by.values)), wanted)
     if not any(wanted):

@@ -1,4 +1,4 @@
-"""Memory of the host in which values wait: outside of torch's allocators, and used again from step to step."""
+"""Host memory for offloaded values: outside of torch's allocators, and reused from step to step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A block serves what needs at least this share of it, so that other shapes find the blocks of the last ones.
+# A free block is leased for a value of at least this share of its size, so that other shapes can reuse it.
 _LEAST_USED = 0.8
 
 
 class Block:
-    """Whole pages of memory. `pinned`: known to the GPU, so that copies to and from it run beside compute."""
+    """Whole pages of host memory. `pinned`: page-locked for the GPU, so that copies run beside compute."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -25,20 +25,20 @@ class Block:
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         self.pinned = pinned and _pin(self.address, self.nbytes)
         self.done: Any = None
-        """The event at which the latest transfer from or to the block is over; None on the CPU, where copies wait."""
+        """The event that ends the latest copy from or to the block; None on the CPU, where copies are synchronous."""
         self.arriving: Tensor | None = None
-        """What is being filled from the block: its memory must not be used for anything else before `done`."""
+        """The tensor that is being filled from the block: its memory must not be reused before `done`."""
         self.home: Any = None
-        """The stream of the compute that `arriving` is for."""
+        """The compute stream that reads `arriving`."""
 
     def let_go(self) -> None:
-        """Give up what was to arrive and that nobody waited for."""
+        """Drops a copy back that nothing has waited for."""
         if self.arriving is not None and self.home is not None:
             self.home.wait_event(self.done)
         self.arriving = self.home = None
 
     def unpin(self) -> None:
-        """Have CUDA forget it, once the last copy is done; the system has it back when nothing refers to it."""
+        """Unregisters the pages with CUDA after the last copy; they go back to the system with the last reference."""
         if self.done is not None:
             self.done.synchronize()
         if self.pinned:
@@ -47,31 +47,34 @@ class Block:
 
 
 class HostMemory:
-    """A pool of blocks. A lease ends by itself when the last tensor that looks at it dies, wherever that happens: in
-    the backward that fetches it, or with an autograd graph that no backward ever came for."""
+    """A pool of blocks.
+
+    A lease ends when the last tensor in the block is freed: in the backward that fetches it, or with an autograd graph
+    whose backward never ran.
+    """
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
         self.most_leased_bytes = 0
-        """The most that was ever leased at one time; may be set back to 0."""
+        """The most bytes that were leased at one time; may be reset to 0."""
         self._leased: dict[int, Block] = {}
         self._free: list[Block] = []
-        # What ends a lease may run in the midst of anything, where no lock can be waited for.
+        # A finalizer may run at any point of the program, so that it must not wait for the lock.
         self._returned: deque[Block] = deque()
         self._lock = threading.Lock()
 
     def lease(self, nbytes: int) -> tuple[Tensor, Block]:
-        """Uninitialised memory as a tensor, uint8 [nbytes], and the block that it lies in."""
+        """Returns uninitialised memory as a tensor, uint8 [nbytes], and the block that it lies in."""
         with self._lock:
             self._collect()
             fitting = [block for block in self._free if nbytes <= block.nbytes <= max(nbytes, 1) / _LEAST_USED]
-            block = min(fitting, key=lambda each: each.nbytes, default=None)
+            block = min(fitting, key=lambda candidate: candidate.nbytes, default=None)
             if block is None:
                 block = Block(max(nbytes, 1), pinned=self.pinned)
             else:
                 self._free.remove(block)
             self._leased[block.address] = block
-            self.most_leased_bytes = max(self.most_leased_bytes, sum(each.nbytes for each in self._leased.values()))
+            self.most_leased_bytes = max(self.most_leased_bytes, sum(leased.nbytes for leased in self._leased.values()))
             self._trim()
         held = memoryview(block.memory)
         ending = weakref.finalize(held, self._returned.append, block)
@@ -79,7 +82,7 @@ class HostMemory:
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], block
 
     def block(self, host: Tensor) -> Block:
-        """The block that a leased tensor lies in."""
+        """Returns the block that a leased tensor lies in. Raises RuntimeError for a tensor that is not leased."""
         block = self._leased.get(host.untyped_storage().data_ptr())
         if block is None:
             raise RuntimeError(
@@ -97,7 +100,7 @@ class HostMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes taken from the system."""
+        """Bytes of all blocks, leased or free."""
         with self._lock:
             self._collect()
             return sum(block.nbytes for block in [*self._leased.values(), *self._free])
@@ -110,13 +113,13 @@ class HostMemory:
             self._free.append(block)
 
     def _trim(self) -> None:
-        """Keep no more free than was ever in use."""
+        """Unpins free blocks until these hold no more bytes than were ever leased."""
         while sum(block.nbytes for block in self._free) > self.most_leased_bytes:
             self._free.pop(0).unpin()
 
 
 def _pin(address: int, nbytes: int) -> bool:
-    """Make pages known to CUDA, for all devices; whether that could be done."""
+    """Pins pages for all CUDA devices; returns whether that succeeded, and warns if not."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     portable = 1
     failure = int(runtime.cudaHostRegister(address, nbytes, portable))

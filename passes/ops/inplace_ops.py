@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
-
-from passes.graphs.op_kinds import mutated_arguments, op_name
 
 aten = torch.ops.aten
 
@@ -28,7 +25,7 @@ _BACKWARDS = (
 
 @dataclass(frozen=True)
 class InplaceVariant:
-    """How an operator writes over one of its operands."""
+    """The variant of an operator that writes its result over an operand."""
 
     target: Any
     out: str = ""
@@ -71,22 +68,9 @@ _OVER_ANY: Mapping[Any, InplaceVariant] = {
     },
 }
 
-# Besides those above: what makes its results in memory of their own.
-_MAKERS = frozenset(
-    {
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
-        "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
-        "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
-        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
-        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
-        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
-    }
-)  # fmt: skip
-
 
 def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """How an operator may write over operands; none for what is not known to."""
+    """Yields the variants by which an operator may write over an operand; none for an operator that is not listed."""
     if target in _OVER_FIRST:
         yield InplaceVariant(_OVER_FIRST[target])
     if target in _OVER_ANY:
@@ -94,12 +78,5 @@ def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
 
 
 def known_targets() -> tuple[Any, ...]:
-    """Every operator that `inplace_variants` knows."""
+    """Returns every operator that `inplace_variants` knows."""
     return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
-
-
-def makes_memory(node: Node) -> bool:
-    """Whether a call's results are known to be new memory, each its own."""
-    if node.op != "call_function" or mutated_arguments(node):
-        return False
-    return node.target in _OVER_FIRST or node.target in _OVER_ANY or op_name(node) in _MAKERS

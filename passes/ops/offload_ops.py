@@ -1,4 +1,4 @@
-"""The operators by which values wait on the host: `memopt::copy_out`, `await_out`, `copy_back`, `await_back`.
+"""The operators that offload values to the host: `memopt::copy_out`, `await_out`, `copy_back`, `await_back`.
 
 Copies run on streams of their own, one for each direction, beside compute. Compute waits for a copy out before it gives
 the value's memory back, and for a copy back before it reads it, so that memory is free exactly when the graph lets go
@@ -19,13 +19,13 @@ from passes.ops.host_memory import HostMemory
 
 @functools.cache
 def host_memory(device_type: str) -> HostMemory:
-    """The pool for values of the devices of one type, pinned where that makes a difference."""
+    """Returns the pool for the devices of one type; pinned for CUDA. There is one for each type of device."""
     return HostMemory(pinned=device_type == "cuda")
 
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """The streams of the copies out and of the copies back."""
+    """Returns the streams of the copies out and of the copies back."""
     stream: Any = torch.cuda.Stream
     return stream(device), stream(device)
 
@@ -95,14 +95,14 @@ def _fake_await(first: Tensor, _: Tensor) -> Tensor:
 
 
 def _span(value: Tensor) -> int:
-    """Elements from a tensor's first to its last in memory."""
+    """Returns the number of elements from a tensor's first to its last in memory."""
     if value.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """An operator of memopt's, with what it does and what its result looks like."""
+    """Defines an operator of the namespace `memopt`, and returns it."""
     name = schema.partition("(")[0]
     torch.library.define(f"memopt::{name}", schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"memopt::{name}", "CompositeExplicitAutograd", kernel)

@@ -1,1 +1,1 @@
-"""Finders: which nodes of an operator graph are a loss, an attention, a norm written out."""
+"""Pattern finders: the nodes of an operator graph that form a loss, an attention, a norm or an activation."""

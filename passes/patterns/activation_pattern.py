@@ -21,7 +21,7 @@ _ACTIVATIONS: Mapping[str, tuple[str, Mapping[int, float]]] = {
     "gelu": ("erf", {1: math.sqrt(0.5)}),
     "silu": ("tanh", {1: 0.5}),
 }
-"""What is inside of t, by power of x."""
+"""The polynomial in x that tanh or erf is taken of: coefficients by power of x."""
 
 _COMPLEMENT: Polynomial = {(0, 0): 1.0, (0, 1): -1.0}
 _BOUNDED: Mapping[str, tuple[str, float, Polynomial]] = {
@@ -32,7 +32,7 @@ _BOUNDED: Mapping[str, tuple[str, float, Polynomial]] = {
     "erfc": ("erf", 1.0, _COMPLEMENT),
     "special_erfc": ("erf", 1.0, _COMPLEMENT),
 }
-"""Each as a polynomial in t, where t is tanh or erf of so many times its argument."""
+"""By operator: the function t, the factor of its argument, and the operator's result as a polynomial in t."""
 
 _LOW = (torch.bfloat16, torch.float16)
 _MOST_STEPS = 16
@@ -40,7 +40,7 @@ _MOST_STEPS = 16
 
 @dataclass(frozen=True)
 class ActivationMatch:
-    """An activation written out: each of `results` is `kind` of `value`."""
+    """An activation that is written out: `results` are the nodes whose value is `kind` of `value`."""
 
     kind: str
     """"gelu", "gelu_tanh" or "silu"."""
@@ -52,7 +52,7 @@ class ActivationMatch:
 
 @dataclass(frozen=True)
 class _Formula:
-    """0.5 x (1 + t) as it was found: t is `function` of the polynomial `inside`, by power of x."""
+    """A formula 0.5 x (1 + t) of a graph, where t is `function` of the polynomial `inside` (by power of x)."""
 
     function: str
     inside: Mapping[int, float]
@@ -62,7 +62,7 @@ class _Formula:
 
     @property
     def kind(self) -> str:
-        """Constants may be rounded to what an fp32 can tell apart; in fp64 they may not."""
+        """The activation that this is, or "". Constants may be rounded to fp32, except in an fp64 graph."""
         tolerance = 1e-14 if self.value.meta["val"].dtype == torch.float64 else 1e-7
         for kind, (function, inside) in _ACTIVATIONS.items():
             if (function, inside.keys()) == (self.function, self.inside.keys()) and all(
@@ -77,17 +77,19 @@ class _Formula:
 
 
 def bounded_calls(graph: Graph) -> Iterator[Node]:
-    """The calls that an activation may be made with, in order."""
+    """Yields the calls of tanh, erf and sigmoid, from which activations are made, in order."""
     return (node for node in graph.nodes if op_name(node) in _BOUNDED)
 
 
 def match_activation(graph_module: GraphModule, bounded: Node) -> ActivationMatch | None:
-    """What a tanh, erf or sigmoid is a part of; None where that is not like GELU. Raises `NoMatch` with the reason
-    where it is like it, yet another function or not to be replaced."""
+    """Returns the activation that a tanh, erf or sigmoid is a part of, or None if nothing like GELU is.
+
+    Raises `NoMatch`, with the reason, for a formula like GELU's that is another function or cannot be replaced.
+    """
     formulas = list(_formulas(graph_module, bounded))
     if not formulas:
         return None
-    formula = next((each for each in formulas if each.kind), formulas[0])
+    formula = next((other for other in formulas if other.kind), formulas[0])
     if not formula.kind:
         raise NoMatch(f"it is {formula}, which is neither GELU nor SiLU")
     _check(formula)
@@ -99,17 +101,17 @@ def match_activation(graph_module: GraphModule, bounded: Node) -> ActivationMatc
 
 def _check(formula: _Formula) -> None:
     value, result = formula.value.meta["val"], formula.result.meta["val"]
-    steps = [each.meta["val"] for each in formula.inner]
+    steps = [call.meta["val"] for call in formula.inner]
     if not same_sizes(result.shape, value.shape):
         raise NoMatch(f"{formula.result.name} has another shape than {formula.value.name}")
-    if {value.dtype, *(each.dtype for each in steps)} != {result.dtype}:
+    if {value.dtype, *(step.dtype for step in steps)} != {result.dtype}:
         raise NoMatch("it casts between its steps")
-    if not all(same_sizes(each.stride(), result.stride()) for each in steps):
-        raise NoMatch("it is laid out anew between its steps")
+    if not all(same_sizes(step.stride(), result.stride()) for step in steps):
+        raise NoMatch("its memory layout changes between its steps")
 
 
 def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
-    """Each way to see what the bounded value is a part of as 0.5 x (1 + t)."""
+    """Yields the formulas 0.5 x (1 + t) that the bounded value may be part of, for all choices of x."""
     function, factor, outer = _BOUNDED[op_name(bounded)]
     followers = _followers(bounded)
     for value in _sources(bounded):
@@ -122,7 +124,7 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
         if not powers or powers[0] < 1:
             continue
         sign = math.copysign(1.0, inside[powers[-1], 0])  # both functions are odd
-        signed = {(x, t): each * sign**t for (x, t), each in outer.items()}
+        signed = {(x, t): term * sign**t for (x, t), term in outer.items()}
         by_power = {power: sign * factor * inside[power, 0] for power in powers}
         for result in followers:
             reader = Reader(graph_module, {value: X, bounded: signed})
@@ -132,16 +134,16 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
 
 
 def _is_half_of_both(reader: Reader, result: Node) -> bool:
-    """Whether it is 0.5 x + 0.5 x t."""
+    """Returns whether a polynomial is 0.5 x + 0.5 x t."""
     try:
         read = reader(result)
     except Unknown:
         return False
-    return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(each, 0.5, rel_tol=1e-9) for each in read.values())
+    return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(value, 0.5, rel_tol=1e-9) for value in read.values())
 
 
 def _sources(bounded: Node) -> list[Node]:
-    """What the bounded value may be computed from, the nearest first."""
+    """Yields the values from which the bounded one may be computed, nearest first."""
     found: list[Node] = []
     pending = list(bounded.all_input_nodes)
     while pending and len(found) < _MOST_STEPS:
@@ -153,7 +155,7 @@ def _sources(bounded: Node) -> list[Node]:
 
 
 def _followers(bounded: Node) -> list[Node]:
-    """What is computed from the bounded value, in the graph's order."""
+    """Yields the calls that depend on the bounded value, in the graph's order."""
     found: set[Node] = set()
     pending = [bounded]
     while pending and len(found) < _MOST_STEPS:
@@ -169,7 +171,8 @@ def _is_float(node: Node) -> bool:
 
 
 def _widened(formula: _Formula) -> ActivationMatch:
-    """Computed in fp32 from 16 bits and cast back, it is what the fused operators do with a value in 16 bits."""
+    """Moves a match to the 16-bit values around it, where the model widens to fp32 for the formula and casts back: the
+    fused operators compute in fp32 as well."""
     kind, value, result, inner = formula.kind, formula.value, formula.result, formula.inner
     source = value.args[0] if is_cast(value) else None
     if isinstance(source, Node) and source.meta["val"].dtype in _LOW and result.meta["val"].dtype == torch.float32:

@@ -8,16 +8,16 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import statically_known_true
-from passes.graphs.node_facts import storages
-from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.attention_scores import PASS_ON, PRODUCTS, Add, Fill, Scale, ScoreStep, only_reader, walk_up_scores
 from passes.patterns.logits_path import NoMatch
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
+from passes.patterns.written_out import check_unwritten
 
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """Attention written out, and what is done to its scores from Q Kᵀ to the softmax, in order."""
+    """Attention that is written out, with the steps that its scores take from Q Kᵀ to the softmax, in order."""
 
     softmax: Node
     query: Node
@@ -31,19 +31,21 @@ class AttentionMatch:
     scores: Node
     """Q Kᵀ."""
     clears_rows: bool = False
-    """Whether rows that are masked whole have to be looked for."""
+    """Whether the fused form must clear rows in which every score is masked."""
 
 
 def softmaxes(graph: Graph) -> Iterator[Node]:
-    """The softmaxes whose result weighs something in a product of matrices, in order."""
+    """Yields the softmaxes whose result is multiplied with a matrix, in order."""
     return (node for node in graph.nodes if op_name(node) in ("softmax", "_softmax") and _reaches_product(node))
 
 
 def match_attention(
     softmax: Node, rows: MaskRows, *, with_dropout: bool = False, whole_rows: bool = False
 ) -> AttentionMatch:
-    """Raises `NoMatch` with the reason where `scaled_dot_product_attention` would not mean the same; see the options
-    of `FuseAttention`."""
+    """Returns the attention that a softmax is part of; the options are those of `FuseAttention`.
+
+    Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else.
+    """
     dim: Any = softmax.args[1]
     dims = softmax.meta["val"].dim()
     if dim % dims != dims - 1:
@@ -64,14 +66,14 @@ def match_attention(
         raise NoMatch("its dropout would draw other random numbers")
     may_mask = _may_mask_whole_rows(match.steps, rows)
     if may_mask and not whole_rows:
-        raise NoMatch("its mask may mask a row whole")
+        raise NoMatch("its mask may mask every score of a row")
     fills = [step for step in match.steps if isinstance(step, Fill) and step.number != float("-inf")]
     filled = any(not rows.masks_no_row_whole(fill.mask, fill.where) for fill in fills)
     return replace(match, clears_rows=may_mask or filled)
 
 
 def _may_mask_whole_rows(steps: tuple[ScoreStep, ...], rows: MaskRows) -> bool:
-    """Whether a row may be masked whole with a finite number, by other than one `Fill` alone."""
+    """Returns whether all scores of a row may be masked by a finite number, other than by a single `Fill`."""
     masks = [step for step in steps if not isinstance(step, Scale)]
     fills = [step for step in masks if isinstance(step, Fill)]
     terms = [rows.masking_terms(step.mask) for step in masks if isinstance(step, Add)]
@@ -94,7 +96,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _downwards(node: Node) -> tuple[float, Node]:
-    """Probability of dropout, and the product with V."""
+    """Returns the probability of dropout, and the product with V."""
     dropout = 0.0
     while True:
         user = only_reader(node)
@@ -111,27 +113,28 @@ def _downwards(node: Node) -> tuple[float, Node]:
 
 
 def _unturned(key: Node) -> Node | None:
-    """What the keys are the transpose of."""
+    """Returns the matrix that `key` is the transpose of, or None if it is no transpose."""
     dims = key.meta["val"].dim()
-    if op_name(key) == "transpose" and {int(str(each)) % dims for each in key.args[1:3]} == {dims - 2, dims - 1}:
+    swapped = {int(str(dim)) % dims for dim in key.args[1:3]} if op_name(key) == "transpose" else set()
+    if swapped == {dims - 2, dims - 1}:
         source: Any = key.args[0]
         return source
     return None
 
 
 def _check(match: AttentionMatch) -> None:
-    values = [each.meta["val"] for each in (match.query, match.key, match.value)]
-    dims, dtypes = {each.dim() for each in values}, {each.dtype for each in values}
+    values = [operand.meta["val"] for operand in (match.query, match.key, match.value)]
+    dims, dtypes = {value.dim() for value in values}, {value.dtype for value in values}
     if dims not in ({3}, {4}):
         raise NoMatch(
             f"its queries, keys and values have {' and '.join(map(str, sorted(dims)))} dimensions, not 3 or 4"
         )
-    leading = [each.shape[:-2] for each in values]
+    leading = [value.shape[:-2] for value in values]
     pairs = [pair for other in leading[1:] for pair in zip(leading[0], other, strict=True)]
     if not all(statically_known_true(one == other) for one, other in pairs):
-        raise NoMatch("its queries, keys and values have not the same batch and heads")
+        raise NoMatch("its queries, keys and values differ in batch or heads")
     if len(dtypes) != 1:
-        raise NoMatch("its queries, keys and values have not the same dtype")
+        raise NoMatch("its queries, keys and values differ in dtype")
     fills = [step for step in match.steps if isinstance(step, Fill)]
     adds = [step for step in match.steps if isinstance(step, Add)]
     for fill in fills:
@@ -140,7 +143,7 @@ def _check(match: AttentionMatch) -> None:
         if fill.number > MASKS_BELOW:
             raise NoMatch(f"masked scores are {fill.number:g}, which is not small enough to mask them")
     if any(add.mask.meta["val"].dtype not in dtypes for add in adds):
-        raise NoMatch("its mask has not the dtype of its queries")
+        raise NoMatch("its mask differs in dtype from its queries")
     masks = [*(fill.mask for fill in fills), *(add.mask for add in adds)]
     if any(_shape_exceeds(mask, match.scores) for mask in masks):
         raise NoMatch("its mask has more elements than its scores")
@@ -148,7 +151,7 @@ def _check(match: AttentionMatch) -> None:
 
 
 def _shape_exceeds(mask: Node, scores: Node) -> bool:
-    """Whether broadcasting with the mask would make the scores larger."""
+    """Returns whether adding the mask would broadcast the scores to a larger shape."""
     given, expected = mask.meta["val"].shape, scores.meta["val"].shape
     if len(given) > len(expected):
         return True
@@ -157,11 +160,7 @@ def _shape_exceeds(mask: Node, scores: Node) -> bool:
 
 
 def _check_writes(match: AttentionMatch) -> None:
-    """Attention reads all of its inputs where V is read."""
+    """Raises `NoMatch` where an input is written to before V is read: the fused operator reads them all there."""
     masks = [step.mask for step in match.steps if not isinstance(step, Scale)]
-    held = frozenset[Any]().union(*(storages(each) for each in (match.query, match.key, *masks)))
-    node = match.scores
-    while node is not match.result:
-        node = node.next
-        if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to an input of the attention before its end")
+    inputs = (match.query, match.key, *masks)
+    check_unwritten(inputs, match.scores, match.result, "an input of the attention before its end")

@@ -1,4 +1,4 @@
-"""The way from a softmax up to Q Kᵀ: what is done to attention's scores."""
+"""The steps between Q Kᵀ and the softmax of an attention: scaling, adding a mask, filling masked scores."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,21 +14,21 @@ PASS_ON = frozenset({"alias", "contiguous", "clone"})
 
 @dataclass(frozen=True)
 class Scale:
-    """Scores multiplied by a number."""
+    """The scores are multiplied by a number."""
 
     by: float
 
 
 @dataclass(frozen=True)
 class Add:
-    """Scores and a tensor."""
+    """A tensor is added to the scores."""
 
     mask: Node
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Scores replaced by a number where `mask`, a bool, is `where`."""
+    """Scores are replaced by a number where the bool `mask` is `where`."""
 
     mask: Node
     where: bool
@@ -40,15 +40,15 @@ ScoreStep: TypeAlias = Scale | Add | Fill
 
 def only_reader(node: Node) -> Node:
     readers = list(node.users)
-    returned = any(each.op == "output" for each in readers)
+    returned = any(reader.op == "output" for reader in readers)
     if len(readers) != 1 or returned:
-        others = "returned" if returned else f"read by {', '.join(each.name for each in readers)}"
+        others = "returned" if returned else f"read by {', '.join(reader.name for reader in readers)}"
         raise NoMatch(f"{node.name} is {others} as well")
     return readers[0]
 
 
 def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
-    """Q Kᵀ, and what is done to it on the way, the last first."""
+    """Returns the node of Q Kᵀ, and the steps from there to the softmax, last first. Raises `NoMatch`."""
     only_reader(node)
     name = op_name(node).removesuffix("_")
     if name in PRODUCTS:
@@ -75,7 +75,7 @@ def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
 
 
 def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
-    """A sum of scores and a tensor, in either order."""
+    """Returns the scores and the tensor of a sum, in whichever order they are added. Raises `NoMatch`."""
     mismatch = NoMatch(f"{node.name} adds no tensor to scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):
@@ -90,7 +90,7 @@ def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one that was made a tensor of no dimensions."""
+    """Returns a number, also one in a tensor without dimensions; None for anything else."""
     if isinstance(value, Node) and op_name(value) in ("full", "scalar_tensor") and value.meta["val"].dim() == 0:
         value = value.args[-1]
     return float(value) if type(value) in (int, float) else None

@@ -1,4 +1,4 @@
-"""`memopt::linear_cross_entropy`: the operator that `ChunkLoss` puts in the place of a linear layer and its loss."""
+"""`memopt::linear_cross_entropy`: the operator with which `ChunkLoss` replaces a linear layer and its loss."""
 
 from typing import Any
 
@@ -27,8 +27,11 @@ def with_gradients(
     needs_bias: bool,
     later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, divisor and gradients of hidden, weight and bias (see `Result`); those not needed are empty, and those of
-    weight and bias where they are computed `later`, in the backward."""
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `Result`).
+
+    Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
+    backward.
+    """
     how = Options(reduction, ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=needs_hidden, weight=needs_weight and not later, bias=needs_bias and not later)
@@ -52,7 +55,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tup
 
 
 def _at_once(options: tuple[Any, ...]) -> tuple[bool, bool, bool]:
-    """Of hidden, weight and bias, which gradients the forward computes."""
+    """Returns for hidden, weight and bias whether the forward computes the gradient."""
     needs_hidden, needs_weight, needs_bias, later = options[-4:]
     return needs_hidden, needs_weight and not later, needs_bias and not later
 
@@ -73,7 +76,7 @@ def weight_gradient(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias, times `factor`, from logits that are computed again; empty if not needed."""
+    """Returns the gradients of weight and bias, times `factor`, from recomputed logits; empty where not needed."""
     how = Options("sum", ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=False, weight=needs_weight, bias=needs_bias)
@@ -97,21 +100,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     _, divisor, *gradients = output
     ctx.at_once, ctx.later = _at_once(inputs), inputs[-1] and (inputs[-3] or inputs[-2])
-    ctx.dtypes = [None if each is None else each.dtype for each in inputs[:3]]
-    # Ignored index to rows, and whether weight and bias need gradients.
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:3]]
+    # The options from the ignored index to the rows, and whether weight and bias need gradients.
     ctx.options = (*inputs[6:11], *inputs[-3:-1])
     again = inputs[:5] if ctx.later else ()
-    ctx.save_for_backward(divisor, *again, *(each for each, now in zip(gradients, ctx.at_once, strict=True) if now))
+    ctx.save_for_backward(divisor, *again, *(pair for pair, now in zip(gradients, ctx.at_once, strict=True) if now))
 
 
 def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    if any(each is not None for each in of_gradients):
+    if any(gradient is not None for gradient in of_gradients):
         raise NotImplementedError("linear_cross_entropy has no gradients of gradients; leave ChunkLoss out")
     nothing = (None,) * 12
     if of_loss is None:
         return (None, None, None, *nothing)
     divisor, *kept = ctx.saved_tensors
-    # No target at all: the mean is not a number, its gradients are zeros, as torch has it.
+    # Without any target the mean is NaN and its gradients are zeros, as in torch.
     factor = torch.where(divisor == 0, 0.0, of_loss / divisor)
     again, kept = (kept[:5], kept[5:]) if ctx.later else ([], kept)
     remaining = iter(kept)
@@ -121,7 +124,7 @@ def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) ->
     ]
     if again:
         computed = weight_gradient(*again, factor, *ctx.options)
-        gradients[1:] = [each if needed else None for each, needed in zip(computed, ctx.options[-2:], strict=True)]
+        gradients[1:] = [pair if needed else None for pair, needed in zip(computed, ctx.options[-2:], strict=True)]
     return (*gradients, *nothing)
 
 
@@ -152,21 +155,25 @@ def _linear_cross_entropy(
     rows: int = 0,
     weight_in_backward: bool = False,
 ) -> Tensor:
-    """Only where it is differentiated is it known whose gradients are wanted: frozen weights get none."""
-    needs = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)]
+    """Falls apart where it is differentiated, since only there is it known which gradients are needed."""
+    needs = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    ]
     given = (hidden, weight, bias, target, class_weight, reduction, ignore_index, label_smoothing, scale, softcap, rows)
     loss: Tensor = with_gradients(*given, *needs, weight_in_backward)[0]
     return loss
 
 
 LINEAR_CROSS_ENTROPY: Any = torch.ops.memopt.linear_cross_entropy.default
-"""Cross entropy of `linear(hidden, weight, bias)`, [rows, width] · [classes, width] and targets [rows], without its
-logits; a scalar in fp32 (fp64 for fp64). The options are those of `Options`."""
+"""Cross entropy of `linear(hidden, weight, bias)` and targets, computed without holding the logits.
+
+`hidden` is [rows, width], `weight` [classes, width], the targets [rows]. Returns a scalar in fp32 (fp64 for fp64). The
+options are those of `Options`."""
 
 
 @register_flop_formula(torch.ops.memopt.linear_cross_entropy_with_gradients)
 def _flops(hidden: Any, weight: Any, *options: Any, **_: Any) -> int:
-    """A matmul for the logits, and one for each gradient of a matrix."""
+    """The operations of one matmul for the logits, and one for the gradient of each matrix."""
     return _matmul(hidden, weight) * (1 + sum(_at_once(options)[:2]))
 
 

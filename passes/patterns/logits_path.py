@@ -1,4 +1,4 @@
-"""The way from a linear layer's result to a loss: which calls on it keep the rows apart, and what they compute."""
+"""The calls between a linear layer and a loss: which of them keep the rows of logits apart, and what they compute."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,23 +14,25 @@ _SAME = frozenset({"alias", "contiguous", "clone"})
 
 
 class NoMatch(Exception):
-    """A part of a graph is not what was looked for; says why, in words that go on from `cross_entropy_loss: `."""
+    """A part of a graph is not the pattern that a pass looks for; the message continues `cross_entropy_loss: `."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call on the way, and which dimension of its result are the classes."""
+    """A call between the linear layer and the loss, and which dimension of its result holds the classes."""
 
     node: Node
     class_dim: int
     moves_rows: bool = False
-    """Whether the same call has to be made on the linear layer's input in its place."""
+    """Whether the rewrite makes this call on the linear layer's input instead."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What is computed from values `x` on the way down: `softcap * tanh(scale * (x + bias))`, or `scale * (x + bias)`
-    where `softcap` is 0; with log_softmax behind it if `normalised`."""
+    """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`.
+
+    It is `scale * (x + bias)` where `softcap` is 0. If `normalised`, a log_softmax follows.
+    """
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -38,12 +40,12 @@ class Formula:
     normalised: bool = False
 
     def above(self, node: Node) -> "Formula":
-        """With the call that stands on top of it. Raises `NoMatch` where the operator has no such formula."""
+        """Returns the formula with the call before it. Raises `NoMatch` if the operator cannot compute that."""
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
             if replace(self, normalised=False) != Formula():
-                raise NoMatch("its log probabilities are computed with")
+                raise NoMatch("something is computed from its log probabilities")
             return Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self
@@ -60,12 +62,12 @@ class Formula:
 
 @dataclass(frozen=True)
 class Path:
-    """From a linear layer down to a loss."""
+    """The calls from a linear layer to a loss."""
 
     nodes: tuple[Step, ...]
-    """From the linear layer, which is the first, to the loss's input."""
+    """In order: the first is the linear layer, the last is the loss's input."""
     returned: tuple[Node, ...]
-    """Those of the nodes, or their detached values, that the graph returns."""
+    """The nodes among them, or their detached values, that the graph returns."""
     formula: Formula
 
     @property
@@ -74,7 +76,7 @@ class Path:
 
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
-    """The way up from a loss's input to what is no longer a step of it. Raises `NoMatch`."""
+    """Returns the path from a loss's input back to the first call that is no step of it. Raises `NoMatch`."""
     steps: list[Step] = []
     returned: list[Node] = []
     formula = Formula()
@@ -89,7 +91,7 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
 
 
 def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
-    """What a step works on, the classes' dimension there, and whether it moves rows; None for no step."""
+    """Returns the input of a step, the dimension of the classes there, and whether it moves rows; None for no step."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
@@ -108,12 +110,12 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
     if name in _VIEWS and _overload(node) != "dtype":
         if class_dim == after.dim() - 1 and _same(before.shape[-1], after.shape[-1]):
             return source, before.dim() - 1, True
-        raise NoMatch(f"{node.name} takes the classes apart")
+        raise NoMatch(f"{node.name} splits the classes")
     if name in ("slice", "select", "index_select"):
         return _picked(node, class_dim)
     if name == "transpose":
         dims: Any = node.args[1:3]
-        first, second = (each % after.dim() for each in dims)
+        first, second = (number % after.dim() for number in dims)
         return source, {first: second, second: first}.get(class_dim, class_dim), True
     if name == "permute":
         order: Any = node.args[1]
@@ -127,13 +129,13 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
 
 
 def _indexed(indices: Any) -> int:
-    """How many dimensions indices take: a mask as many as it has."""
+    """Returns how many dimensions are indexed; a mask indexes as many as it has."""
     masks = (torch.bool, torch.uint8)
-    return sum(each.meta["val"].dim() if each.meta["val"].dtype in masks else 1 for each in indices)
+    return sum(index.meta["val"].dim() if index.meta["val"].dtype in masks else 1 for index in indices)
 
 
 def _picked(node: Node, class_dim: int) -> tuple[Node, int, bool]:
-    """`slice`, `select` and `index_select` of rows."""
+    """Returns the step for `slice`, `select` or `index_select` of rows. Raises `NoMatch` if it selects classes."""
     source: Any = node.args[0]
     before, after = source.meta["val"], node.meta["val"]
     given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -148,7 +150,7 @@ def _picked(node: Node, class_dim: int) -> tuple[Node, int, bool]:
 
 
 def _factor(node: Node) -> float | None:
-    """By what number a call multiplies its first argument; None where it does not."""
+    """Returns the number by which a call multiplies its first argument, or None for another call."""
     name = op_name(node).removesuffix("_")
     if name not in ("mul", "div") or len(node.args) != 2 or node.kwargs:
         return None
@@ -161,7 +163,7 @@ def _factor(node: Node) -> float | None:
 
 def _added_to(node: Node) -> Node | None:
     """The logits in a sum of logits and a bias."""
-    one, other = (each if isinstance(each, Node) else None for each in node.args[:2])
+    one, other = (argument if isinstance(argument, Node) else None for argument in node.args[:2])
     if one is None or other is None or node.kwargs:
         return None
     logits, bias = (one, other) if one.meta["val"].dim() >= other.meta["val"].dim() else (other, one)
@@ -170,7 +172,7 @@ def _added_to(node: Node) -> Node | None:
 
 def _bias(node: Node) -> Node:
     logits = _added_to(node)
-    (bias,) = (each for each in node.args[:2] if each is not logits)
+    (bias,) = (argument for argument in node.args[:2] if argument is not logits)
     assert isinstance(bias, Node)
     return bias
 
@@ -193,10 +195,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _returned(node: Node, reader: Node) -> list[Node]:
-    """Where the graph returns a value on the way. Raises `NoMatch` for one that something else reads."""
+    """Returns the values of the path that the graph returns. Raises `NoMatch` for one that anything else reads."""
     found = []
     for user in node.users:
-        detached = op_name(user) in ("detach", "alias") and all(each.op == "output" for each in user.users)
+        detached = op_name(user) in ("detach", "alias") and all(item.op == "output" for item in user.users)
         if user.op == "output":
             found.append(node)
         elif detached and user is not reader:

@@ -8,20 +8,20 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import schema_of
-from passes.graphs.node_facts import storages
-from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
+from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.logits_path import NoMatch, Path, walk_up
 from passes.patterns.picked_loss import Picked, check_readers, find_picked
+from passes.patterns.written_out import check_unwritten
 
 _LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
 _NONE = torch.iinfo(torch.int64).min
-"""The `ignore_index` of a loss that ignores nothing."""
+"""An `ignore_index` that no target has."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`hidden @ weight.T + bias`, as `linear` or `matmul` or what is like them."""
+    """`hidden @ weight.T + bias`, computed by `linear`, `matmul`, `addmm` or the like."""
 
     node: Node
     hidden: Node
@@ -34,7 +34,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class LossMatch:
-    """A loss, the way up from it to a linear layer, and what is computed on that way."""
+    """A loss, the linear layer that its logits come from, and the calls between them."""
 
     loss: Node
     linear: Linear
@@ -45,7 +45,7 @@ class LossMatch:
     ignore_index: int
     label_smoothing: float
     negated: bool = False
-    """Whether the loss's node gives the negative of the cross entropy."""
+    """Whether the loss's node is the negative of the cross entropy."""
 
     @property
     def bias(self) -> Node | None:
@@ -53,12 +53,12 @@ class LossMatch:
 
 
 def losses(graph: Graph) -> Iterator[Node]:
-    """The calls that may be the cross entropy of a linear layer, in order."""
+    """Yields the calls that may be the cross entropy of a linear layer, in order."""
     return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
 
 
 def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
-    """What the loss is computed from. Raises `NoMatch` with the reason where it cannot be computed in chunks."""
+    """Returns what a loss is computed from. Raises `NoMatch`, with the reason, if it cannot be computed in chunks."""
     picked = find_picked(loss)
     if picked is not None:
         return _match_picked(loss, picked, drop_logits)
@@ -81,7 +81,7 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
 
 
 def _match_picked(loss: Node, picked: Picked, drop_logits: bool) -> LossMatch:
-    """A cross entropy that is written out: it ignores no target, and refuses one that is no class."""
+    """Returns the match of a cross entropy that is written out. It ignores no target and fails for an invalid one."""
     check_readers(picked, loss)
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
@@ -99,9 +99,10 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
 
 
 def _arguments(loss: Node) -> tuple[Node, Node, Node | None, int, Any, float]:
-    """Input, target, class weight, reduction, ignored index and label smoothing of a loss."""
+    """Returns input, target, class weight, reduction, ignored index and label smoothing of a loss."""
     target: Any = loss.target
-    given = dict(zip((each.name for each in schema_of(target).arguments), loss.args, strict=False)) | loss.kwargs
+    names = (argument.name for argument in schema_of(target).arguments)
+    given = dict(zip(names, loss.args, strict=False)) | loss.kwargs
     smoothing = given.get("label_smoothing", 0.0)
     weight, reduction, ignored = given.get("weight"), given.get("reduction", 1), given.get("ignore_index", -100)
     return given["self"], given["target"], weight, reduction, ignored, smoothing
@@ -133,20 +134,21 @@ def _node(call: Node, position: int, name: str) -> Node | None:
 
 
 def _turned(weight: Node) -> Node | None:
-    """What a matrix is the transpose of, if it is one."""
+    """Returns the matrix that a node is the transpose of, or None."""
     turns = op_name(weight) in ("t", "numpy_T") or (
-        op_name(weight) in ("transpose", "permute") and {each % 2 for each in _numbers(weight.args[1:])} == {0, 1}
+        op_name(weight) in ("transpose", "permute")
+        and {argument % 2 for argument in _numbers(weight.args[1:])} == {0, 1}
     )
     source: Any = weight.args[0] if turns else None
     return source
 
 
 def _numbers(arguments: Any) -> list[int]:
-    return [each for group in arguments for each in (group if isinstance(group, (tuple, list)) else [group])]
+    return [member for group in arguments for member in (group if isinstance(group, (tuple, list)) else [group])]
 
 
 def _uncast(value: Node, hidden: Node) -> Node:
-    """A parameter before it was cast to the dtype of `hidden`: the operator casts it, and keeps its gradient exact."""
+    """Returns a parameter before its cast to the dtype of `hidden`; the operator casts it, with an exact gradient."""
     source: Any = value.args[0] if is_cast(value) else None
     if source is None or value.meta["val"].dtype != hidden.meta["val"].dtype:
         return value
@@ -164,24 +166,20 @@ def _check_shapes(match: LossMatch) -> None:
     bias = match.bias
     classes = weight.shape[1 if match.linear.transposed else 0]
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
-        raise NoMatch("its bias is not one number a class")
+        raise NoMatch("its bias has not one number for each class")
     if match.path.formula.bias is not None and match.linear.bias is not None:
         raise NoMatch("it has two biases")
 
 
 def _check_writes(match: LossMatch) -> None:
-    """The operator reads its inputs where the loss stands, not where the linear layer did."""
-    inputs = [each for each in (match.linear.hidden, match.linear.weight, match.bias) if each is not None]
-    held: frozenset[Any] = frozenset[Any]().union(*(storages(each) for each in inputs))
-    node = match.linear.node
-    while node is not match.loss:
-        node = node.next
-        if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to an input of the linear layer before the loss is computed")
+    """Raises `NoMatch` where an input is written to before the loss: the operator reads its inputs there."""
+    inputs = [operand for operand in (match.linear.hidden, match.linear.weight, match.bias) if operand is not None]
+    what = "an input of the linear layer before the loss is computed"
+    check_unwritten(inputs, match.linear.node, match.loss, what)
 
 
 def logits_bytes(match: LossMatch) -> int | None:
-    """Bytes of the loss's logits in fp32; None where a size is symbolic."""
+    """Returns the bytes of the loss's logits in fp32, or None if a size is symbolic."""
     value = match.path.nodes[-1].node.meta["val"]
     sizes = [size for size in value.shape if isinstance(size, int)]
     return 4 * torch.Size(sizes).numel() if len(sizes) == value.dim() else None

@@ -1,7 +1,7 @@
-"""Whether a mask that is added to attention's scores may mask a row whole.
+"""Whether a mask that is added to attention's scores may mask every score of a row.
 
 It matters where the mask is a large negative number rather than -inf: softmax weighs all values of such a row alike,
-and fused kernels do too, but their backward computes the weights again from the row's logarithm of sums, in which the
+and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which the
 number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
 """
 
@@ -18,25 +18,25 @@ from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
 MASKS_BELOW = -1e4
-"""A score as low has no weight beside one that is not masked."""
+"""A score this low gets no weight beside one that is not masked."""
 _LEARNED = frozenset({"embedding", "linear", "matmul", "bmm"})
 _SAME_ROWS = frozenset({"alias", "clone", "contiguous", "expand"})
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is known of a mask's elements: bools, or whether numbers are below `MASKS_BELOW`."""
+    """What is known of a mask's elements: bools, or for numbers whether they are below `MASKS_BELOW`."""
 
     some: bool
-    """Any is."""
+    """Whether any element is."""
     whole: bool
-    """All of a row are."""
+    """Whether all elements of some row are."""
     empty: bool
-    """None of a row is."""
+    """Whether no element of some row is."""
 
 
 class MaskRows:
-    """What is known about the rows of masks in one graph; remembers what it computed."""
+    """Answers questions about the rows of the masks in one graph; keeps what it has computed."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.module = graph_module
@@ -58,8 +58,8 @@ class MaskRows:
             return None if known.whole else int(known.some)
         first: Any = mask.args[0] if mask.args else None
         name = op_name(mask).removesuffix("_")
-        if name == "add" and not mask.kwargs and all(isinstance(each, Node) for each in mask.args[:2]):
-            parts = [self.masking_terms(each) for each in mask.all_input_nodes]
+        if name == "add" and not mask.kwargs and all(isinstance(argument, Node) for argument in mask.args[:2]):
+            parts = [self.masking_terms(source) for source in mask.all_input_nodes]
             return None if None in parts else sum(part or 0 for part in parts)
         if name in _SAME_ROWS or is_cast(mask):
             return self.masking_terms(first)
@@ -70,7 +70,7 @@ class MaskRows:
         return 0 if op_name(mask) in _LEARNED else None
 
     def _filled(self, mask: Node) -> int | None:
-        """`where(seen, values, number)`, `masked_fill(values, masked, number)`."""
+        """Reads `where(seen, values, number)` and `masked_fill(values, masked, number)`."""
         seen = op_name(mask) == "where"
         condition, values = mask.args[:2] if seen else mask.args[1::-1]
         number: Any = mask.args[2]
@@ -82,28 +82,28 @@ class MaskRows:
         return below + 1 if self.masks_no_row_whole(condition, not seen) else None
 
     def masks_no_row_whole(self, mask: Node, where: bool) -> bool:
-        """Whether it is known that in no row of bools all elements are `where`."""
+        """Returns whether it is known that no row of a bool mask consists of `where` alone."""
         known = self._constant(mask)
         return known is not None and not (known.whole if where else known.empty)
 
     def _constant(self, node: Node) -> _Rows | None:
-        """What a node is that depends on no input, computed on the CPU."""
+        """Returns what is known of a node that depends on no input, by computing it on the CPU; None for others."""
         order = _ancestors(node)
         if order is None:
             return None
-        # Dispatch modes, such as that of tracing, belong to a thread: ours has none.
+        # Dispatch modes, such as that of tracing, belong to a thread; a new thread has none.
         with ThreadPoolExecutor(1, "passes-mask") as worker:
             return worker.submit(_evaluate, self.module, order).result()
 
 
 def _ancestors(node: Node) -> list[Node] | None:
-    """A node and all that it depends on, in order; None if an input or a random number is among them."""
+    """Returns a node and all nodes that it depends on, in order; None if one is an input, random or impure."""
     found, pending = {node}, [node]
     while pending:
-        each = pending.pop()
-        if each.op == "placeholder" or not is_pure(each):
+        node = pending.pop()
+        if node.op == "placeholder" or not is_pure(node):
             return None
-        fresh = [source for source in each.all_input_nodes if source not in found]
+        fresh = [source for source in node.all_input_nodes if source not in found]
         found.update(fresh)
         pending += fresh
     return sorted(found)
@@ -117,7 +117,7 @@ def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
                 values[node] = _run(module, node, values)
             value = values[order[-1]]
             masked = value if value.dtype == torch.bool else value <= MASKS_BELOW
-            whole, empty = (bool(each.all(-1).any()) for each in (masked, ~masked))
+            whole, empty = (bool(rows.all(-1).any()) for rows in (masked, ~masked))
             return _Rows(bool(masked.any()), whole, empty)
     except (RuntimeError, TypeError, AttributeError):  # what cannot be computed here is not known
         return None

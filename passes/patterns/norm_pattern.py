@@ -1,5 +1,4 @@
-"""Finds LayerNorm that is written out, (x - mean) / sqrt(variance + eps) · weight + bias, and says why what looks like
-it is not."""
+"""Finds LayerNorm that is written out: (x - mean) / sqrt(variance + eps) · weight + bias."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,27 +27,29 @@ _STEPS = frozenset({"rsqrt", "sqrt", "std", "std_mean"})
 
 @dataclass(frozen=True)
 class NormMatch:
-    """A LayerNorm written out."""
+    """A LayerNorm that is written out."""
 
     value: Node
     sizes: tuple[int, ...]
-    """Of the last dimensions, those that it is over."""
+    """The sizes of the last dimensions, over which it normalises."""
     eps: float
     weight: Node | None
     bias: Node | None
     result: Node
     inner: tuple[Node, ...]
-    """The calls between, in the graph's order."""
+    """The calls between `value` and `result`, in the graph's order."""
 
 
 def roots(graph: Graph) -> Iterator[Node]:
-    """The calls that may be the standard deviation of a norm, or its inverse, in order."""
+    """Yields the calls that may be the standard deviation of a norm, or its inverse, in order."""
     return (node for node in graph.nodes if op_name(node) in _STEPS or power_of(node) in (0.5, -0.5))
 
 
 def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
-    """The norm that a root is a part of; None where that is not like one. Raises `NoMatch` with the reason where it is
-    like one, yet none that `layer_norm` computes, or not to be replaced."""
+    """Returns the norm that a root is part of, or None if it is part of nothing like one.
+
+    Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
+    """
     spread, eps = _under(graph_module, root)
     quotient = _quotient(graph_module, root)
     if spread is None or quotient is None:
@@ -62,7 +63,7 @@ def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
     _check_meaning(spread, late_eps)
     sizes = _last_sizes(spread)
     if weight is not None and not _fits(weight, spread, sizes):
-        raise NoMatch("its weight is of another shape or dtype than what it is over")
+        raise NoMatch("its weight differs in shape or dtype from the normalised dimensions")
     if weight is None:
         weight, result = _next_operand("mul", result, spread, sizes)
     bias, result = _next_operand("add", result, spread, sizes) if weight is not None else (None, result)
@@ -70,7 +71,7 @@ def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
     inner = _between(graph_module, result, kept)
     _check_layout((*inner, result), spread.value)
     check_only_read_by(inner, {*inner, result}, spread.value)
-    check_unwritten([each for each in kept if each is not None], inner[0], result)
+    check_unwritten([operand for operand in kept if operand is not None], inner[0], result)
     return NormMatch(spread.value, sizes, eps, weight, bias, result, inner)
 
 
@@ -84,12 +85,12 @@ def _check_meaning(spread: Spread, late_eps: bool) -> None:
 
 
 def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
-    """The operator computes in the dtype of its input, and its result is contiguous."""
+    """Raises `NoMatch` where dtype or layout would change: `layer_norm` keeps the dtype and is contiguous."""
     if {tensor.dtype for step in steps for tensor in tensors(step.meta["val"])} != {value.meta["val"].dtype}:
         raise NoMatch("it casts between its steps")
     result = steps[-1].meta["val"]
     if not same_sizes(result.shape, value.meta["val"].shape):
-        raise NoMatch("its result has another shape than what it is computed from")
+        raise NoMatch("its result differs in shape from its input")
     expected = 1
     for size, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
         if not same_sizes([stride], [expected]):
@@ -98,7 +99,7 @@ def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
 
 
 def _under(graph_module: GraphModule, root: Node) -> tuple[Spread | None, float]:
-    """What the root is taken of, and the eps in it."""
+    """Returns the variance that a root is taken of, or None, and the eps that is added to it."""
     if op_name(root) in ("std", "std_mean"):
         return of_statistics(root), 0.0
     source = same_value(root.args[0])
@@ -111,7 +112,7 @@ def _under(graph_module: GraphModule, root: Node) -> tuple[Spread | None, float]
 
 
 def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
-    """What is divided by the root: the quotient, the numerator, and whether a number is added to the root before."""
+    """Returns the quotient by a root, its numerator, and whether a number is added to the root first; None for none."""
     inverse, late_eps = op_name(root) == "rsqrt" or power_of(root) == -0.5, False
     pending = [(user, root) for user in root.users]
     for reader, node in pending:  # grows
@@ -137,7 +138,7 @@ def _is_numerator(node: Any, spread: Spread) -> bool:
 
 
 def _factors(node: Any, spread: Spread) -> tuple[Any, Any]:
-    """Weight and numerator, where they are multiplied before they are divided."""
+    """Returns weight and numerator if they are multiplied before the division."""
     if isinstance(node, Node) and op_name(node) == "mul":
         for one, other in (node.args[:2], node.args[1::-1]):
             if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), spread):
@@ -151,7 +152,7 @@ def _last_sizes(spread: Spread) -> tuple[int, ...]:
         raise NoMatch(f"it is over dimension {', '.join(map(str, spread.dims))} of {len(shape)}, not the last")
     sizes = tuple(shape[dim] for dim in spread.dims)
     if not all(isinstance(size, int) for size in sizes):
-        raise NoMatch("the size that it is over is a symbol")
+        raise NoMatch("the normalised size is a symbol")
     return sizes
 
 
@@ -163,7 +164,7 @@ def _fits(node: Any, spread: Spread, sizes: tuple[int, ...]) -> bool:
 
 
 def _next_operand(name: str, result: Node, spread: Spread, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
-    """What the result is multiplied with, or what is added to it, if `layer_norm` can do that; and the result then."""
+    """Returns the weight or bias that the only reader applies, or None, and the result after it."""
     node = result
     while len(node.users) == 1:
         (reader,) = node.users
@@ -179,7 +180,7 @@ def _next_operand(name: str, result: Node, spread: Spread, sizes: tuple[int, ...
 
 
 def _between(graph_module: GraphModule, result: Node, kept: set[Node | None]) -> tuple[Node, ...]:
-    """The calls that lead to a result from what is kept, without constants."""
+    """Returns the calls between the kept values and a result, without constants, in the graph's order."""
     found: set[Node] = set()
     pending = [result]
     while pending:

@@ -1,4 +1,4 @@
-"""Cross entropy that is written out: the mean, or sum, of the log probabilities that are picked at the targets."""
+"""Cross entropy that is written out as the mean or sum of the log probabilities that are picked at the targets."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ class Picked:
     pick: Node
     log_probabilities: Node
     target: Node
-    """As many elements as there are rows of log probabilities, in their order."""
+    """The targets: one element for each row of log probabilities, in their order."""
     reduction: str
     negative: bool
-    """Whether the sign is minus: the value is then the cross entropy, else the negative of it."""
+    """Whether the sign is minus, so that the value is the cross entropy and not its negative."""
 
 
 def find_picked(loss: Node) -> Picked | None:
-    """What a mean or sum is of, if that is written like a cross entropy; None for any other call."""
+    """Returns the match of a mean or sum that is written like a cross entropy; None for any other call."""
     if op_name(loss) not in ("mean", "sum") or len(loss.args) != 1 or loss.kwargs:
         return None
     negative = False
@@ -44,16 +44,16 @@ def find_picked(loss: Node) -> Picked | None:
 
 
 def check_readers(picked: Picked, loss: Node) -> None:
-    """Raise `NoMatch` where something else reads the picked log probabilities."""
+    """Raises `NoMatch` where anything else reads the picked log probabilities."""
     node: Any = loss.args[0]
     while node is not picked.log_probabilities:
         if len(node.users) > 1:
-            raise NoMatch(f"{node.name} is read by {', '.join(each.name for each in node.users)}")
+            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}")
         node = node.args[0]
 
 
 def _gathered(pick: Node, source: Node) -> Node | None:
-    """The index of `gather(source, -1, index)` that takes one element of each row."""
+    """Returns the index of a `gather(source, -1, index)` that picks one element of each row, or None."""
     index: Any = pick.args[2]
     dim: Any = pick.args[1]
     given, expected = index.meta["val"].shape, source.meta["val"].shape
@@ -65,7 +65,7 @@ def _gathered(pick: Node, source: Node) -> Node | None:
 
 
 def _indexed(pick: Node, source: Node) -> Node | None:
-    """The targets of `source[arange(rows), targets]`."""
+    """Returns the targets of `source[arange(rows), targets]`, or None."""
     indices: Any = pick.args[1]
     value = source.meta["val"]
     if value.dim() != 2 or len(indices) != 2 or None in indices:

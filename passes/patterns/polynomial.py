@@ -1,4 +1,4 @@
-"""Elementwise calls read as polynomials in one value, so that a formula is known however it is written."""
+"""Reads elementwise calls as polynomials in one value, so that a formula is recognised however it is written."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,11 @@ _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 
 class Unknown(Exception):
-    """An argument or a call that is no polynomial of what is given."""
+    """An argument or a call is no polynomial of the given nodes."""
 
 
 class Reader:
-    """Reads nodes as polynomials of `given` nodes; remembers in `inner` which calls on them it read."""
+    """Reads nodes as polynomials of `given` nodes; `inner` lists the calls on them that it has read."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given
@@ -34,11 +34,11 @@ class Reader:
 
     @property
     def inner(self) -> list[Node]:
-        """In the graph's order, without constants."""
+        """The calls that were read, in the graph's order, without constants."""
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:
-        """Raises `Unknown`."""
+        """Returns the polynomial that a node or a number is. Raises `Unknown`."""
         if type(value) in (int, float):
             return {(0, 0): float(value)} if value else {}
         if not isinstance(value, Node):
@@ -55,7 +55,7 @@ class Reader:
         if name in _SAME or (is_cast(node) and node.meta["val"].is_floating_point()):
             return self(arguments[0])
         if name in ("add", "sub", "rsub"):
-            one, other = (self(each) for each in arguments[:2])
+            one, other = (self(argument) for argument in arguments[:2])
             alpha = self(node.kwargs.get("alpha", 1) if len(arguments) < 3 else arguments[2])
             sign: Polynomial = {(0, 0): 1.0 if name == "add" else -1.0}
             if name == "rsub":
@@ -95,7 +95,7 @@ def is_constant(value: Polynomial) -> bool:
 
 
 def constant(graph_module: GraphModule, value: Any) -> float | None:
-    """A number, also one that was made a tensor of no dimensions or of one element; None for anything else."""
+    """Returns a number, also one in a tensor without dimensions or of one element; None for anything else."""
     if type(value) in (int, float):
         return float(value)
     if not isinstance(value, Node) or any(
@@ -121,7 +121,7 @@ def _held(graph_module: GraphModule, target: str) -> float | None:
         held = getattr(held, name)
     if not isinstance(held, torch.Tensor) or held.numel() != 1 or held.requires_grad or hasattr(held, "fake_mode"):
         return None
-    # Dispatch modes, such as that of tracing, belong to a thread: ours has none.
+    # Dispatch modes, such as that of tracing, belong to a thread; a new thread has none.
     with ThreadPoolExecutor(1, "passes-constant") as worker:
         return float(worker.submit(held.item).result())
 
@@ -142,4 +142,4 @@ def _product(one: Polynomial, other: Polynomial, node: Node) -> Polynomial:
 
 
 def _cleaned(value: Polynomial) -> Polynomial:
-    return {powers: each for powers, each in value.items() if each}
+    return {powers: term for powers, term in value.items() if term}

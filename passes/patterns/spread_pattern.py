@@ -1,4 +1,4 @@
-"""What is known of statistics in a graph: which value a mean of squares or a variance is of, and over what."""
+"""Recognises means of squares and variances in a graph: of which value, over which dimensions."""
 
 import operator
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Spread:
     dims: tuple[int, ...]
     centred: bool
     corrected: bool
-    """Whether it is divided by one less than there are elements."""
+    """Whether the sum is divided by n - 1 rather than n."""
 
 
 def find_spread(node: Node) -> Spread | None:
-    """What a node is the mean of squares or the variance of, dimensions kept; None where it is neither."""
+    """Returns the mean of squares or the variance, dimensions kept, that a node is; None if it is neither."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
         return of_statistics(source)
@@ -39,7 +39,7 @@ def find_spread(node: Node) -> Spread | None:
 
 
 def of_statistics(node: Node) -> Spread | None:
-    """Of a `var`, `std` or one with the mean beside."""
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes."""
     given = _given(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
@@ -49,10 +49,10 @@ def of_statistics(node: Node) -> Spread | None:
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
-    """x, where a node is x - mean(x)."""
+    """Returns x if a node is x - mean(x), else None."""
     if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
         return None
-    value, mean = (same_value(each) for each in node.args)
+    value, mean = (same_value(argument) for argument in node.args)
     if not isinstance(mean, Node):
         return None
     source: Any = mean.args[0] if mean.args else None
@@ -66,7 +66,7 @@ def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
 
 
 def _square_root(node: Any) -> Any:
-    """What a node is the square of."""
+    """Returns the value that a node is the square of, or None."""
     name = op_name(node)
     if name == "square" or power_of(node) == 2:
         return same_value(node.args[0])
@@ -81,33 +81,33 @@ def _dims(value: Node, dims: Any) -> tuple[int, ...]:
 
 
 def _given(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults too."""
+    """Returns a call's arguments by name, defaults included."""
     target: Any = node.target
     schema = schema_of(target).arguments
-    given = {each.name: each.default_value for each in schema if each.has_default_value()}
-    return given | dict(zip((each.name for each in schema), node.args, strict=False)) | dict(node.kwargs)
+    given = {declared.name: declared.default_value for declared in schema if declared.has_default_value()}
+    return given | dict(zip((declared.name for declared in schema), node.args, strict=False)) | dict(node.kwargs)
 
 
 def power_of(node: Node) -> float | None:
-    """The exponent, where a call takes its argument to the power of a number."""
+    """Returns the exponent of a call that raises its argument to the power of a number, or None."""
     exponent = node.args[1] if op_name(node) == "pow" else None
     return float(exponent) if type(exponent) in (int, float) else None  # type: ignore[arg-type]
 
 
 def same_value(node: Any) -> Any:
-    """What a node is another word for: casts to the dtype that is there already."""
+    """Returns the value behind calls that do not change it, such as a cast to the dtype that it already has."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node
 
 
 def is_idle(node: Node) -> bool:
-    """Whether a call gives its argument itself."""
+    """Returns whether a call returns its argument unchanged."""
     source: Any = node.args[0] if node.args else None
     idle = is_cast(node) or op_name(node) in ("alias", "type_as")
     return idle and source.meta["val"].dtype == node.meta["val"].dtype
 
 
 def is_element(node: Node, index: int) -> bool:
-    """Whether a node is that element of what a call returns."""
+    """Returns whether a node is the element at `index` of a call's results."""
     return node.target is operator.getitem and node.args[1:] == (index,)

@@ -1,4 +1,4 @@
-"""What passes share that put one operator in the place of a formula that is written out."""
+"""Helpers of the passes that replace a formula that is written out by one operator."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -7,20 +7,22 @@ import torch
 from torch.fx import Node
 
 from passes.compat import statically_known_true
-from passes.graphs.node_facts import storages
+from passes.graphs.aliases import storages
+from passes.graphs.edit import new_call
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
-from passes.graphs.propagate import refresh
 from passes.patterns.logits_path import NoMatch
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal."""
+    """Returns whether two shapes are known to be equal."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
-    """Raises `NoMatch` where anything but `readers` reads one of the inner values; a size that is one of `like`'s does
-    not count."""
+    """Raises `NoMatch` where anything but `readers` reads one of the inner values.
+
+    Reading a size does not count if the value is as large as `like`.
+    """
     for node in inner:
         value = node.meta["val"]
         sized = isinstance(value, torch.Tensor) and same_sizes(value.shape, like.meta["val"].shape)
@@ -30,41 +32,44 @@ def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like:
                 raise NoMatch(f"{node.name} is {read} as well")
 
 
-def check_unwritten(values: Collection[Node], first: Node, last: Node) -> None:
-    """Raises `NoMatch` where one of the values, read from `first` on, would be another one at `last`."""
-    held = frozenset[Any]().union(*(storages(each) for each in values))
+def check_unwritten(
+    values: Collection[Node], first: Node, last: Node, what: str = "what it is computed from before its end"
+) -> None:
+    """Raises `NoMatch` where a call behind `first`, up to `last`, writes to the memory of one of the values.
+
+    `what` names the values in the message.
+    """
+    held = frozenset[Any]().union(*(storages(value) for value in values))
     node = first
     while node is not last:
         node = node.next
-        if any(storages(each) & held for each in mutated_arguments(node)):
-            raise NoMatch(f"{node.name} writes to what it is computed from before its end")
+        if any(storages(argument) & held for argument in mutated_arguments(node)):
+            raise NoMatch(f"{node.name} writes to {what}")
 
 
 def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new call, with its value, that says it is from where `like` is; see `on_stored_values`."""
-    graph, name = place.graph, target.__name__.partition(".")[0]
-    with graph.inserting_before(place):
-        node = graph.create_node("call_function", target, args, kwargs, name=name)
-    node.meta.update({key: each for key, each in like.meta.items() if key in ("nn_module_stack", "stack_trace")})
-    refresh(node)
-    return node
+    """Returns `new_call(like, target, ...)`, made in front of `place`."""
+    with place.graph.inserting_before(place):
+        return new_call(like, target, *args, **kwargs)
 
 
 def erase_inner(inner: Collection[Node], like: Node) -> None:
-    """Erase those of the inner calls that nobody reads any more, with the constants and casts that were made for them;
-    what reads their sizes reads those of `like`."""
+    """Erases the inner calls that nothing reads any more, with the constants and casts that only they read.
+
+    Calls that read their sizes read those of `like` instead.
+    """
     pending = sorted(inner)
     erased: set[Node] = set()
     while pending:
         node = pending.pop()
-        for user in [each for each in node.users if op_name(each) == "sym_size" and node in inner]:
+        for user in [measure for measure in node.users if op_name(measure) == "sym_size" and node in inner]:
             user.replace_input_with(node, like)
         if node.users or node is like or node in erased or node.op not in ("call_function", "get_attr"):
             continue
         sources = node.all_input_nodes
         node.graph.erase_node(node)
         erased.add(node)
-        pending += [each for each in sources if is_cast(each) or each.op == "get_attr" or _is_scalar(each)]
+        pending += [source for source in sources if is_cast(source) or source.op == "get_attr" or _is_scalar(source)]
 
 
 def _is_scalar(node: Node) -> bool:

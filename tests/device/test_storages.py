@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from memopt.device.storages import find_storages, is_view, storage_bytes
 from passes import CANONICAL, FoundReuse
-from passes.graphs.node_facts import storages as fake_storages
+from passes.graphs.aliases import storages as fake_storages
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero
 
 

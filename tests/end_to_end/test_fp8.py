@@ -21,7 +21,7 @@ from memopt.device.hardware_table import scaled_rate
 from memopt.errors import GIB
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite import ladder
+from memopt.rewrite import lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
@@ -183,7 +183,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     tokens, card = torch.zeros(4, 2048, dtype=torch.long), hardware("h100")
     call = ((), {"input_ids": tokens, "labels": tokens})
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
-    pulled = ladder(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
+    pulled = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
     (region,) = trace_call(captured, replace(pulled.rewriting, needed=""))
     problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
     copies: set[torch.fx.Node] = set()

@@ -135,12 +135,12 @@ def with_inputs(graph_module: GraphModule) -> Captured:
     """A hand-written graph with random inputs of its types."""
     torch.manual_seed(0)
     values = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    return Captured(graph_module, tuple(torch.randn(each.shape).to(each.dtype) for each in values), 0)
+    return Captured(graph_module, tuple(torch.randn(value.shape).to(value.dtype) for value in values), 0)
 
 
 def run(captured: Captured, graph_module: GraphModule) -> list[Any]:
     """The graph's outputs, and its inputs after it wrote to them, from the same seed each time."""
-    inputs = [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in captured.inputs]
+    inputs = [tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor for tensor in captured.inputs]
     torch.manual_seed(1)
     with torch.no_grad():
         outputs = torch.fx.Interpreter(graph_module).run(*inputs, enable_io_processing=False)
@@ -185,7 +185,7 @@ class Sketch:
         # The name that tracing would give: without the overload.
         name = target.__name__.partition(".")[0]
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        values = torch.fx.map_arg((args, kwargs), lambda each: each.meta["val"])
+        values = torch.fx.map_arg((args, kwargs), lambda item: item.meta["val"])
         with self.mode, torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])
         return node

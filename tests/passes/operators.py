@@ -43,8 +43,8 @@ def outputs_and_gradients(graph_module: GraphModule, inputs: Sequence[Any]) -> t
     """What a graph returns, and the gradients of its first scalar in those inputs that require any; seeded."""
     torch.manual_seed(0)
     outputs = list(graph_module(*inputs))
-    loss = next(each for each in outputs if isinstance(each, Tensor) and each.dim() == 0)
-    leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    loss = next(output for output in outputs if isinstance(output, Tensor) and output.dim() == 0)
+    leaves = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad]
     return outputs, list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
@@ -63,7 +63,7 @@ def assert_same_gradients(
     (one_loss, *_), one = outputs_and_gradients(before, inputs)
     (other_loss, *_), other = outputs_and_gradients(after, inputs)
     assert norm_error(other_loss, one_loss) < tolerance
-    assert [each is None for each in one] == [each is None for each in other]
+    assert [item is None for item in one] == [item is None for item in other]
     for expected, found in zip(one, other, strict=True):
         if expected is None or found is None:
             continue

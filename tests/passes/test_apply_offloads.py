@@ -82,9 +82,9 @@ def test_other_passes_leave_what_is_copied_alone() -> None:
     module = sketch.returns(total, sketch.call(aten.mul.Tensor, sin, total))
     evaluations = ("sin", "neg", "sum_1", "mul")
     free = ApplyOffloads(evaluations, 3, 1, ())(module)
-    assert [str(each) for each in find_reuses(free)] == ["mul: over sin"]
+    assert [str(reuse) for reuse in find_reuses(free)] == ["mul: over sin"]
     moved = ApplyOffloads(evaluations, 3, 1, (HostStay("sin", 0, 2, 3, 3),))(module)
-    assert [str(each) for each in find_reuses(moved)] == ["mul: over sin_back"]
+    assert [str(reuse) for reuse in find_reuses(moved)] == ["mul: over sin_back"]
     after = FreeFirst()(Reinplace()(moved))
     assert [node.name for node in after.graph.nodes][:-2] == [node.name for node in moved.graph.nodes][:-2]
     assert_bitwise_equal(with_inputs(module), module, after)
@@ -142,10 +142,10 @@ def test_any_stays_give_equal_numbers(model: Callable[[], Captured], seed: int) 
 def test_refusals() -> None:
     with pytest.raises(PassError, match="node gelu: the graph has no such node to offload; make the schedule from"):
         offloaded(HostStay("gelu", 2, 3, 4, 4))
-    with pytest.raises(PassError, match=r"node relu: .* does not go out, come free and back in order"):
+    with pytest.raises(PassError, match=r"node relu: .* does not go out, get freed and come back in this order"):
         offloaded(HostStay("relu", 2, 2, 4, 4))
 
 
 def test_repr() -> None:
     schedule = ApplyOffloads(("relu", "mm", "relu"), 2, 1, (HostStay("relu", 0, 1, 1, 2),))
-    assert repr(schedule) == "ApplyOffloads(3 evaluations, 1 of them again, 1 stays on the host)"
+    assert repr(schedule) == "ApplyOffloads(3 evaluations, 1 of them recomputations, 1 offloads)"

@@ -9,7 +9,7 @@ from passes.graphs.verify import verify
 from tests.passes.capture import Captured, assert_bitwise_equal, dynamic_mlp, gpt2, resnet, rows_above_zero
 
 CAPTURED = [gpt2, resnet, rows_above_zero, dynamic_mlp]
-by_name = pytest.mark.parametrize("captured", CAPTURED, ids=lambda each: each.__name__)
+by_name = pytest.mark.parametrize("captured", CAPTURED, ids=lambda function: function.__name__)
 
 
 def test_the_order_of_passes() -> None:
@@ -48,22 +48,22 @@ def test_inputs_outputs_and_metadata_survive(captured: Callable[[], Captured]) -
     for node in after.graph.nodes:
         assert node.meta.keys() == old[node.name].meta.keys()
         assert all(node.meta[key] is old[node.name].meta[key] for key in node.meta)
-    inputs = [[node.name for node in each.graph.find_nodes(op="placeholder")] for each in (before, after)]
+    inputs = [[node.name for node in module.graph.find_nodes(op="placeholder")] for module in (before, after)]
     assert inputs[0] == inputs[1]
-    outputs = [each.graph.output_node().args[0] for each in (before, after)]
+    outputs = [module.graph.output_node().args[0] for module in (before, after)]
     assert [node is None for node in outputs[0]] == [node is None for node in outputs[1]]
 
 
 def test_an_observer_checks_the_whole_graph_after_each_pass() -> None:
     seen: list[str] = []
 
-    def observe(each: object, before: object, after: object) -> None:
+    def observe(item: object, before: object, after: object) -> None:
         verify(after)
-        seen.append(repr(each))
+        seen.append(repr(item))
 
     assert isinstance(CANONICAL, Pipeline)
     dataclasses.replace(CANONICAL, observer=observe)(gpt2().graph_module)
-    assert seen == [repr(each) for each in CANONICAL]
+    assert seen == [repr(item) for item in CANONICAL]
 
 
 def test_what_canonicalising_does_to_a_resnet() -> None:

@@ -69,7 +69,7 @@ def tensors() -> dict[str, Tensor]:
     torch.manual_seed(0)
     floats = {"x": torch.randn(BATCH, LENGTH, WIDTH), "w": torch.randn(CLASSES, WIDTH), "b": torch.randn(CLASSES)}
     y = torch.randint(0, CLASSES, (BATCH, LENGTH)).masked_fill_(torch.rand(BATCH, LENGTH) < 0.2, -100)
-    return {**{name: each.requires_grad_() for name, each in floats.items()}, "y": y}
+    return {**{name: tensor.requires_grad_() for name, tensor in floats.items()}, "y": y}
 
 
 def flat(logits: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_forms(form: str) -> None:
 
 def test_a_picked_target_that_is_no_class_is_refused() -> None:
     captured = capture_operators(gathered, **{**tensors(), "y": tensors()["y"].clamp(min=0)})
-    inputs = [each.sub(100) if each.dtype == torch.int64 else each for each in captured.inputs]
+    inputs = [tensor.sub(100) if tensor.dtype == torch.int64 else tensor for tensor in captured.inputs]
     for graph_module in (captured.graph_module, ChunkLoss()(captured.graph_module)):
         with pytest.raises(RuntimeError, match="out of bounds"):
             graph_module(*inputs)
@@ -205,7 +205,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "classes apart": (
         lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES // 2), y.view(-1).repeat(2).clamp(0, 9)),
-        "view takes the classes apart",
+        "view splits the classes",
     ),
     "tanh twice": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).tanh().tanh(), y.view(-1)),
@@ -235,7 +235,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "scaled log probabilities": (
         lambda x, w, y, b: F.nll_loss(flat(F.linear(x, w, b)).log_softmax(-1) * 2, y.view(-1)),
-        "its log probabilities are computed with",
+        "something is computed from its log probabilities",
     ),
     "softmax of the rows": (
         lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),
@@ -309,14 +309,15 @@ def test_master_weights_are_read_before_their_cast() -> None:
 
 def test_a_loss_in_16_bits_stays_so() -> None:
     given = {
-        name: each.detach().bfloat16().requires_grad_() if name != "y" else each for name, each in tensors().items()
+        name: tensor.detach().bfloat16().requires_grad_() if name != "y" else tensor
+        for name, tensor in tensors().items()
     }
     captured = capture_operators(FORMS["flat"], **given)
     assert_same_gradients(captured.graph_module, ChunkLoss()(captured.graph_module), captured.inputs, tolerance=0.02)
 
 
 def two_losses(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
-    first, second = (F.cross_entropy(flat(F.linear(each, w, b)), y.view(-1)) for each in (x, x * 2))
+    first, second = (F.cross_entropy(flat(F.linear(item, w, b)), y.view(-1)) for item in (x, x * 2))
     return first + 0.5 * second
 
 
@@ -345,7 +346,7 @@ def test_gradients_accumulate_over_two_steps_under_a_loss_scale() -> None:
     after = ChunkLoss()(captured.graph_module)
     sums = []
     for graph_module in (captured.graph_module, after):
-        leaves = [each for each in captured.inputs if each.requires_grad]
+        leaves = [tensor for tensor in captured.inputs if tensor.requires_grad]
         for leaf in leaves:
             leaf.grad = None
         for _ in range(2):

@@ -51,6 +51,22 @@ return (fp8_linear, fp8_linear_1)""",
     )
 
 
+@pytest.mark.parametrize("scaling", sorted(SCALINGS))
+def test_one_layer_reads_the_result_of_another(scaling: str) -> None:
+    """As the two matrices of a low-rank adapter do."""
+    sketch = Sketch()
+    x, down, up = (
+        sketch.input(name, *shape, dtype=BF16)
+        for name, *shape in (("x", 128, 128), ("down", 128, 128), ("up", 256, 128))
+    )
+    narrow = sketch.call(aten.linear.default, x, down)
+    before = sketch.returns(sketch.call(aten.linear.default, narrow, up))
+    after = Fp8Linears(frozenset({"linear", "linear_1"}), scaling, "7/")(before)
+    first, second = after.graph.find_nodes(op="call_function", target=FP8_LINEAR)
+    assert second.args[0] is first
+    assert not after.graph.find_nodes(op="call_function", target=aten.linear.default)
+
+
 def test_what_is_not_named_stays() -> None:
     before = layers()
     assert format_graph(Fp8Linears(frozenset())(before)) == format_graph(before)
@@ -93,7 +109,7 @@ def test_near_the_plain_model(scaling: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128)).to(BF16)
     captured = capture_operators(lambda x: model(x).float().square().mean(), torch.randn(4, 32, 128, dtype=BF16))
-    names = frozenset(each.name for each in find_fp8_linears(captured.graph_module))
+    names = frozenset(module.name for module in find_fp8_linears(captured.graph_module))
     after = Fp8Linears(names, scaling, "near/")(captured.graph_module)
     assert sum(node.target is FP8_LINEAR for node in after.graph.nodes) == 2
     (expected, *_), plain = outputs_and_gradients(captured.graph_module, captured.inputs)

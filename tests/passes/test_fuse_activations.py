@@ -48,7 +48,7 @@ return (gelu,)""",
 def test_a_part_that_is_returned() -> None:
     before = sketch(returned=True)
     assert not diff_graphs(before, FuseActivations()(before))
-    assert [str(each) for each in find_activations(before)] == ["erf: erf is returned as well"]
+    assert [str(module) for module in find_activations(before)] == ["erf: erf is returned as well"]
 
 
 def test_a_named_activation_that_cannot_be_is_refused() -> None:
@@ -60,7 +60,7 @@ def test_a_named_activation_that_cannot_be_is_refused() -> None:
 
 def test_only_the_named_ones() -> None:
     before = capture_operators(lambda x: (x * x.sigmoid()).sin() * x.sigmoid(), x=torch.randn(4)).graph_module
-    assert [each.name for each in find_activations(before)] == ["sigmoid"]
+    assert [module.name for module in find_activations(before)] == ["sigmoid"]
     assert not diff_graphs(before, FuseActivations(activations=frozenset())(before))
     assert "silu" in format_graph(FuseActivations(activations=frozenset({"sigmoid"}))(before))
 
@@ -119,7 +119,7 @@ def fused_calls(graph_module: GraphModule) -> list[Any]:
 def test_forms(form: str) -> None:
     kind, call = FORMS[form]
     before = captured(call, inputs())
-    assert [(each.kind, each.reason) for each in find_activations(before.graph_module)] == [(kind, "")]
+    assert [(module.kind, module.reason) for module in find_activations(before.graph_module)] == [(kind, "")]
     after = FuseActivations()(before.graph_module)
     (fused,) = fused_calls(after)
     assert (fused.target is aten.silu.default) == (kind == "silu")
@@ -161,7 +161,7 @@ def test_symbolic_sizes() -> None:
     )
     after = FuseActivations()(before.graph_module)
     assert len(fused_calls(after)) == 1
-    (one,), (other,) = (each(*before.inputs) for each in (before.graph_module, after))
+    (one,), (other,) = (module(*before.inputs) for module in (before.graph_module, after))
     torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
@@ -193,9 +193,9 @@ LEFT_ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     ),
     "read too": (read_too, ["tanh is read by add_1 as well"]),
     "cast between": (cast_between, ["it casts between its steps"]),
-    "laid out anew": (
+    "another layout": (
         lambda x: (lambda y: 0.5 * (y / ROOT).contiguous().erf().add(1) * y)(x.t()),
-        ["it is laid out anew between its steps"],
+        ["its memory layout changes between its steps"],
     ),
     "compared": (lambda x: x * torch.sigmoid(x * (x > 0)), []),
     "softcap": (lambda x: 30 * torch.tanh(x / 30), []),
@@ -210,7 +210,7 @@ LEFT_ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
 def test_left_alone_and_said(form: str) -> None:
     call, reasons = LEFT_ALONE[form]
     before = captured(call, inputs(torch.float32 if form != "cast between" else torch.bfloat16)).graph_module
-    assert [each.reason for each in find_activations(before)] == reasons
+    assert [module.reason for module in find_activations(before)] == reasons
     assert not diff_graphs(before, FuseActivations()(before))
 
 
@@ -220,7 +220,7 @@ def test_a_write_between() -> None:
     sigmoid = sketch.call(aten.sigmoid.default, x)
     sketch.call(aten.copy_.default, x, other)
     before = sketch.returns(sketch.call(aten.mul.Tensor, x, sigmoid))
-    assert [each.reason for each in find_activations(before)] == [
+    assert [module.reason for module in find_activations(before)] == [
         "copy_ writes to what it is computed from before its end"
     ]
     assert not diff_graphs(before, FuseActivations()(before))
@@ -248,7 +248,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[str]]] = {
 def test_real_models(name: str) -> None:
     make, batch, kinds = MODELS[name]
     before = capture_operators(make(), **batch("shorter"))
-    assert [each.kind for each in find_activations(before.graph_module)] == kinds
+    assert [module.kind for module in find_activations(before.graph_module)] == kinds
     after = FuseActivations()(before.graph_module)
     assert len(fused_calls(after)) == (len(kinds) or len(fused_calls(before.graph_module)))
     assert_same_gradients(before.graph_module, after, before.inputs, tolerance=1e-5, noise=1e-5)
@@ -265,10 +265,10 @@ def test_one_activation_is_saved(form: str, count: int) -> None:
         return tensor
 
     counts = []
-    for each in (before.graph_module, FuseActivations()(before.graph_module)):
+    for module in (before.graph_module, FuseActivations()(before.graph_module)):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = each(*before.inputs)
+            loss = module(*before.inputs)
         counts.append(len(saved))
         del loss
     assert counts == [count, 1]

@@ -81,7 +81,7 @@ return (scaled_dot_product_attention,)""",  # noqa: E501
 def test_returned_probabilities_are_left_alone() -> None:
     before = sketch(returned=True)
     assert not diff_graphs(before, FuseAttention()(before))
-    assert [str(each) for each in find_attentions(before)] == ["softmax: softmax is returned as well"]
+    assert [str(module) for module in find_attentions(before)] == ["softmax: softmax is returned as well"]
 
 
 def test_a_named_attention_that_cannot_be_is_refused() -> None:
@@ -119,7 +119,7 @@ def nanogpt(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) -> Te
 
 
 def single_head(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) -> Tensor:
-    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    q, k, v = (item.flatten(0, 1) for item in (q, k, v))
     weights = torch.bmm(q, k.transpose(1, 2)).masked_fill(~seen, INFINITE).softmax(2)
     return torch.bmm(weights, v).square().sum()
 
@@ -197,7 +197,7 @@ def test_a_row_that_is_masked_whole_with_infinity_is_zeros_rather_than_nan() -> 
 
     captured = capture_operators(call, **tensors())
     (plain,), (fused,) = (
-        each(*captured.inputs) for each in (captured.graph_module, FuseAttention()(captured.graph_module))
+        module(*captured.inputs) for module in (captured.graph_module, FuseAttention()(captured.graph_module))
     )
     assert torch.equal(plain.isnan(), fused == 0)
     torch.testing.assert_close(fused, plain.nan_to_num(0.0))
@@ -225,8 +225,8 @@ def test_dropout_has_the_same_mean() -> None:
     after = FuseAttention(with_dropout=True)(captured.graph_module)
     torch.manual_seed(0)
     means = [
-        torch.stack([each(*captured.inputs)[0].detach() for _ in range(1500)]).mean(0)
-        for each in (captured.graph_module, after)
+        torch.stack([module(*captured.inputs)[0].detach() for _ in range(1500)]).mean(0)
+        for module in (captured.graph_module, after)
     ]
     torch.testing.assert_close(*means, rtol=0, atol=0.12)
 
@@ -262,11 +262,11 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v, seen, padded: weigh(
             scores(q, k).masked_fill(~seen, -1e9).masked_fill(~padded[:, None, None], -1e9), v
         ),
-        "its mask may mask a row whole",
+        "its mask may mask every score of a row",
     ),
     "shared keys": (
         lambda q, k, v, seen, padded: weigh(q @ k[:, :1].mT, v),
-        "its queries, keys and values have not the same batch and heads",
+        "its queries, keys and values differ in batch or heads",
     ),
     "larger mask": (
         lambda q, k, v, seen, padded: weigh(scores(q[:1], k[:1]) + torch.zeros(BATCH, 1, 1, LENGTH), v[:1]),
@@ -283,7 +283,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
 def test_left_alone_and_said(form: str) -> None:
     call, reason = LEFT_ALONE[form]
     before = capture_operators(call, **tensors()).graph_module
-    assert [each.reason for each in find_attentions(before)] == [reason]
+    assert [module.reason for module in find_attentions(before)] == [reason]
     assert not diff_graphs(before, FuseAttention()(before))
 
 
@@ -326,9 +326,9 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, int]] = {
 def test_real_models(name: str) -> None:
     make, batch, count, all_of_them = MODELS[name]
     captured = capture_operators(make(), **batch("usual"))
-    reasons = [each.reason for each in find_attentions(captured.graph_module)]
+    reasons = [module.reason for module in find_attentions(captured.graph_module)]
     assert reasons.count("") == count
-    assert reasons.count("its mask may mask a row whole") == all_of_them - count
+    assert reasons.count("its mask may mask every score of a row") == all_of_them - count
     assert [node.target for node in FuseAttention()(captured.graph_module).graph.nodes].count(SDPA) == count
     after = FuseAttention(whole_rows=True)(captured.graph_module)
     assert [node.target for node in after.graph.nodes].count(SDPA) == all_of_them
@@ -356,7 +356,7 @@ def test_rows_of_padding() -> None:
     captured = capture_operators(call, **tensors())
     after = FuseAttention(whole_rows=True)(captured.graph_module)
     (plain, expected), (fused, found) = (
-        outputs_and_gradients(each, captured.inputs) for each in (captured.graph_module, after)
+        outputs_and_gradients(module, captured.inputs) for module in (captured.graph_module, after)
     )
     torch.testing.assert_close(fused, plain)
     of_values = _number(captured, "k_v")
@@ -374,9 +374,9 @@ def test_probabilities_are_not_saved() -> None:
         return tensor
 
     counts = []
-    for each in (captured.graph_module, FuseAttention()(captured.graph_module)):
+    for module in (captured.graph_module, FuseAttention()(captured.graph_module)):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            each(*captured.inputs)
+            module(*captured.inputs)
         counts.append(max(saved))
     assert counts == [2 * length**2, 2 * length * 16]

@@ -42,7 +42,7 @@ return (layer_norm,)""",
 def test_a_part_that_is_returned() -> None:
     before = sketch(returned=True)
     assert not diff_graphs(before, FuseNorms()(before))
-    assert [str(each) for each in find_norms(before)] == ["rsqrt: mean is returned as well"]
+    assert [str(module) for module in find_norms(before)] == ["rsqrt: mean is returned as well"]
 
 
 def test_a_named_norm_that_cannot_be_is_refused() -> None:
@@ -133,10 +133,10 @@ def norms(graph_module: GraphModule) -> list[Any]:
 def test_forms(form: str) -> None:
     call, has_weight, has_bias = FORMS[form]
     before = captured(call, tensors())
-    assert [each.reason for each in find_norms(before.graph_module)] == [""]
+    assert [module.reason for module in find_norms(before.graph_module)] == [""]
     after = FuseNorms()(before.graph_module)
     (norm,) = norms(after)
-    assert [each is not None for each in norm.args[2:4]] == [has_weight, has_bias]
+    assert [argument is not None for argument in norm.args[2:4]] == [has_weight, has_bias]
     assert not find_norms(after)
     assert_same_gradients(before.graph_module, after, before.inputs, tolerance=1e-12)
 
@@ -159,7 +159,7 @@ def test_16_bits_with_a_norm_in_fp32() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    given = {name: each.detach() for name, each in tensors().items()}
+    given = {name: tensor.detach() for name, tensor in tensors().items()}
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return original(x.view(-1, WIDTH), w, b) * x.size(1)
@@ -169,7 +169,7 @@ def test_symbolic_sizes() -> None:
     before = capture_operators(call, **given, dynamic=True)
     after = FuseNorms()(before.graph_module)
     assert len(norms(after)) == 1
-    (one,), (other,) = (each(*before.inputs) for each in (before.graph_module, after))
+    (one,), (other,) = (module(*before.inputs) for module in (before.graph_module, after))
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -215,7 +215,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "weight of another shape first": (
         lambda x, w, b: x[:1, :1] * (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
-        ["its weight is of another shape or dtype than what it is over"],
+        ["its weight differs in shape or dtype from the normalised dimensions"],
     ),
     "cast between": (cast_between, ["it casts between its steps"]),
     "centred by another": (
@@ -230,7 +230,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
 def test_left_alone_and_said(form: str) -> None:
     call, reasons = LEFT_ALONE[form]
     before = captured(call, tensors(torch.float32)).graph_module
-    assert [each.reason for each in find_norms(before)] == reasons
+    assert [module.reason for module in find_norms(before)] == reasons
     assert not diff_graphs(before, FuseNorms()(before))
 
 
@@ -252,7 +252,7 @@ MODELS: dict[str, tuple[Callable[..., Any], int, list[str]]] = {
 def test_real_models(name: str) -> None:
     make, count, reasons = MODELS[name]
     before = capture_operators(make(), **causal_batch("shorter"))
-    assert [each.reason for each in find_norms(before.graph_module) if each.reason] == reasons
+    assert [module.reason for module in find_norms(before.graph_module) if module.reason] == reasons
     after = FuseNorms()(before.graph_module)
     assert len(norms(after)) == count
     assert_same_gradients(before.graph_module, after, before.inputs, tolerance=1e-5)
@@ -269,10 +269,10 @@ def test_one_activation_is_saved(form: str) -> None:
         return tensor
 
     counts = []
-    for each in (before.graph_module, FuseNorms()(before.graph_module)):
+    for module in (before.graph_module, FuseNorms()(before.graph_module)):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = each(*before.inputs)
+            loss = module(*before.inputs)
         counts.append(len(saved))
         del loss
     assert counts == [4, 2]  # the loss saves one of them

@@ -17,8 +17,23 @@ from passes import (
     copy_graph_module,
     diff_graphs,
     format_graph,
+    passes_for,
 )
 from tests.passes.capture import Sketch, aten, gpt2
+
+
+@dataclasses.dataclass(frozen=True)
+class ReturnsNothing(Pass):
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        return None  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class ErasesWhatIsUsed(Pass):
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        (relu,) = graph_module.graph.find_nodes(op="call_function", target=aten.relu.default)
+        graph_module.graph.erase_node(relu)
+        return graph_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +106,43 @@ ReluTwice: node output: 1 outputs became 0; restore them, or say keeps_signature
     )
 
 
+def test_what_people_forget_gets_an_error_that_names_the_pass_and_the_mend() -> None:
+    messages = []
+    for mistaken in (ReturnsNothing(), ErasesWhatIsUsed()):
+        with pytest.raises(PassError) as caught:
+            mistaken(relu())
+        messages.append(str(caught.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+ReturnsNothing: rewrite returned None, not a graph module; end it with `return graph_module`
+ErasesWhatIsUsed: node relu: rewrite erases it while other nodes use it; call passes.replace_node(node, by) instead""",
+    )
+
+
+def test_other_errors_of_a_rewrite_are_not_hidden() -> None:
+    class Fails(Pass):
+        def rewrite(self, graph_module: GraphModule) -> GraphModule:
+            raise RuntimeError("a fault of its own")
+
+    with pytest.raises(RuntimeError, match="a fault of its own"):
+        Fails()(relu())
+
+
+def test_passes_say_which_graphs_they_are_for() -> None:
+    inside = Pipeline([RemoveDetach(), EliminateDeadCode()])
+    assert passes_for("operators", [ReluTwice(), inside]) == (ReluTwice(), EliminateDeadCode())
+    assert passes_for("joint", [ReluTwice(), inside]) == (RemoveDetach(),)
+    with pytest.raises(TypeError, match="is no pass; give it instances of Pass"):
+        passes_for("joint", [ReluTwice])  # type: ignore[list-item]
+
+    class Elsewhere(ReluTwice):
+        graph = "backward"  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"Elsewhere.graph is 'backward'; set it to 'operators' or 'joint'"):
+        passes_for("joint", [Elsewhere()])
+
+
 def test_a_graph_out_of_order_is_refused_before_anything_runs_on_it() -> None:
     with pytest.raises(PassError, match=r"ReluTwice: graph.lint\(\) says: .*; define each node once, before its users"):
         ReluTwice(misplace=True)(relu())
@@ -129,17 +181,17 @@ Pipeline([
 
 
 def test_a_pipeline_holds_passes_only() -> None:
-    with pytest.raises(TypeError, match="give it instances of Pass"):
+    with pytest.raises(TypeError, match="is no pass; give it instances of Pass"):
         Pipeline([EliminateDeadCode])  # type: ignore[list-item]
 
 
 def test_the_observer_sees_every_pass_of_nested_pipelines() -> None:
     outer: list[str] = []
     inner: list[str] = []
-    nested = Pipeline([EliminateDeadCode()], observer=lambda each, before, after: inner.append(each.name))
+    nested = Pipeline([EliminateDeadCode()], observer=lambda module, before, after: inner.append(module.name))
     pipeline = Pipeline(
         [ReluTwice(), nested],
-        observer=lambda each, before, after: outer.append(f"{each.name}: {diff_graphs(before, after).summary()}"),
+        observer=lambda module, before, after: outer.append(f"{module.name}: {diff_graphs(before, after).summary()}"),
     )
     pipeline(relu())
     assert outer == ["ReluTwice: 1 added, 1 changed", "EliminateDeadCode: no change"]

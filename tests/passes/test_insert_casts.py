@@ -56,7 +56,7 @@ def test_numbers_and_gradients_equal_the_hand_cast_ones() -> None:
     (found,) = after(x, weight)
     expected = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).t().float().exp()
     assert torch.equal(found, expected)
-    ours, theirs = (torch.autograd.grad(each.sum(), (x, weight)) for each in (found, expected))
+    ours, theirs = (torch.autograd.grad(found_one.sum(), (x, weight)) for found_one in (found, expected))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == FP32
         assert torch.equal(mine, other)

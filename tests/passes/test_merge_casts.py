@@ -55,7 +55,7 @@ def test_one_cast_for_views_of_one_value() -> None:
     x = sketch.input("x", 4, 6)
     low = [sketch.call(aten.to.dtype, sketch.call(aten.slice.Tensor, x, 1, at, at + 3), BF16) for at in (0, 3)]
     low.append(sketch.call(aten.to.dtype, sketch.call(aten.t.default, x), BF16))
-    before = sketch.returns(*(sketch.call(aten.neg.default, each) for each in low))
+    before = sketch.returns(*(sketch.call(aten.neg.default, item) for item in low))
     assert casts(MERGE(before)) == 1
     assert_bitwise_equal(with_inputs(before), before, MERGE(before))
 

@@ -102,7 +102,7 @@ def test_sizes_that_depend_on_data_stay_apart() -> None:
     sketch = Sketch()
     x = sketch.input("primals_1", 4)
     found = [sketch.call(aten.nonzero.default, x) for _ in range(2)]
-    assert unmerged(sketch, *(sketch.call(aten.sum.default, each) for each in found))
+    assert unmerged(sketch, *(sketch.call(aten.sum.default, found_one) for found_one in found))
 
 
 def test_merging_leaves_nothing_dead() -> None:

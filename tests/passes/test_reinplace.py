@@ -14,7 +14,7 @@ from tests.passes.capture import Captured, Sketch, assert_bitwise_equal, aten, d
 
 
 def reused(graph_module: GraphModule) -> list[str]:
-    return [str(each) for each in find_reuses(graph_module)]
+    return [str(module) for module in find_reuses(graph_module)]
 
 
 def test_golden() -> None:
@@ -126,7 +126,7 @@ def test_among_others() -> None:
     graph = two_products()
     second, product = (node for node in graph.graph.nodes if node.name in ("mm_1", "mul"))
     assert reused(graph) == ["mul: over mm", "relu: over mul"]
-    assert [str(each) for each in find_reuses(graph, {second, product})] == ["mul: over mm_1"]
+    assert [str(reuse) for reuse in find_reuses(graph, {second, product})] == ["mul: over mm_1"]
 
 
 def test_those_that_are_named() -> None:
@@ -190,7 +190,7 @@ class Calls:
             self.add(self.one_of(BINARY), one, self.pick())
         elif kind == "backward":
             target = self.one_of(BACKWARD)
-            alike = [each for each in self.nodes if each.meta["val"].shape == one.meta["val"].shape]
+            alike = [node for node in self.nodes if node.meta["val"].shape == one.meta["val"].shape]
             self.add(target, one, self.one_of(alike), *((0.0,) if "threshold" in str(target) else ()))
         elif kind == "view":
             target, options = self.one_of(VIEWS)

@@ -1,4 +1,4 @@
-"""Where the levers of 8 bits stand on the ladder, and what they ask for."""
+"""The place of the 8-bit levers among the lever sets, and what they require."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from memopt.capture.operators import Rewriting
 from memopt.device import hardware
 from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
-from memopt.rewrite import OPERATOR_LEVERS, ladder
+from memopt.rewrite import OPERATOR_LEVERS, lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.precision.fp8 import DecideFp8, quantizing
 
@@ -25,17 +25,17 @@ def test_none_is_pulled_unless_named() -> None:
 def test_first_of_all_where_it_is_faster_and_last_where_it_is_not() -> None:
     names = tuple(OPERATOR_LEVERS)
     allow = {*OPERATOR_LEVERS, "fp8", "fp8_activations"}
-    quick = ladder(BASE, allow, drop_logits=False, card=H100)
+    quick = lever_sets(BASE, allow, drop_logits=False, card=H100)
     assert [rung.levers for rung in quick][:3] == [(), ("fp8",), ("fp8", names[0])]
     assert [rung.next_is_faster for rung in quick] == [True] + [False] * (len(quick) - 1)
     assert quick[-1].levers == ("fp8", *names, "fp8_activations")
-    slow = ladder(BASE, allow, drop_logits=False, card=CPU)
+    slow = lever_sets(BASE, allow, drop_logits=False, card=CPU)
     assert [rung.levers for rung in slow][-2:] == [(*names, "fp8"), (*names, "fp8", "fp8_activations")]
     assert not any(rung.next_is_faster for rung in slow)
 
 
 def test_the_deciders_of_each_rung() -> None:
-    *_, fp8, top = ladder(BASE, {"fp8", "fp8_activations"}, drop_logits=False, card=CPU, histories="3/")
+    *_, fp8, top = lever_sets(BASE, {"fp8", "fp8_activations"}, drop_logits=False, card=CPU, histories="3/")
     assert fp8.rewriting.deciders == (DecideFp8(CPU, histories="3/"),)
     assert (fp8.rewriting.needed, fp8.rewriting.joint) == ("fp8", None)
     assert top.rewriting.joint is quantizing
@@ -44,17 +44,17 @@ def test_the_deciders_of_each_rung() -> None:
 @pytest.mark.parametrize("lever", sorted(NAMES))
 def test_a_step_in_fp32_is_refused(lever: str) -> None:
     with pytest.raises(ValueError, match=f"'{lever}' in allow needs a step in 16 bits.*precision='bf16'"):
-        ladder(Rewriting(), {lever}, drop_logits=False, card=CPU)
+        lever_sets(Rewriting(), {lever}, drop_logits=False, card=CPU)
 
 
 def test_two_ways_to_scale_are_refused() -> None:
     with pytest.raises(ValueError, match="'fp8' and 'fp8_block', which scale the same layers; name one"):
-        ladder(BASE, {"fp8", "fp8_block"}, drop_logits=False, card=CPU)
+        lever_sets(BASE, {"fp8", "fp8_block"}, drop_logits=False, card=CPU)
 
 
 def test_the_users_rules_are_known() -> None:
     base = precision_rewriting({"default": "bf16", "q_proj": "bf16"}, CPU)
-    (_, rung) = ladder(base, {"fp8"}, drop_logits=False, card=CPU)
+    (_, rung) = lever_sets(base, {"fp8"}, drop_logits=False, card=CPU)
     decide = rung.rewriting.deciders[-1]
     assert isinstance(decide, DecideFp8)
     assert decide.rules.dtypes == (("q_proj", torch.bfloat16),)

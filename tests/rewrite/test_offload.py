@@ -18,7 +18,7 @@ from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
-from memopt.rewrite import OFFLOAD_ACTIVATIONS, Rung, offload_link
+from memopt.rewrite import OFFLOAD_ACTIVATIONS, LeverSet, offload_link
 from memopt.run.pending import retained_peak
 from memopt.solver import Link, Schedule
 from tests.planned import ACCOUNT, captured, region
@@ -26,7 +26,7 @@ from tests.planned import ACCOUNT, captured, region
 FAST = Link(1e12, 1e-6, 2**30)
 """Moves what the steps below keep many times over while they run."""
 SLOW = Link(1e6, 1e-6, 2**30)
-GROUND, ONE = Rung((), NOTHING), Rung(("one",), NOTHING)
+GROUND, ONE = LeverSet((), NOTHING), LeverSet(("one",), NOTHING)
 ROOMY = 2**30
 
 
@@ -43,10 +43,10 @@ def least(step: Captured) -> int:
     return smallest(step.joined(accumulating=False), ACCOUNT)[0]
 
 
-def climb(budget_bytes: int, *steps: tuple[Rung, Captured]) -> Plan:
+def climb(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
-    for rung, each in steps:
-        taken = found.consider(rung, each, ACCOUNT)
+    for lever_set, step in steps:
+        taken = found.consider(lever_set, step, ACCOUNT)
         if taken is not None:
             return taken
     return found.best()[0]

@@ -1,4 +1,4 @@
-"""Which dtype each operator computes in, and why."""
+"""Decides the dtype in which each operator computes, with a reason."""
 
 from memopt.rewrite.precision.assign import AssignPrecision
 from memopt.rewrite.precision.devices import Policy, best_dtype, check_policy, low_dtype

@@ -18,7 +18,7 @@ from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_pointwise,
 
 
 class _State(Enum):
-    """What a value is: a master's own fp32, 16 bits, or fp32 that was decided or that the model asks for."""
+    """The precision of a value: fp32 of a master parameter or an input, 16 bits, or fp32 by decision or request."""
 
     MASTER = 0
     LOW = 1
@@ -29,17 +29,17 @@ class _State(Enum):
 class AssignPrecision:
     """The decider for an operator graph captured in fp32. It edits nothing: `passes.InsertCasts` applies its plan.
 
-    Listed operators get their dtype by list, norms that of their input. Elementwise ones stay in 16 bits unless a
-    full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
-    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and takes an
-    fp32 one back to what it was before: in a model that was captured in fp32, `.to(input_dtype)` reads `.to(float32)`.
-    Unknown operators get what they were given before.
+    Operators on a list get the dtype of the list, norms that of their input. Elementwise ones compute in 16 bits unless
+    a full-size operand is fp32; so do sums that only attention's softmax reads, and that softmax. The residual stream,
+    which starts at the embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and turns an
+    fp32 one back to 16 bits if it was widened before: in a model that is captured in fp32, `.to(input_dtype)` is
+    `.to(float32)`. Unknown operators get operands in the dtype that they had before.
     """
 
     low: torch.dtype
     rules: Rules = field(default_factory=Rules)
     author_typed: Collection[str] = frozenset()
-    """Nodes that keep the types that they have."""
+    """Names of nodes that keep the dtypes that they have."""
     kept_out: tuple[tuple[str, str], ...] = ()
     """Nodes that must compute in fp32, with the reason, as `screen` finds them."""
 
@@ -52,7 +52,7 @@ class AssignPrecision:
 
 
 class _Walk:
-    """One walk over the calls, in order."""
+    """One walk over the calls, in order, that collects the choices."""
 
     def __init__(self, decider: AssignPrecision) -> None:
         self.decider = decider
@@ -63,8 +63,8 @@ class _Walk:
         self.choices: dict[str, Choice] = {}
 
     def visit(self, node: fx.Node) -> None:
-        operands = [each for each in node.all_input_nodes if _has_floats(each)]
-        if any(each.op == "placeholder" or each in self.given for each in operands):
+        operands = [source for source in node.all_input_nodes if _has_floats(source)]
+        if any(operand.op == "placeholder" or operand in self.given for operand in operands):
             self.given |= {node, *operands}
         if not _has_floats(node) and not operands:
             return
@@ -82,7 +82,7 @@ class _Walk:
         low, name = self.decider.low, op_name(node)
         if node.name in self.decider.author_typed or not name or not operands:
             return None
-        if written := [each for each in mutated_arguments(node) if _has_floats(each)]:
+        if written := [argument for argument in mutated_arguments(node) if _has_floats(argument)]:
             return self._as(self._state(written[0]), "it writes in place")
         if node.name in self.kept_out:
             return Choice(torch.float32, self.kept_out[node.name], wished=True)
@@ -107,7 +107,7 @@ class _Walk:
         return self._pointwise(node, operands) if is_pointwise(node) else None
 
     def _small_power(self, node: fx.Node, operands: list[fx.Node]) -> bool:
-        """x² and x³ of 16 bits are products; they stay as exact as any."""
+        """Returns whether a call is x² or x³ of a 16-bit value, which are as exact as products."""
         if op_name(node) != "pow" or len(operands) != 1 or self.decider.low != torch.bfloat16:
             return False
         return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
@@ -124,7 +124,7 @@ class _Walk:
         return Choice(torch.float32, "the model casts to fp32")
 
     def _before_widening(self, node: fx.Node) -> _State:
-        """What a value was that the model has widened, and computed with since: 16 bits if that is not to be seen."""
+        """Returns the state of a value before the model widened it and computed with it; LOW if that is not visible."""
         pending, seen = [node], {node}
         while pending:
             node = pending.pop(0)
@@ -135,29 +135,29 @@ class _Walk:
                 return _State.LOW if state is _State.LOW else _State.FULL
             if not (is_pointwise(node) or follows_input(node) or op_name(node) in ("mean", "sum", "var", "rsqrt")):
                 continue
-            fresh = [each for each in node.all_input_nodes if each not in seen]
+            fresh = [source for source in node.all_input_nodes if source not in seen]
             seen.update(fresh)
             pending += fresh
         return _State.LOW
 
     def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
         size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
-        full_size = [each for each in operands if size is None or _same_shape(each.meta["val"].shape, size)]
-        states = {self._state(each) for each in full_size or operands}
+        full_size = [operand for operand in operands if size is None or _same_shape(operand.meta["val"].shape, size)]
+        states = {self._state(operand) for operand in full_size or operands}
         if op_name(node) in ("add", "sub") and _only_softmax_reads(node):
             states -= {_State.FULL}
         elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
             return Choice(torch.float32, "the residual stream is summed in fp32")
         if _State.FULL in states:
             return Choice(torch.float32, "an operand is fp32")
-        if _State.LOW in states or _State.LOW in {self._state(each) for each in operands}:
+        if _State.LOW in states or _State.LOW in {self._state(operand) for operand in operands}:
             return Choice(self.decider.low, "elementwise, operands in 16 bits")
-        if _State.FULL in {self._state(each) for each in operands}:
+        if _State.FULL in {self._state(operand) for operand in operands}:
             return Choice(torch.float32, "an operand is fp32")
         return None
 
     def _stream(self, operand: fx.Node) -> bool:
-        """Whether a master's own values are activations, or positions, rather than a bias for each channel."""
+        """Returns whether an fp32 parameter or input holds activations or positions rather than a bias."""
         if self._state(operand) is not _State.MASTER or operand not in self.given:
             return False
         return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
@@ -176,12 +176,12 @@ def _only_softmax_reads(node: fx.Node) -> bool:
 
 
 def _only_multiplied(node: fx.Node) -> bool:
-    """Whether nothing but products of matrices, which round it anyway, reads a value."""
+    """Returns whether only products of matrices, which round it anyway, read a value."""
     return _all_readers(node, lambda reader: op_name(reader) in LOWER_PRECISION)
 
 
 def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
-    """Whether all that reads a value, at first hand or by casts, views, sums with a mask or dropout, is `wanted`."""
+    """Returns whether all readers of a value, directly or behind casts, views, masks or dropout, are `wanted`."""
     for reader in node.users:
         passes_on = (
             is_cast(reader) or follows_input(reader) or op_name(reader) in ("dropout", "add", "masked_fill", "where")
@@ -194,7 +194,7 @@ def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
 def _has_floats(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+    return any(isinstance(operand, torch.Tensor) and operand.is_floating_point() for operand in values)
 
 
 def _same_shape(one: torch.Size, other: torch.Size) -> bool:

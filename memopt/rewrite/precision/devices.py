@@ -1,4 +1,4 @@
-"""What "auto" means on a device, present or not."""
+"""The dtype that a policy means on a device, which need not be present."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ POLICIES = ("fp32", "bf16", "fp16", "search", "auto")
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise TypeError or ValueError for what is no policy: not one of the names, nor rules with known dtypes."""
+    """Raises TypeError or ValueError for a policy that is no known name and no mapping to known dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
             raise ValueError(f"precision must be one of {known}, or a dict of rules, not {policy!r}")
         return
-    if not isinstance(policy, Mapping) or not all(isinstance(each, str) for pair in policy.items() for each in pair):
+    if not isinstance(policy, Mapping) or not all(isinstance(part, str) for pair in policy.items() for part in pair):
         raise TypeError(
             "precision must be a name, such as 'bf16', or a dict of dtypes by operator, module or node, such as "
             f"{{'default': 'bf16', 'lm_head': 'fp32'}}, not {policy!r}"
@@ -33,9 +33,9 @@ def check_policy(policy: Policy) -> None:
 
 
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """bf16 where the device computes in it, fp16 where it has only that, else fp32.
+    """Returns bf16 where the device computes in it, fp16 where it has only that, else fp32.
 
-    A CPU has bf16 if its instructions do (AVX512-BF16 or AMX); `cpu_has_bf16` says so for one that is not this one.
+    A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` says so for another CPU than this.
     """
     if hardware.name == "cpu":
         has = _this_cpu_has_bf16() if cpu_has_bf16 is None else cpu_has_bf16
@@ -45,16 +45,16 @@ def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch
 
 
 def searches(policy: Policy) -> bool:
-    """Whether a policy, or the default of a user's rules, is "search"."""
+    """Returns whether a policy, or the default of a user's rules, is "search"."""
     return (policy if isinstance(policy, str) else policy.get(DEFAULT)) == "search"
 
 
 def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """The dtype that a policy, or the default of a user's rules, asks for. Raises ValueError if there is none such."""
+    """Returns the dtype that a policy, or the default of rules, means. Raises ValueError if the device lacks it."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)
-    if name == "search":  # asks for 16 bits, also of a CPU that is no faster in them
+    if name == "search":  # means 16 bits also on a CPU that is no faster in them
         return best_dtype(hardware, cpu_has_bf16=True)
     dtype = dtype_of(name)
     if dtype == torch.float16 and not _has(hardware, dtype):

@@ -1,4 +1,4 @@
-"""Decides which linear layers compute in 8 bits, and which activations are kept so for the backward."""
+"""Decides which linear layers compute in 8 bits, and which activations are saved in 8 bits for the backward."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from passes.ops.fp8_ops import SCALINGS, Scaling
 
 FP8 = "fp8"
 LEVERS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block", "mxfp8": "mx"}
-"""How the layers of a lever are scaled: by `passes.ops.fp8_ops.SCALINGS`."""
+"""By lever the scaling of its layers, one of `passes.ops.fp8_ops.SCALINGS`."""
 FP8_ACTIVATIONS = "fp8_activations"
 _SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
-# Factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 of theirs is one
-# of single elements of gradients, and chance in its direction. Sums of squares and what saturates are not here.
+# They read factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 there
+# is a random one of single elements of gradients. Sums of squares, and functions that saturate, are not here.
 _TOLERANT = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
 def has_units(card: Hardware, lever: str = FP8) -> bool:
-    """Whether a card multiplies in 8 bits what is scaled so, by its entry in the hardware table or by measurement."""
+    """Returns whether a card has units for a lever's scaling, by the hardware table or by measurement."""
     return card.multiplies(SCALINGS[LEVERS[lever]].values)
 
 
 @dataclass(frozen=True)
 class DecideFp8:
-    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients as their scaling has them.
+    """Decides which linear layers of a region compute in 8 bits: e4m3 forward, gradients by their scaling.
 
-    Layers that read the same value are decided on together, since they share its 8-bit copy. On a card with 8-bit units
-    those are taken that the time model says are faster so; on others all are that could be, for what is kept of them is
-    half as large. Left alone are layers that the units' sizes do not suit, those that no other layer follows, such as
-    the one that makes the logits, those that share their weight with an embedding, and those whose types are the
-    author's or the user's wish.
+    Layers that read the same value are decided together, since they share its 8-bit copy. On a card with 8-bit units
+    those are chosen that the time model predicts to be faster; on others all that are possible, since they save half as
+    many bytes. Layers are left alone if the kernels do not take their sizes, if no other layer follows (the one that
+    makes the logits), if they share their weight with an embedding, or if the author or the user has set their dtype.
     """
 
     card: Hardware
@@ -53,25 +52,25 @@ class DecideFp8:
     lever: str = FP8
     """One of `LEVERS`."""
     histories: str = ""
-    """What names of the magnitudes begin with that delayed scaling remembers."""
+    """The prefix of the `Histories` that delayed scaling uses."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if autocast_is_on():
             return Decision(
-                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on: types are left to it",)
+                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on: dtypes are left to it",)
             )
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
-        found = [self._judged(each, graph) for each in find_fp8_linears(graph.module, LEVERS[self.lever])]
-        for _, group in groupby(sorted(found, key=lambda each: each.reads), key=lambda each: each.reads):
+        found = [self._judged(layer, graph) for layer in find_fp8_linears(graph.module, LEVERS[self.lever])]
+        for _, group in groupby(sorted(found, key=lambda layer: layer.reads), key=lambda layer: layer.reads):
             layers = list(group)
-            left |= dict.fromkeys(each.reason for each in layers if each.reason)
-            free = [each for each in layers if not each.reason]
+            left |= dict.fromkeys(layer.reason for layer in layers if layer.reason)
+            free = [layer for layer in layers if not layer.reason]
             slower, text = self._compared(free)
             if slower:
                 left[text] = None
             else:
-                chosen |= {each.name: f"fp8: {text}" for each in free}
+                chosen |= {layer.name: f"fp8: {text}" for layer in free}
         notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
@@ -93,26 +92,26 @@ class DecideFp8:
         return has_units(self.card, self.lever)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
-        """With the reason why it is not to be rewritten, if it could."""
-        node = next(each for each in graph.module.graph.nodes if each.name == layer.name)
+        """Returns a layer with a reason if it is not to be rewritten."""
+        node = next(other for other in graph.module.graph.nodes if other.name == layer.name)
         reason = layer.reason
         if node.name in graph.author_typed:
-            reason = "its types are the model's own choice"
+            reason = "its dtypes are the model's own choice"
         elif self.rules.choose(node) is not None:
-            reason = "a rule of yours gives its type"
+            reason = "a rule of yours sets its dtype"
         elif _is_last(node):
             reason = "no other layer follows it"
         elif _is_embedding(node):
-            reason = "its weight is an embedding's too"
+            reason = "an embedding shares its weight"
         return FoundLinear(layer.name, layer.reads, reason) if reason else layer
 
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
-        """Whether layers of one input are slower in 8 bits, and how long they take."""
+        """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
         if not self._quick:
-            return False, "what is kept of it is half as large"
-        wide = sum(_seconds(each, "bfloat16", self.card) for each in layers)
+            return False, "what it saves is half as large"
+        wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
         rate = scaled_rate(self._scaling.values)
-        narrow = sum(_seconds(each, rate, self.card) for each in layers)
+        narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
         narrow += _quantizing(layers, self._scaling, self.card)
         if narrow >= wide:
             return bool(layers), "its matrices are too small for 8 bits to be faster"
@@ -120,31 +119,33 @@ class DecideFp8:
 
 
 def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
-    """Of the three products of a layer and its gradients at such a rate of the card, with results of 16 bits."""
+    """Returns the seconds of the products of a layer and its gradients at a rate of the card, with 16-bit results."""
     size = 2 if rate == "bfloat16" else 1
     rows, inner, columns = layer.rows, layer.inner, layer.columns
     flops, operands = 2 * rows * inner * columns, (rows * inner, inner * columns, rows * columns)
     moved = [size * (sum(operands) - result) + 2 * result for result in operands]
-    return sum(op_seconds(flops, each, rate, card) for each in moved)
+    return sum(op_seconds(flops, nbytes, rate, card) for nbytes in moved)
 
 
 def _quantizing(layers: list[FoundLinear], by: Scaling, card: Hardware) -> float:
-    """Of what comes with them: the input quantised once for all, weights and gradients for each (two looks at 16 bits,
-    8 written), by tiles once along each of their sums, and three operands turned for kernels that take them only as
-    they lie in the forward's product."""
+    """Returns the seconds of quantising the operands of layers that read one value.
+
+    The input is quantised once for all, weights and gradients for each layer; every time 16 bits are read twice and 8
+    written. By tiles it is done along each summed dimension. Three operands are transposed for the kernels.
+    """
     if not layers:
         return 0.0
     values, weights = (1 if turned(tile) == tile else 2 for tile in (by.values, by.weights))
     bytes_moved = [5 * values * layers[0].rows * layers[0].inner]
-    for each in layers:
-        of_x, of_weight, of_result = each.rows * each.inner, each.inner * each.columns, each.rows * each.columns
+    for layer in layers:
+        of_x, of_weight, of_result = layer.rows * layer.inner, layer.inner * layer.columns, layer.rows * layer.columns
         # An fp32 weight is quantised where it would have been cast, which moves 6 bytes an element.
         bytes_moved += [(9 * weights - 6) * of_weight, 5 * values * of_result, 2 * of_x, 2 * of_weight, 2 * of_result]
-    return sum(op_seconds(0, each, "float32", card) for each in bytes_moved)
+    return sum(op_seconds(0, nbytes, "float32", card) for nbytes in bytes_moved)
 
 
 def _is_last(layer: fx.Node) -> bool:
-    """Whether no other linear layer reads what comes of it."""
+    """Returns whether no other linear layer depends on a layer's result."""
     pending, seen = [layer], {layer}
     while pending:
         for user in pending.pop().users:
@@ -165,19 +166,19 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """Says what `quantizing` will do to the joint graph; nothing is to be done to this one."""
-    note = f"{FP8_ACTIVATIONS}: what activations and products keep for the backward is kept in 8 bits"
+    """Returns a decision without passes, whose note says what `quantizing` does to the joint graph."""
+    note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 
 
 def quantizing(module: fx.GraphModule, forward_outputs: int) -> Pipeline:
-    """The passes for the joint graph of a region in 16 bits: what is kept of activations is kept in 8."""
+    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits."""
     narrow = narrowing(module, forward_outputs)
     return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs))))
 
 
 def quantized(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
-    """The 16-bit values of the forward that only operators of the backward that tolerate it read, by name."""
+    """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
     backward = backward_nodes(graph)
     values = sole_values(graph, forward_outputs)
     return tuple(node.name for node in values if _worth(node) and _tolerated(node.users, backward))

@@ -1,4 +1,4 @@
-"""What a choice of dtypes costs an operator graph, as terms between the labels of its calls."""
+"""The cost of dtypes in an operator graph, as terms of the labels of its calls."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from passes.graphs.autocast_lists import FP32_SET_DTYPE
 from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_view, mutated_arguments, op_name, promotes
 
-# One of their operands, or of its elements, negated at most: no rounding of their own.
+# Their results are elements of an operand, perhaps negated, so that they round nothing.
 _ROUND_NOTHING = frozenset({"relu", "relu_", "neg", "abs", "masked_fill", "where", "cat", "concat", "stack", "maximum"})
-# Read 16 bits and give fp32 without a cast.
+# They read 16 bits and return fp32 without a cast.
 _WIDEN_INSIDE = FP32_SET_DTYPE | {"mean"}
 _NOTHING = OpPrice()
 
 
 @dataclass
 class _Readers:
-    """Of one value and its views: the labels of the calls that read it, and what their backwards keep of it."""
+    """The labels of the calls that read a value or its views, and what their backwards read of it."""
 
     low: list[int] = field(default_factory=list)
-    """Read a 16-bit copy where their label is 1 and the value's 0."""
+    """Labels of calls that read a 16-bit copy where their label is 1 and the value's is 0."""
     wide: list[int] = field(default_factory=list)
-    """Read an fp32 copy where their label is 0 and the value's 1."""
+    """Labels of calls that read an fp32 copy where their label is 0 and the value's is 1."""
     widening: list[int] = field(default_factory=list)
-    """Read 16 bits and give fp32 without a copy: only the gradient is cast."""
+    """Labels of calls that read 16 bits and return fp32 without a copy, so that only the gradient is cast."""
     kept: list[tuple[int, Kept, Kept]] = field(default_factory=list)
-    """Label, what is kept in fp32, what in 16 bits."""
+    """For each call its label, and what it saves of the value in fp32 and in 16 bits."""
 
     @property
     def rounded(self) -> bool:
-        """Whether a bf16 copy is enough for all that keep an fp32 value."""
+        """Whether a bf16 copy suffices for all calls that save the value in fp32."""
         return bool(self.kept) and all(wide is not Kept.WHOLE for _, wide, _ in self.kept)
 
 
 class GraphTerms:
-    """The terms of one graph. `label_of` has the label of each call, by name, that is not settled beforehand.
+    """The terms of one graph. `label_of` has, by name, the labels of the calls whose dtype is not settled beforehand.
 
-    Views and what only moves data have the label of what they read. A value is cast once for all that read it in the
-    other dtype, and so is its gradient on the way back; it is saved once in each dtype that a backward reads it in, but
-    for inputs and parameters, which are there anyway (their copies are cast again). Each rounding errs by its value's
-    weight: of 16-bit results and of the gradients at them, at casts, and of what the backward reads in bf16.
+    Calls that only move data have the label of their input. A value is cast once for all its readers in the other
+    dtype, and so is its gradient. It is saved once in every dtype in which the backward reads it, except for inputs and
+    parameters, which are held anyway (copies of them are cast again). Every rounding adds an error of its value's
+    weight: of 16-bit results and their gradients, at casts, and of values that are saved in bf16.
     """
 
     def __init__(self, graph: OperatorGraph, plan: PrecisionPlan, free: frozenset[str], prices: OpPrices) -> None:
@@ -66,7 +66,7 @@ class GraphTerms:
         self._roots: dict[fx.Node, fx.Node] = {}
         self._readers: dict[fx.Node, _Readers] = defaultdict(_Readers)
         self._rounding: set[tuple[fx.Node, fx.Node]] = set()
-        """Values and the calls whose backward may read them rounded."""
+        """Pairs of a value and a call whose backward may read it rounded."""
         self._forward: list[tuple[int, OpPrice, OpPrice]] = []
         self._differentiated = differentiated(self.graph, graph.parameter_inputs)
         self._influence: Influence = influence(self.graph, self._differentiated)
@@ -78,7 +78,7 @@ class GraphTerms:
             self._round(node)
 
     def labels(self, plan: PrecisionPlan) -> Flags:
-        """The labels that stand for the choices of a plan."""
+        """Returns the labels of a plan's choices."""
         chosen = {label: plan.choices[name].dtype == self.low for name, label in self.label_of.items()}
         return self.terms.complete(chosen)
 
@@ -86,7 +86,7 @@ class GraphTerms:
         return sum((low if labels[label] else wide).forward_seconds for label, wide, low in self._forward)
 
     def _visit(self, node: fx.Node) -> None:
-        source = next(iter(sorted(node.all_input_nodes, key=lambda each: not _floats(each))), None)
+        source = next(iter(sorted(node.all_input_nodes, key=lambda operand: not _floats(operand))), None)
         self._roots[node] = node
         written = mutated_arguments(node) if node.op == "call_function" else ()
         looks = node.target is operator.getitem or op_name(node) == "detach" or is_view(node)
@@ -115,11 +115,11 @@ class GraphTerms:
         return self._given(node)
 
     def _given(self, node: fx.Node) -> int:
-        return ONE if any(each.dtype == self.low for each in tensors(node.meta.get("val"))) else ZERO
+        return ONE if any(tensor.dtype == self.low for tensor in tensors(node.meta.get("val"))) else ZERO
 
     def _price(self, node: fx.Node, dtype: torch.dtype) -> OpPrice | None:
         settled = node.name not in self.free and node not in self._differentiated
-        if is_cast(node) or settled:  # what casts cost depends on what they read
+        if is_cast(node) or settled:  # the cost of a cast depends on its input
             return _NOTHING
         return self.prices.price(node, dtype, self._differentiated)
 
@@ -131,14 +131,14 @@ class GraphTerms:
         self._forward.append((label, wide, low))
         self._readers[self._roots[node]].kept.append((label, wide.result, low.result))
         given, name = operands(node), op_name(node)
-        for place, each in enumerate(given):
-            if not _floats(each) or (place and name in CAST_FIRST_ONLY):
+        for place, number in enumerate(given):
+            if not _floats(number) or (place and name in CAST_FIRST_ONLY):
                 continue
-            readers = self._readers[self._roots[each]]
+            readers = self._readers[self._roots[number]]
             if place < len(wide.operands) and place < len(low.operands):
                 readers.kept.append((label, wide.operands[place], low.operands[place]))
                 if wide.operands[place] is Kept.ROUNDED:
-                    self._rounding.add((each, node))
+                    self._rounding.add((number, node))
             readers.low.append(label)
             widens = name in _WIDEN_INSIDE or (promotes(node) and len(given) > 1)
             (readers.widening if widens else readers.wide).append(label)
@@ -167,23 +167,23 @@ class GraphTerms:
         own = node.op == "call_function" and self._roots[node] is node and not (follows_input(node) or is_cast(node))
         if own and name not in _ROUND_NOTHING and not is_new(node):
             self.terms.add(ZERO, label, Amounts(error=2 * self._influence.of.get(node, 0.0)))
-        for each in node.all_input_nodes:
-            source, error = self._labels[each], Amounts(error=self._influence.edge(each, node))
-            root = self._roots[each]
-            narrow = (each, node) in self._rounding and self._readers[root].rounded and root.op == "call_function"
-            # If fp32 is kept in bf16, the backward reads it rounded whatever the call itself reads.
+        for operand in node.all_input_nodes:
+            source, error = self._labels[operand], Amounts(error=self._influence.edge(operand, node))
+            root = self._roots[operand]
+            narrow = (operand, node) in self._rounding and self._readers[root].rounded and root.op == "call_function"
+            # If fp32 is saved in bf16, the backward reads it rounded whatever the forward of the call reads.
             self.terms.add(source, ONE if narrow else label, error)
             self.terms.add(label, source, error)
 
 
 def _elements(node: fx.Node) -> int:
-    """Floating-point elements of a value; 0 where sizes depend on data and are not known."""
+    """Returns the floating-point elements of a value; 0 if its size depends on data without bound."""
     try:
-        floats = [each for each in tensors(node.meta.get("val")) if each.is_floating_point()]
-        return sum(storage_bytes(each) // each.element_size() for each in floats)
+        floats = [tensor for tensor in tensors(node.meta.get("val")) if tensor.is_floating_point()]
+        return sum(storage_bytes(value) // value.element_size() for value in floats)
     except ValueError:
         return 0
 
 
 def _floats(node: fx.Node) -> bool:
-    return any(each.is_floating_point() for each in tensors(node.meta.get("val")))
+    return any(tensor.is_floating_point() for tensor in tensors(node.meta.get("val")))

@@ -1,4 +1,4 @@
-"""How much of the loss rests on each value: the weights of the first-order error where no gradients are at hand."""
+"""How much the loss depends on each value: weights of the first-order error, estimated without gradients."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ class Influence:
     """Weights between 0 and 1. Rounding a value to a unit roundoff u moves the gradients by about u·√weight of them."""
 
     of: Mapping[fx.Node, float]
-    """By value, through all that reads it."""
+    """The weight of a value through all its readers."""
     through: Mapping[tuple[fx.Node, fx.Node], float]
-    """By value and the one call that reads it."""
+    """The weight of a value through one of its readers."""
 
     def edge(self, value: fx.Node, reader: fx.Node) -> float:
         return self.through.get((value, reader), 0.0)
 
 
 def differentiated(graph: fx.Graph, parameter_inputs: Collection[int]) -> frozenset[fx.Node]:
-    """The floating-point values that depend on a parameter: those that gradients come to."""
+    """Returns the floating-point values that depend on a parameter, and so have gradients."""
     found: set[fx.Node] = set()
     for number, node in enumerate(graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if _floats(value) and (number in parameter_inputs or getattr(value, "requires_grad", False)):
             found.add(node)
     for node in graph.nodes:
-        depends = any(each in found for each in node.all_input_nodes)
+        depends = any(source in found for source in node.all_input_nodes)
         if node.op == "call_function" and depends and _floats(node.meta.get("val")) and op_name(node) != "detach":
             found.add(node)
     return frozenset(found)
 
 
 def influence(graph: fx.Graph, differentiated: Collection[fx.Node]) -> Influence:
-    """A model of `(gradient · rounding)²`, the first-order error (design, section 7), without data.
+    """Models `(gradient · rounding)²`, the first-order error (design, section 7), without data.
 
-    All values are taken to be as large as a normalised activation (variance 1), biases as 0, and what sums make as
-    large as the sum of their operands: a residual stream grows by 1 with each block. A relative error of a sum's
-    operand is then one of the sum by the operand's share of it; through a product, a norm or any other operator it
-    passes whole. The loss weighs 1; no value weighs more. Roundings are independent, so that weights add.
+    Values are assumed to have variance 1, as normalised activations, biases 0, and sums that of their operands
+    together: a residual stream grows by 1 with each block. A relative error of a sum's operand becomes one of the sum
+    in proportion to the operand's share; other operators pass it on unchanged. The loss has weight 1, and no value has
+    more. Roundings are independent, so that weights add.
     """
     sizes = _variances(graph, differentiated)
     of: dict[fx.Node, float] = {}
@@ -58,14 +58,14 @@ def influence(graph: fx.Graph, differentiated: Collection[fx.Node]) -> Influence
     of.update(dict.fromkeys(losses or returned, 1.0))
     for reader in reversed(graph.nodes):
         weight = of.get(reader, 0.0)
-        operands = [each for each in reader.all_input_nodes if each in differentiated]
+        operands = [source for source in reader.all_input_nodes if source in differentiated]
         if not weight or reader.op != "call_function":
             continue
-        total = sum(sizes[each] for each in operands)
-        for each in operands:
-            share = sizes[each] / total if op_name(reader) in _SUMS | _JOINS and total else 1.0
-            through[each, reader] = weight * share
-            of[each] = min(1.0, of.get(each, 0.0) + weight * share)
+        total = sum(sizes[operand] for operand in operands)
+        for operand in operands:
+            share = sizes[operand] / total if op_name(reader) in _SUMS | _JOINS and total else 1.0
+            through[operand, reader] = weight * share
+            of[operand] = min(1.0, of.get(operand, 0.0) + weight * share)
     return Influence(of, through)
 
 
@@ -74,7 +74,7 @@ def _variances(graph: fx.Graph, differentiated: Collection[fx.Node]) -> dict[fx.
     for node in graph.nodes:
         if node not in differentiated:
             continue
-        operands = [sizes[each] for each in node.all_input_nodes if each in differentiated]
+        operands = [sizes[source] for source in node.all_input_nodes if source in differentiated]
         if node.op == "placeholder":
             sizes[node] = 1.0 if node.meta["val"].dim() > 1 else 0.0
         elif op_name(node) in _SUMS:
@@ -100,4 +100,4 @@ def _is_scalar(node: fx.Node) -> bool:
 
 def _floats(value: object) -> bool:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in values)
+    return any(isinstance(operand, torch.Tensor) and operand.is_floating_point() for operand in values)

@@ -1,4 +1,4 @@
-"""The terms of a choice between fp32 (label 0) and 16 bits (label 1): what each pair of labels costs, and in what."""
+"""The cost of choosing fp32 (label 0) or 16 bits (label 1), as terms of pairs of labels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Amounts(NamedTuple):
 
 @dataclass
 class LabelTerms:
-    """Labels by number. What several readers share (a cast, a saved copy) is a label of its own that they demand."""
+    """Terms over numbered labels. A cast or a saved copy that several readers share has a label that they demand."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     amounts: list[Amounts] = field(default_factory=list)
     labels: int = 2
     _demands: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each shared thing: the pairs of label and value that it must be there for."""
+    """By shared label the pairs of label and value that demand it."""
     _demanded: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _touching: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
@@ -42,7 +42,7 @@ class LabelTerms:
         return self.labels - 1
 
     def add(self, zero: int, one: int, amounts: Amounts) -> None:
-        """What it costs that `zero` has label 0 while `one` has label 1."""
+        """Adds the cost of `zero` having label 0 while `one` has label 1."""
         if zero in (one, ONE) or one == ZERO or amounts == Amounts():
             return
         for label in {zero, one}:
@@ -51,8 +51,10 @@ class LabelTerms:
         self.amounts.append(amounts)
 
     def shared(self, low: bool, demanding: Iterable[int], source: int, amounts: Amounts) -> None:
-        """What must be there as soon as one of `demanding` has label 1 (`low`; else label 0): it costs its amounts,
-        once, where `source` has the other label. The source ZERO (or ONE, for what is not `low`): always."""
+        """Adds a cost that is paid once if any of `demanding` has label 1 (`low`; else label 0).
+
+        It is paid where `source` has the other label; with the source ZERO (or ONE, if not `low`) always.
+        """
         thing = self.label()
         for label in sorted(set(demanding)):
             self._demands[thing].append((label, int(low)))
@@ -60,17 +62,17 @@ class LabelTerms:
         self.add(*((source, thing) if low else (thing, source)), amounts)
 
     def problem(self, byte_price: float) -> LabelProblem:
-        """Costs in seconds, with `byte_price` seconds for a byte; the error is the toll."""
+        """Returns the problem with costs in seconds, `byte_price` of them for a byte, and errors as tolls."""
         demands = [
             (thing, label) if low else (label, thing) for thing, all_ in self._demands.items() for label, low in all_
         ]
-        costs = [each.seconds + byte_price * each.nbytes for each in self.amounts] + [math.inf] * len(demands)
-        tolls = [each.error for each in self.amounts] + [0.0] * len(demands)
+        costs = [amount.seconds + byte_price * amount.nbytes for amount in self.amounts] + [math.inf] * len(demands)
+        tolls = [amount.error for amount in self.amounts] + [0.0] * len(demands)
         pairs = np.array([*self.pairs, *demands], np.int64).reshape(-1, 2)
         return LabelProblem(self.labels, pairs[:, 0], pairs[:, 1], np.array(costs), np.array(tolls))
 
     def complete(self, chosen: dict[int, bool]) -> Flags:
-        """All labels for given ones: shared things are there where they are demanded, and only there."""
+        """Returns all labels for given ones: a shared label is set exactly where it is demanded."""
         labels = np.zeros(self.labels, np.bool_)
         labels[ONE] = True
         for label, low in chosen.items():
@@ -83,9 +85,9 @@ class LabelTerms:
         return self._sum(range(len(self.pairs)), labels)
 
     def flipping(self, label: int, labels: Flags) -> Amounts:
-        """What it would cost more to give one label the other value, and all others theirs."""
+        """Returns the additional amounts of giving one label the other value."""
         things = self._demanded[label]
-        near = sorted({pair for each in (label, *things) for pair in self._touching[each]})
+        near = sorted({pair for part in (label, *things) for pair in self._touching[part]})
         other = labels.copy()
         other[label] = not labels[label]
         for thing in things:

@@ -1,4 +1,4 @@
-"""Which fp32 activations the backward may read rounded to bf16."""
+"""Decides which fp32 activations are saved for the backward in bf16."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from torch import fx
 
 from memopt.capture.operators import is_exact
 from passes import NarrowSaved, Pipeline, SumWide
-from passes.graphs.node_facts import backward_nodes, storages
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
-# Operands of products, or of smooth derivatives: a relative error of 2^-9 of theirs is one of their gradients, no more
-# than what the gradients' own rounding is. `_log_softmax_backward_data` is not here: it takes the exponential.
+# They read operands of products, or of smooth derivatives: a relative error of 2^-9 there is one of the gradients, no
+# more than their own rounding. `_log_softmax_backward_data` is not here: it takes the exponential.
 _TOLERANT = frozenset(
     {
         "native_layer_norm_backward",
@@ -33,15 +34,15 @@ LEAST_BYTES = 64 * 1024
 
 
 def narrowing(module: fx.GraphModule, forward_outputs: int) -> Pipeline:
-    """The passes for the joint graph of a region in bf16: what is kept for the backward is kept in 16 bits."""
+    """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits."""
     return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs), torch.bfloat16)))
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
-    """The fp32 values of the forward that only tolerant operators of the backward read, by name.
+    """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
 
-    Values that stay anyway, since they are inputs or outputs, or are seen by the backward through several views, are
-    left as they are; so are those that are widened 16-bit values, and all that the author or the user wants in fp32.
+    Left alone are values that are held anyway, as inputs or outputs, values that the backward reads through several
+    views, widened 16-bit values, and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
     values = sole_values(graph, forward_outputs)
@@ -49,14 +50,16 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """What the forward computes and the backward reads, by one node for each storage, and would not be there anyway as
-    an input or output."""
+    """Returns the values that the forward computes and the backward reads, without inputs and outputs.
+
+    Storages of which the backward reads more than one view are left out.
+    """
     backward = backward_nodes(graph)
     results = graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     kept = [
         *graph.find_nodes(op="placeholder"),
-        *(each for each in results[:forward_outputs] if isinstance(each, fx.Node)),
+        *(result for result in results[:forward_outputs] if isinstance(result, fx.Node)),
     ]
     stays = {storage for node in kept for storage in storages(node)}
     seen: dict[object, list[fx.Node]] = {}
@@ -71,13 +74,13 @@ def worth_narrowing(node: fx.Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
         return False
-    if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element rests on it
+    if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element depends on it
         return False
     return value.untyped_storage().nbytes() >= LEAST_BYTES
 
 
 def tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
-    """Whether all of the backward that reads a value, perhaps by way of views, may read it in bf16."""
+    """Returns whether all readers of a value in the backward, behind views too, may read it in bf16."""
     if is_exact(value):
         return False
     for reader in value.users:

@@ -1,4 +1,4 @@
-"""Which operators compute in fp32, or in 16 bits, beside those that autocast lists for CUDA."""
+"""Operators that compute in fp32, or in 16 bits, besides those on autocast's lists for CUDA."""
 
 FP32_OURS = frozenset(
     [
@@ -15,7 +15,7 @@ FP32_OURS = frozenset(
         "nansum",
     ]
 )
-"""Composites that reach a listed operator, and sums that no list names."""
+"""Composite operators that call a listed one, and sums that are on no list."""
 
 KERNELS_SUM_IN_FP32 = frozenset(
     [
@@ -38,4 +38,4 @@ KERNELS_SUM_IN_FP32 = frozenset(
         "upsample_nearest3d",
     ]
 )
-"""Kernels that take 16 bits, compute in fp32 inside and round once, whatever autocast's list says."""
+"""Operators whose kernels take 16 bits, compute in fp32 and round once, also where autocast lists them for fp32."""

@@ -1,4 +1,4 @@
-"""What an operator costs in a dtype: its time, forward and backward, and what its backward keeps."""
+"""The price of an operator in a dtype: its time, forward and backward, and the bytes that it saves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import node_seconds
 from memopt.rewrite.precision.narrow import tolerated, worth_narrowing
-from passes.graphs.node_facts import backward_nodes, storages, tensors
+from passes.graphs.aliases import storages
+from passes.graphs.node_facts import backward_nodes, tensors
 from passes.graphs.propagate import propagating
 
-# Parameters and running statistics of these stay in fp32.
+# Their parameters and running statistics stay in fp32.
 CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 
 
 class Kept(Enum):
-    """What the backward of an operator reads of one of its operands, or of its result."""
+    """What the backward of an operator reads of an operand or of the result."""
 
     NOTHING = 0
     ROUNDED = 1
@@ -36,20 +37,20 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class OpPrice:
-    """Of one call in one dtype."""
+    """The price of one call in one dtype."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     operands: tuple[Kept, ...] = ()
-    """As `operands` lists them."""
+    """What is saved of the operands, in the order of `operands(node)`."""
     result: Kept = Kept.NOTHING
     inner_bytes: int = 0
-    """Kept for the backward, and neither operand nor result: statistics of rows, masks, log-probabilities."""
+    """Bytes that are saved besides operands and result: statistics of rows, masks, log-probabilities."""
 
 
 @dataclass
 class OpPrices:
-    """Prices calls for a device. Each kind of call is differentiated once, on fakes; nothing runs.
+    """Prices calls for a device. Each kind of call is differentiated once, on fake tensors; nothing runs.
 
     With `narrows`, fp32 values that the backward may read rounded are priced as such: the joint graph is to go through
     `memopt.rewrite.precision.narrow`.
@@ -60,15 +61,17 @@ class OpPrices:
     _known: dict[Hashable, OpPrice | None] = field(default_factory=dict, repr=False)
 
     def price(self, node: fx.Node, dtype: torch.dtype, differentiated: Collection[fx.Node]) -> OpPrice | None:
-        """The price with all floating operands in `dtype`, where those that are `differentiated` get gradients. None
-        for what cannot be traced by itself."""
+        """Returns the price with floating-point operands in `dtype`; None for a call that cannot be traced alone.
+
+        Operands that are `differentiated` get gradients.
+        """
         try:
             call = op_call(node)
         except ValueError:  # a size that depends on data, without bound
             return None
         if call is None:
             return None
-        flags = tuple(each in differentiated for each in operands(node))
+        flags = tuple(operand in differentiated for operand in operands(node))
         key = call, dtype, flags
         if key not in self._known:
             self._known[key] = self._trace(call, dtype, flags)
@@ -91,14 +94,18 @@ class OpPrices:
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What gives a call its tensors, one entry for each of them, in the order of the arguments."""
+    """Returns the nodes that a call reads tensors from, one entry for each tensor, in the order of the arguments."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda each: found.extend([each] * len(list(tensors(each.meta.get("val"))))))
+
+    def add(source: fx.Node) -> None:
+        found.extend([source] * len(list(tensors(source.meta.get("val")))))
+
+    fx.map_arg((node.args, node.kwargs), add)
     return tuple(found)
 
 
 def _functional(op: OpOverload) -> Callable[..., Any]:
-    """The operator that gives a new result where this one writes in place."""
+    """Returns the operator without its in-place effect."""
     space, _, name = schema_of(op).name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
     return getattr(packet, overload_name(op), op) if packet is not None else op
@@ -109,31 +116,33 @@ def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _call(run: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Iterator[torch.Tensor]) -> Any:
-    """A call with other tensors in the place of its own, in order."""
+    """Runs a call with other tensors instead of its own, in order."""
     return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
 
 
 def _with(value: Any, leaves: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_with(each, leaves) for each in value]
+        return [_with(element, leaves) for element in value]
     return next(leaves) if isinstance(value, torch.Tensor) else value
 
 
 def _joint(call: Callable[[list[torch.Tensor]], Any], leaves: list[torch.Tensor]) -> tuple[fx.Graph, int]:
-    """Forward and backward of a call as AOTAutograd would trace them, `primals_*`, `tangents_*` → results, gradients;
-    with the number of results."""
+    """Traces forward and backward of a call as AOTAutograd does: `primals_*`, `tangents_*` → results, gradients.
+
+    Returns the graph and the number of results.
+    """
 
     def flowing(result: Any) -> list[torch.Tensor]:
-        return [each for each in tensors(result) if each.requires_grad]
+        return [tensor for tensor in tensors(result) if tensor.requires_grad]
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
         results = call(primals)
-        wanted = [each for each in primals if each.requires_grad]
+        wanted = [primal for primal in primals if primal.requires_grad]
         gradients = torch.autograd.grad(flowing(results), wanted, tangents, allow_unused=True) if tangents else ()
-        return [*tensors(results), *(each for each in gradients if each is not None)]
+        return [*tensors(results), *(gradient for gradient in gradients if gradient is not None)]
 
     results = call(leaves)
-    tangents = [torch.empty_like(each) for each in flowing(results)]
+    tangents = [torch.empty_like(value) for value in flowing(results)]
     return make_fx(joint)(leaves, tangents).graph, len(list(tensors(results)))
 
 
@@ -154,13 +163,13 @@ def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> O
 
     def of(node: fx.Node | None) -> Kept:
         found = [kept.pop(storage, (Kept.NOTHING, 0))[0] for storage in (storages(node) if node is not None else ())]
-        return max(found, key=lambda each: each.value, default=Kept.NOTHING)
+        return max(found, key=lambda kind: kind.value, default=Kept.NOTHING)
 
     operands = tuple(map(of, primals))
-    result = max(map(of, returned[:results]), key=lambda each: each.value, default=Kept.NOTHING)
+    result = max(map(of, returned[:results]), key=lambda kind: kind.value, default=Kept.NOTHING)
     return OpPrice(
-        forward_seconds=sum(each for node, each in seconds.items() if node not in backward),
-        backward_seconds=sum(each for node, each in seconds.items() if node in backward),
+        forward_seconds=sum(group for node, group in seconds.items() if node not in backward),
+        backward_seconds=sum(group for node, group in seconds.items() if node in backward),
         operands=operands,
         result=result,
         inner_bytes=sum(nbytes // (2 if how is Kept.ROUNDED else 1) for how, nbytes in kept.values()),

@@ -1,4 +1,4 @@
-"""From a policy to what is done to the operator graphs of a model."""
+"""Turns a precision policy into the rewriting of a model's operator graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LABEL = "precision"
 
 
 def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
-    """What gives a model's operator graphs their precision on a device; nothing for fp32.
+    """Returns the rewriting that gives a model's operator graphs their precision on a device; nothing for fp32.
 
     Raises ValueError for unknown names, and for fp16 on a device without it.
     """
@@ -53,15 +53,15 @@ class DecidePrecision:
     rules: Rules = field(default_factory=Rules)
     kept_out: tuple[tuple[str, str], ...] = ()
     yields: bool = False
-    """Leaves a region alone that is captured under the caller's own autocast."""
+    """Whether a region that is captured under the caller's own autocast is left alone."""
     screenings: Screenings | None = field(default=None, compare=False, repr=False)
-    """What sample batches have shown of fp16; None where nothing is to be in fp16."""
+    """The ranges of values on sample batches; None where nothing is to compute in fp16."""
     prices: OpPrices | None = field(default=None, compare=False, repr=False)
-    """What dtypes are searched by; None for the default choices."""
+    """The prices by which dtypes are searched; None for the default choices."""
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if self.left_to_autocast:
-            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: types are left to it",))
+            return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: dtypes are left to it",))
         plan = self.plan(graph)
         passes = InsertCasts(plan.assignment, keep_outputs=False), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
@@ -70,11 +70,11 @@ class DecidePrecision:
 
     @property
     def left_to_autocast(self) -> bool:
-        """Whether it decides nothing now, under the caller's own autocast."""
+        """Whether it decides nothing, since the caller's own autocast is on."""
         return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:
-        """The dtype of each operator, with the reason."""
+        """Returns the dtype of each operator, with a reason."""
 
         def decide(kept_out: KeptOut) -> PrecisionPlan:
             default = AssignPrecision(self.low, self.rules, graph.author_typed, (*self.kept_out, *kept_out))
@@ -93,7 +93,7 @@ def _notes(plan: PrecisionPlan) -> tuple[str, ...]:
 
 
 def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
-    """Raise ValueError for a rule of the user's that says nothing of any region of the model."""
+    """Raises ValueError for a rule of the user that matches nothing in any region of the model."""
     nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
     for rule in sorted(nothing):
         raise ValueError(

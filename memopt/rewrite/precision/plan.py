@@ -1,4 +1,4 @@
-"""The decision: a dtype and a reason for each operator that computes."""
+"""The decision on precision: a dtype and a reason for each operator that computes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 @dataclass(frozen=True)
 class Choice:
-    """What one operator computes in, and why, in a few words."""
+    """The dtype in which one operator computes, and the reason in a few words."""
 
     dtype: torch.dtype
     reason: str
     wished: bool = False
-    """Whether the user, or a measurement on his data, asks for it: then nothing of it is rounded for the backward."""
+    """Whether the user, or a measurement on sample data, asks for it: then nothing of it is saved rounded."""
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """The choices by node name; nodes without one take what comes. `low` is None where all stays in fp32."""
+    """The choices by node name; nodes without one follow their input. `low` is None where everything stays in fp32."""
 
     low: torch.dtype | None
     choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class PrecisionPlan:
 
     @property
     def exact(self) -> frozenset[str]:
-        """Nodes in fp32 that are wished so."""
+        """The nodes that the user, or a measurement, wants in fp32."""
         return frozenset(
             name for name, choice in self.choices.items() if choice.wished and choice.dtype == torch.float32
         )
@@ -70,7 +70,7 @@ NAMES = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bf16`, `fp16`, `fp32`."""
-    return next((name for name, each in NAMES.items() if each == dtype), str(dtype).removeprefix("torch."))
+    return next((name for name, entry in NAMES.items() if entry == dtype), str(dtype).removeprefix("torch."))
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""A user's own rules: a dtype for an operator, a module or a node."""
+"""The user's rules: dtypes for operators, modules or nodes."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Rules:
-    """Dtypes by pattern, in the user's order. A pattern is the name of a node, of an operator (`softmax`,
-    `aten.softmax`), or of a module and what is in it (`lm_head`, `layers.0`, `layers.*.mlp`); of several that match a
-    node, its own name counts most, then the operator's, then the longest module pattern."""
+    """Dtypes by pattern, in the user's order.
+
+    A pattern is the name of a node, of an operator (`softmax`, `aten.softmax`), or of a module with all that is in it
+    (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, the name of the node goes before that of the operator,
+    and that before the longest module pattern.
+    """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
 
     @staticmethod
     def of(given: Mapping[str, str]) -> Rules:
-        """Rules as users write them, less the default. Raises ValueError for unknown dtypes."""
+        """Returns the rules that a user has written, without the default. Raises ValueError for unknown dtypes."""
         return Rules(tuple((pattern, dtype_of(name)) for pattern, name in given.items() if pattern != DEFAULT))
 
     def choose(self, node: fx.Node) -> tuple[str, torch.dtype] | None:
-        """The rule for a node, as pattern and dtype."""
+        """Returns pattern and dtype of the rule for a node, or None."""
         matching = [(_rank(pattern, node), pattern, dtype) for pattern, dtype in self.dtypes]
-        rank, pattern, dtype = max(matching, key=lambda each: each[0], default=(0, "", torch.float32))
+        rank, pattern, dtype = max(matching, key=lambda rule: rule[0], default=(0, "", torch.float32))
         return (pattern, dtype) if rank else None
 
     def unmatched(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """Patterns that match none of the nodes."""
+        """Returns the patterns that match none of the nodes."""
         known = list(nodes)
         return tuple(pattern for pattern, _ in self.dtypes if not any(_rank(pattern, node) for node in known))
 
 
 def _rank(pattern: str, node: fx.Node) -> int:
-    """How closely a pattern matches a node, 0 if not at all."""
+    """Returns how closely a pattern matches a node; 0 if it does not match."""
     if pattern == node.name:
         return 1_000_000
     if op_name(node) and pattern.removeprefix("aten.") == op_name(node):

@@ -1,4 +1,4 @@
-"""Which operators leave fp16's range on a sample batch, and stay in fp32 therefore."""
+"""Finds the operators whose values leave fp16's range on a sample batch; they compute in fp32."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memopt.rewrite.precision.plan import PrecisionPlan
 from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
 
 LARGEST = 65504.0
-"""fp16 ends here."""
+"""The largest number in fp16."""
 HEADROOM = 2.0
-"""Values above half of fp16's range stay out: another batch may have larger ones."""
+"""Values above half of fp16's range count as beyond it, since another batch may have larger ones."""
 ROUNDED_TO_ZERO = 2.0**-25
-"""Half of fp16's smallest number, 2^-24: what is no larger becomes zero."""
+"""Half of fp16's smallest number, 2^-24: magnitudes up to this are rounded to zero."""
 UNIT = 2.0**-11
-"""fp16's rounding: what is smaller than this part of its neighbours is lost beside them in any sum."""
+"""fp16's unit roundoff: a value smaller than this fraction of another one is lost in a sum with it."""
 LOST_SHARE = 0.01
-"""An operator stays out where more of its nonzero values would be lost."""
+"""The largest share of nonzero values that an operator in fp16 may lose."""
 _BLOCK = {"cpu": 2**15}
 _BLOCK_ELSEWHERE = 2**22
 # Where the mask is among the arguments of scaled_dot_product_attention.
@@ -34,18 +34,20 @@ KeptOut: TypeAlias = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Range:
-    """What a value was on the sample: the least and the largest of its finite elements, and the share of its nonzero
-    elements that fp16 loses although it keeps others like them: they become zero, and are no smaller than rounding
-    beside the largest of their row (the last dimension)."""
+    """The range of a value on the sample batch: least and largest finite element, and the share that fp16 loses.
+
+    `lost` is the share of nonzero elements that fp16 rounds to zero although they matter: they are larger than the
+    rounding of the largest element in their row (the last dimension).
+    """
 
     low: float = 0.0
     high: float = 0.0
     lost: float = 0.0
     inside: float = 0.0
-    """A bound on what the kernel computes on the way: attention's scores, by the lengths of queries and keys."""
+    """A bound on intermediate values of the kernel: attention's scores, by the norms of queries and keys."""
 
     def joined(self, other: Range) -> Range:
-        """The range of both: of several tensors, or of several runs."""
+        """Returns the range of both together, for several tensors or several runs."""
         return Range(
             min(self.low, other.low),
             max(self.high, other.high),
@@ -55,11 +57,11 @@ class Range:
 
 
 Ranges: TypeAlias = Mapping[str, Range]
-"""By name of a node."""
+"""Ranges by name of a node."""
 
 
 class Screening(fx.Interpreter):
-    """Runs an operator graph on real values as it is, and notes the range of every value.
+    """Runs an operator graph on real values, unchanged, and records the range of every value.
 
     Without gradients, and each value is freed after its last use. What a graph writes to its inputs, it writes.
     """
@@ -69,7 +71,7 @@ class Screening(fx.Interpreter):
         self.ranges: dict[str, Range] = {}
 
     def run_all(self, inputs: Sequence[Any]) -> Any:
-        """The graph's results."""
+        """Returns the graph's results."""
         with plain_tensors(), torch.no_grad():
             return self.run(*inputs)
 
@@ -92,13 +94,13 @@ class Screening(fx.Interpreter):
 
 
 def _as_many(view: fx.Node, source: fx.Node) -> bool:
-    """Whether a view shows all elements of what it is a view of."""
-    sizes = [each.meta["val"].numel() for each in (view, source) if isinstance(each.meta.get("val"), torch.Tensor)]
+    """Returns whether a view has all elements of its source."""
+    sizes = [pair.meta["val"].numel() for pair in (view, source) if isinstance(pair.meta.get("val"), torch.Tensor)]
     return len(sizes) == 2 and sizes[0] == sizes[1]
 
 
 def range_of(tensor: torch.Tensor) -> Range:
-    """The range of a tensor's elements, looked at in blocks: no copy as large as a large tensor is made."""
+    """Returns the range of a tensor, found block by block, so that a large tensor is never copied whole."""
     low = high = 0.0
     lost = 0
     for block in _blocks(tensor.detach()):
@@ -117,18 +119,18 @@ def range_of(tensor: torch.Tensor) -> Range:
 
 
 def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row the least element, the most, and the largest size; a single number is a row."""
+    """Returns for every row the least and the largest element and the largest magnitude; a scalar is one row."""
     least, most = torch.aminmax(block, dim=-1) if block.dim() else (block, block)
     return least, most, torch.maximum(most, -least)
 
 
 def looking_bytes(device_type: str) -> int:
-    """What looking at a value's range takes: copies of a block, masks of it, and its rows, which may be as many."""
+    """Returns the bytes that finding a range takes: copies and masks of a block, and results for its rows."""
     return 24 * _BLOCK.get(device_type, _BLOCK_ELSEWHERE)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in parts of a few elements, its rows whole."""
+    """Yields a tensor in blocks of whole rows, each with few elements."""
     if tensor.numel() == 0:
         return
     sizes, largest = tensor.shape[:-1], _BLOCK.get(tensor.device.type, _BLOCK_ELSEWHERE)
@@ -142,30 +144,30 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _largest_score(query: torch.Tensor, key: torch.Tensor, scale: float | None) -> float:
-    """No score is larger than the longest query times the longest key."""
+    """Returns a bound on attention's scores: the largest norm of a query times that of a key."""
     if not query.numel() or not key.numel():
         return 0.0
-    longest = [float(each.detach().norm(dim=-1).max()) for each in (query, key)]
+    longest = [float(operand.detach().norm(dim=-1).max()) for operand in (query, key)]
     return math.prod(longest) * (1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
 
 
 def _floats(value: Any) -> Iterator[torch.Tensor]:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return (each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point())
+    return (element for element in values if isinstance(element, torch.Tensor) and element.is_floating_point())
 
 
 def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:
-    """The operators that must not compute in fp16, with the reason.
+    """Returns the operators that must not compute in fp16, with reasons.
 
-    `decide` gives the plan with some operators kept out already: their readers may then be in fp32 by themselves, so
-    that it is asked until nothing in fp16 leaves its range.
+    `decide` returns the plan with some operators kept out; their readers may then be in fp32 without a reason of their
+    own. It is called until no value in fp16 leaves the range.
     """
     kept: dict[str, str] = {}
     while True:
         choices = decide(tuple(kept.items())).choices
         low = [node for node in module.graph.nodes if node.name in choices]
         low = [node for node in low if choices[node.name].dtype == torch.float16]
-        # What it makes goes before what it reads: a reader may need no reason of its own.
+        # Results are checked before operands: a reader may be in fp32 without a reason of its own.
         for reason_of in (_because_of_results, _because_of_operands):
             found = {_origin(node): reason for node in low if (reason := reason_of(node, ranges))}
             new = {name: reason for name, reason in found.items() if name not in kept}
@@ -177,7 +179,7 @@ def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut],
 
 
 def _because_of_results(node: fx.Node, ranges: Ranges) -> str:
-    """Why a node's results need fp32; empty if they do not."""
+    """Returns why a node's results need fp32, or ""."""
     found = ranges.get(node.name, Range())
     largest = max(found.high, 0.0 if _masks(node) else -found.low)
     if largest > LARGEST / HEADROOM:
@@ -190,7 +192,7 @@ def _because_of_results(node: fx.Node, ranges: Ranges) -> str:
 
 
 def _because_of_operands(node: fx.Node, ranges: Ranges) -> str:
-    """Why what a node reads must not be cast to fp16; empty if it may be."""
+    """Returns why a node's operands must not be cast to fp16, or ""."""
     mask = node.args[_MASK] if op_name(node) == "scaled_dot_product_attention" and len(node.args) > _MASK else None
     for operand in node.all_input_nodes:
         found = ranges.get(operand.name, Range())
@@ -204,7 +206,7 @@ def _because_of_operands(node: fx.Node, ranges: Ranges) -> str:
 
 
 def _masks(node: fx.Node) -> bool:
-    """Whether nothing but softmax reads a value: its very negative elements are masks, which give zeros in any type."""
+    """Returns whether only softmax reads a value, so that its large negative elements become zeros in any dtype."""
     for reader in node.users:
         passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in ("add", "masked_fill", "where")
         if op_name(reader) != "softmax" and not (passes_on and _masks(reader)):
@@ -213,7 +215,7 @@ def _masks(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> str:
-    """The name of the node that decides the type: of what is written in place, the one that made it."""
+    """Returns the name of the node that decides the dtype: for an in-place call, the one that made the value."""
     while written := mutated_arguments(node):
         node = written[0]
         while follows_input(node) and node.all_input_nodes:

@@ -34,14 +34,14 @@ class _NotRun(Exception):
 
 
 class Screenings:
-    """The ranges of values by region, as first seen: later captures of a region decide by the same."""
+    """The ranges of values by region, as first observed; later captures of a region use the same ones."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
         self._lines: dict[str, dict[str, Range]] = {}
-        """By the inputs of a region, the ranges of nodes as they are printed: for another version of it."""
+        """By the inputs of a region and the printed node its range, for other rewritings of the region."""
         self._looked: set[str] = set()
-        """Calls that have been run, by signature and autocast."""
+        """Signatures of calls that have been run, with the state of autocast."""
         self._why_not = NO_VALUES
 
     def look(
@@ -54,11 +54,11 @@ class Screenings:
         room_bytes: int | None,
         differentiate_all: bool,
     ) -> None:
-        """Run the forward of a training call in fp32, without gradients, unless calls like it were run before: once for
-        each way in which `rewritings` change its graphs before their types are decided by this.
+        """Runs the forward of a training call in fp32, without gradients, unless a call like it was run before.
 
-        It may hold `room_bytes` (None: any) beside the model and the call; where it would hold more, where there are no
-        values, or where it fails, the plan says so.
+        It runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may hold
+        `room_bytes` (None: any) beside the model and the call. If it would hold more, if there are no values, or if it
+        fails, the plan says so.
         """
         signature = f"{call_signature(call)} {autocast_state()}"
         if signature in self._looked:
@@ -68,14 +68,14 @@ class Screenings:
             return
         self._looked.add(signature)
         copies = distinct_bytes(model.buffers()) if next(model.parameters()).device.type == "cpu" else 0
-        befores = list(dict.fromkeys(self._before(each.deciders) for each in rewritings))
+        befores = list(dict.fromkeys(self._before(rewriting.deciders) for rewriting in rewritings))
         room_bytes = None if room_bytes is None else room_bytes - copies
         look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
         try:
             run_sample(model, call, loss_fn, look, rewritings[0], differentiate_all=differentiate_all)
         except _NotRun as reason:
             self._why_not = str(reason)
-        except Exception as failure:  # what is wrong with the model, its planning will say
+        except Exception as failure:  # planning the model reports what is wrong with it
             self._why_not = f"its forward failed: {in_brief(failure)}"
         else:
             self._why_not = look.why_not or self._why_not
@@ -87,11 +87,11 @@ class Screenings:
                         lines.setdefault(format_node(node), ranges[node.name])
 
     def _before(self, deciders: Sequence[Decide]) -> tuple[Decide, ...]:
-        """The deciders whose passes run before the one that asks this."""
+        """Returns the deciders that run before the one that holds these screenings."""
         return tuple(takewhile(lambda decide: getattr(decide, "screenings", None) is not self, deciders))
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
-        """The plan that `decide` makes for a region without what leaves fp16's range, and a note on that."""
+        """Returns the plan of `decide` without operators that leave fp16's range, and a note on them."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)
@@ -103,14 +103,13 @@ class Screenings:
         return decide(kept), f"fp16 was screened on a sample batch:{part} {found}"
 
     def _in_part(self, module: fx.GraphModule) -> Ranges:
-        """What is known of a graph that was not run from others of its region, that were rewritten in some other way:
-        the ranges of nodes that they have in common."""
+        """Returns the ranges known of a graph that was not run: of nodes that other rewritings of its region share."""
         lines = self._lines.get(_inputs(module), {})
         return {node.name: lines[line] for node in module.graph.nodes if (line := format_node(node)) in lines}
 
 
 class _Look:
-    """Runs regions and notes their ranges."""
+    """Runs regions and records the ranges of their values."""
 
     def __init__(
         self, befores: Sequence[tuple[Decide, ...]], room_bytes: int | None, known: Collection[torch.Tensor]
@@ -119,7 +118,7 @@ class _Look:
         self.found: dict[str, dict[str, Range]] = {}
         self.modules: dict[str, fx.GraphModule] = {}
         self.why_not = ""
-        """Why one of the graphs was not run, if any was not."""
+        """Why a graph was not run; "" if all were."""
 
     def __call__(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
         modules = [rewrite(graph, before).stages[-1] for before in self.befores]
@@ -130,7 +129,7 @@ class _Look:
             except _NotRun as reason:
                 self.why_not = str(reason)
                 continue
-            results = None  # not held beside the next run
+            results = None  # freed before the next run
             results, ran = self.run(text, module, inputs), True
         if not ran:
             raise _NotRun(self.why_not)
@@ -141,15 +140,15 @@ class _Look:
         results = screening.run_all(inputs)
         self.modules[text] = module
         found = self.found.setdefault(text, {})
-        for name, each in screening.ranges.items():
-            found[name] = each.joined(found[name]) if name in found else each
+        for name, entry in screening.ranges.items():
+            found[name] = entry.joined(found[name]) if name in found else entry
         return results
 
     def check_room(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if self.room_bytes is None:
             return
-        given = [each for each in inputs if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
-        needed = held_bytes(module) + distinct_bytes(each for each in given if id(each) not in self.known)
+        given = [one for one in inputs if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)]
+        needed = held_bytes(module) + distinct_bytes(value for value in given if id(value) not in self.known)
         if needed > self.room_bytes:
             raise _NotRun(
                 f"its forward in fp32 would hold {size(needed)} where the budget leaves {size(max(0, self.room_bytes))}"
@@ -157,12 +156,14 @@ class _Look:
 
 
 def held_bytes(module: fx.GraphModule) -> int:
-    """The most that running an operator graph without gradients holds beside its inputs, found on fakes; with what
-    looking at its values takes."""
+    """Returns the peak bytes, beside its inputs, of running an operator graph without gradients and recording ranges.
+
+    Found on fake tensors.
+    """
     if any(True for _ in new_symbols(module.graph)):
         raise _NotRun("sizes depend on data, so that what its forward would hold is not known")
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    tensors = [each for each in fakes if isinstance(each, torch.Tensor)]
+    tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
     if not tensors:
         return 0
     mode: Any = tensors[0].fake_mode  # type: ignore[attr-defined]

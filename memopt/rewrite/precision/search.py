@@ -26,26 +26,26 @@ _DOUBLINGS = 30
 
 @dataclass(frozen=True)
 class SearchPrecision:
-    """The decider that starts from the default's choices and puts those that are free to a minimum cut.
+    """Decides dtypes by a minimum cut over the choices that are free; others are those of the default.
 
     Free are elementwise operators, norms and the softmax of attention that the default gives 16 bits, and in bf16 also
     elementwise operators and norms that it keeps in fp32, unless an exponential, a loss, a sum or the like reads them.
-    Everything else stays as the default has it: the user's rules, what is kept out, casts to fp32 of the model's own,
-    autocast's fp32 list, and all of its 16-bit list, since which kernel the device has for that in fp32 is not known
-    here. In fp16 the default's fp32 stays: range is at stake there, and not rounding alone.
+    Everything else is as in the default: the user's rules, operators whose values leave fp16's range, casts to fp32 in
+    the model, and autocast's fp32 and 16-bit lists; for the latter it is not known which fp32 kernels a device has. In
+    fp16 all fp32 choices of the default remain, since they protect range as well as precision.
 
     The cut finds the least of `seconds of the step + price · bytes saved for the backward` among the choices that save
     no more bytes than the default and whose squared first-order error (`memopt.rewrite.precision.influence`) is at most
     `most_error` times the default's. Seconds are those of operators and casts, forward and backward, on the device of
-    `prices`. The price of a byte is what recomputation asks for one, the seconds of the forward over all saved bytes,
-    both as the default has them; it doubles until no more bytes are saved than by the default. Where nothing cheaper is
-    found, the default stays. The same graph gets the same choices.
+    `prices`. The price of a byte is that of recomputing it, the seconds of the forward divided by all saved bytes,
+    both in the default; it doubles until no more bytes are saved than in the default. If nothing cheaper is found, the
+    default is returned. The same graph gets the same choices.
     """
 
     default: AssignPrecision
     prices: OpPrices
     most_error: float = 1.1
-    """In squared errors of the default, whose measured error is 0.98 to 1.05 of autocast's: 5% are room."""
+    """Relative to the squared error of the default, whose measured error is 0.98 to 1.05 of autocast's: 5% of slack."""
 
     def __call__(self, graph: OperatorGraph) -> PrecisionPlan:
         plan = self.default(graph.module)
@@ -82,7 +82,7 @@ class SearchPrecision:
 
 
 def _needs_all_bits(value: fx.Node) -> bool:
-    """Whether an operator on the fp32 lists reads a value, perhaps moved: small differences count for it."""
+    """Returns whether an operator on the fp32 lists, which needs all bits, reads a value, perhaps moved."""
     for reader in value.users:
         name = op_name(reader)
         if name in _IN_FP32 - op_lists.KERNELS_SUM_IN_FP32 or (follows_input(reader) and _needs_all_bits(reader)):
@@ -91,7 +91,7 @@ def _needs_all_bits(value: fx.Node) -> bool:
 
 
 def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float) -> Flags:
-    """The cheapest labels that save no more and err hardly more than the given ones: these, if none is cheaper."""
+    """Returns the cheapest labels within the error that save no more bytes than the given ones, or these."""
     price = terms.forward_seconds(given) / before.nbytes
     for _ in range(_DOUBLINGS):
         problem = terms.terms.problem(price)
@@ -106,7 +106,7 @@ def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float)
 
 
 def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
-    """Why a label, by what it saves beside the other: `cut: saves 12 MB and 0.03 ms`."""
+    """Returns the reason for a label, by what it saves over the other: `cut: saves 12 MB and 0.03 ms`."""
     if is_low:
         return f"cut: saves {_gains(saves)}"
     gains, losses = _texts(Amounts(-saves.seconds, -saves.nbytes))
@@ -116,13 +116,13 @@ def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
 
 
 def _gains(saves: Amounts) -> str:
-    """`12 MB and 0.03 ms`; what is lost comes last: `12 MB for 0.03 ms`."""
+    """Returns `12 MB and 0.03 ms`, or with a loss `12 MB for 0.03 ms`."""
     gains, losses = _texts(saves)
     return (gains or "nothing") + (f" for {losses}" if losses else "")
 
 
 def _texts(saves: Amounts) -> tuple[str, str]:
-    """What is saved, and what is lost for it."""
+    """Returns texts of what is saved and of what is lost."""
     texts = [
         (saves.nbytes, size(round(abs(saves.nbytes))) if abs(saves.nbytes) >= 1 else ""),
         (saves.seconds, duration(abs(saves.seconds)) if abs(saves.seconds) >= 1e-9 else ""),

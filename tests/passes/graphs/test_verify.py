@@ -24,12 +24,12 @@ def named(graph_module: GraphModule, name: str) -> Node:
     return next(node for node in graph_module.graph.nodes if node.name == name)
 
 
-@pytest.mark.parametrize("captured", CAPTURED, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("captured", CAPTURED, ids=lambda function: function.__name__)
 def test_captured_graphs_hold_together(captured: Callable[[], Captured]) -> None:
     verify(captured().graph_module)
 
 
-@pytest.mark.parametrize("captured", CAPTURED, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("captured", CAPTURED, ids=lambda function: function.__name__)
 def test_nothing_is_left_behind(captured: Callable[[], Captured]) -> None:
     graph_module = captured().graph_module
     mode = graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode

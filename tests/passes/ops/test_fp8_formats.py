@@ -116,7 +116,7 @@ def test_by_which_tiles_is_told_from_the_scales(tile: str) -> None:
     values, scale = quantize(torch.randn(200, 300), E4M3, tile)
     assert tile_of(values, scale) == tile
     assert tile_of(values.t(), scale.t()) == turned(tile)
-    with pytest.raises(ValueError, match=r"scales of .* are none of a matrix of \[7, 300\]"):
+    with pytest.raises(ValueError, match=r"scales of .* do not fit a matrix of \[7, 300\]"):
         tile_of(values[:7], scale)
 
 

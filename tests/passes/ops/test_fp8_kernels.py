@@ -114,7 +114,7 @@ def test_scales_lie_where_units_look_for_them(
 @pytest.mark.parametrize("tiles", PAIRS)
 def test_torch_takes_what_it_is_given(tiles: tuple[str, str]) -> None:
     """Its own checks of shapes and strides, by the kernel for meta tensors."""
-    a, b = (Operand(each.values.to("meta"), each.scale.to("meta"), each.tile) for each in operands(tiles))
+    a, b = (Operand(tile.values.to("meta"), tile.scale.to("meta"), tile.tile) for tile in operands(tiles))
     assert PAIRS[tiles](a, b, BF16).shape == (ROWS, COLUMNS)
 
 
@@ -233,8 +233,8 @@ from passes.ops.fp8_kernels import tiles_of_128_by_torchao
 from tests.passes.operators import norm_error
 from tests.passes.ops.test_fp8_kernels import operands
 
-for each in (kernels.triton_fp8_gemm_1x128_128x128_kernel, kernels.triton_fp8_gemm_1x128_128x1_kernel):
-    each.configs = each.configs[:1]  # with more, they are timed on a card
+for kernel in (kernels.triton_fp8_gemm_1x128_128x128_kernel, kernels.triton_fp8_gemm_1x128_128x1_kernel):
+    kernel.configs = kernel.configs[:1]  # with more, they are timed on a card
 for right in ("128x128", "128x1"):
     a, b = operands(("1x128", right), turn=True)
     found = tiles_of_128_by_torchao(a, b, torch.float32)
@@ -253,8 +253,8 @@ def test_on_a_card(scaling: str) -> None:
     by = SCALINGS[scaling]
     for right in {turned(by.weights), turned(by.values)}:
         a, b = (
-            Operand(each.values.cuda(), each.scale.cuda(), each.tile)
-            for each in operands((by.values, right), turn=True)
+            Operand(value.values.cuda(), value.scale.cuda(), value.tile)
+            for value in operands((by.values, right), turn=True)
         )
         expected = a.wide(torch.float32) @ b.wide(torch.float32)
         kernel = kernel_for(a, b, BF16)

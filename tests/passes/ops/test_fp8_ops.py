@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.ops import fp8_history, fp8_ops
+from passes.ops import fp8_ops
 from passes.ops.fp8_formats import E4M3, E5M2, TILES, WHOLE, quantize, scale_shape, turned
-from passes.ops.fp8_history import fp8_delayed_scale
+from passes.ops.fp8_history import Histories, fp8_delayed_scale
 from passes.ops.fp8_kernels import Operand
 from passes.ops.fp8_ops import FP8_LINEAR, SCALINGS, fp8_dequantize, fp8_matmul, fp8_quantize, fp8_quantize_by
 from tests.passes.operators import norm_error
@@ -26,7 +26,7 @@ FORWARD_BOUND, GRADIENT_BOUND = 0.051, 0.081
 def leaves(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, ROWS // 2, INNER, dtype=dtype)
-    return tuple(each.requires_grad_() for each in (x, torch.randn(COLUMNS, INNER), torch.randn(COLUMNS, dtype=dtype)))  # type: ignore[return-value]
+    return tuple(item.requires_grad_() for item in (x, torch.randn(COLUMNS, INNER), torch.randn(COLUMNS, dtype=dtype)))  # type: ignore[return-value]
 
 
 def results(function: object, *given: Tensor, **options: object) -> list[Tensor]:
@@ -41,8 +41,8 @@ def results(function: object, *given: Tensor, **options: object) -> list[Tensor]
 def test_near_the_layer_in_fp32(scaling: str, dtype: torch.dtype) -> None:
     given = leaves(dtype)
     found = results(FP8_LINEAR, *given, scaling=scaling)
-    expected = results(F.linear, *(each.detach().float().requires_grad_() for each in given))
-    assert [each.dtype for each in found] == [dtype, dtype, torch.float32, dtype]
+    expected = results(F.linear, *(tensor.detach().float().requires_grad_() for tensor in given))
+    assert [found_one.dtype for found_one in found] == [dtype, dtype, torch.float32, dtype]
     for one, other, bound in zip(found, expected, (FORWARD_BOUND, GRADIENT_BOUND, GRADIENT_BOUND, 0.01), strict=True):
         assert norm_error(one.float(), other) < bound
     assert norm_error(found[0].float(), expected[0]) > 0.01  # 8 bits it is
@@ -64,10 +64,10 @@ def test_what_is_kept_is_in_8_bits(scaling: str) -> None:
     kept: list[Tensor] = []
     x, weight, bias = leaves(BF16)
     scale = fp8_delayed_scale(x, E4M3, "kept/x").detach() if scaling == "delayed" else None
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         FP8_LINEAR(x, weight, bias, scale, scaling=scaling, history="kept/g" if scale is not None else "")
-    assert [tuple(each.shape) for each in kept if each.dtype == E4M3] == [(ROWS, INNER), (COLUMNS, INNER)]
-    scales = sum(each.nbytes for each in kept if each.dtype != E4M3)
+    assert [tuple(tensor.shape) for tensor in kept if tensor.dtype == E4M3] == [(ROWS, INNER), (COLUMNS, INNER)]
+    scales = sum(tensor.nbytes for tensor in kept if tensor.dtype != E4M3)
     assert scales <= (x.numel() + weight.numel()) // 16
 
 
@@ -78,7 +78,7 @@ def test_every_product_is_of_tiles_along_its_sum(scaling: str, monkeypatch: pyte
 
     def product(a: Tensor, s: Tensor, b: Tensor, t: Tensor, bias: Tensor | None, *turns: Any) -> Tensor:
         operands = Operand.of(a, s, turns[0]), Operand.of(b, t, turns[1])
-        seen.append(tuple(each.tile for each in operands))
+        seen.append(tuple(operand.tile for operand in operands))
         return fp8_matmul(a, s, b, t, bias, *turns)
 
     monkeypatch.setattr(fp8_ops, "fp8_matmul", product)
@@ -111,29 +111,11 @@ def test_fakes_are_as_what_they_stand_for(tile: str) -> None:
         check(fp8_quantize_by, (torch.randn(96, 160), scale, E5M2), test_utils="test_faketensor")
 
 
-def test_a_delayed_scale_is_of_the_largest_of_the_last_16() -> None:
-    prefix = fp8_history.new_prefix()
-    ask = lambda value: float(fp8_delayed_scale(torch.tensor([value, -1.0]), E4M3, prefix) * 448)  # noqa: E731
-    assert ask(3.0) == pytest.approx(3.0)  # nothing is known yet
-    assert ask(8.0) == pytest.approx(3.0)
-    assert ask(2.0) == pytest.approx(8.0)
-    assert [ask(2.0) for _ in range(15)] == pytest.approx([8.0] * 15)
-    assert ask(2.0) == pytest.approx(2.0)
-    fp8_history.forget(prefix)
-    assert ask(5.0) == pytest.approx(5.0)
-
-
-def test_a_delayed_scale_forgets_what_is_not_finite() -> None:
-    prefix = fp8_history.new_prefix()
-    fp8_delayed_scale(torch.tensor([3.0]), E4M3, prefix)
-    assert not fp8_delayed_scale(torch.tensor([float("inf")]), E4M3, prefix).isfinite()
-    assert float(fp8_delayed_scale(torch.tensor([1.0]), E4M3, prefix) * 448) == pytest.approx(3.0)
-
-
 def test_delayed_scaling_is_near_the_layer_after_a_step() -> None:
-    prefix = fp8_history.new_prefix()
+    histories = Histories()
+    prefix = histories.prefix
     x, weight, bias = leaves(BF16)
-    expected = results(F.linear, *(each.detach().float().requires_grad_() for each in (x, weight, bias)))
+    expected = results(F.linear, *(tensor.detach().float().requires_grad_() for tensor in (x, weight, bias)))
     for _ in range(2):
         scale = fp8_delayed_scale(x, E4M3, f"{prefix}x").detach()
         linear = lambda *given: FP8_LINEAR(*given, scale, scaling="delayed", history=f"{prefix}g")  # noqa: B023, E731

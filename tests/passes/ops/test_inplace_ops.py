@@ -48,13 +48,13 @@ def test_variants(target: Any, dtype: torch.dtype) -> None:
     expected = target(*arguments(target, dtype))
     for variant in inplace_variants(target):
         given = arguments(target, dtype)
-        places = [place for place, each in enumerate(given) if isinstance(each, Tensor) and each.dtype == dtype]
+        places = [place for place, tensor in enumerate(given) if isinstance(tensor, Tensor) and tensor.dtype == dtype]
         places = [place for place in places if given[place].dim()] if variant.out else [0]
         assert places
         for place in places:
             given = arguments(target, dtype)
             options = {variant.out: given[place]} if variant.out else {}
-            variant.target(*(each.clone() if isinstance(each, Tensor) else each for each in given), **options)
+            variant.target(*(tensor.clone() if isinstance(tensor, Tensor) else tensor for tensor in given), **options)
             given = arguments(target, dtype)
             options = {variant.out: given[place]} if variant.out else {}
             with measure_peak("cpu") as peak:

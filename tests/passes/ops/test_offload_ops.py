@@ -38,7 +38,7 @@ def there_and_back(value: torch.Tensor) -> torch.Tensor:
 def test_the_same_bits_in_the_same_layout(value: torch.Tensor) -> None:
     back = there_and_back(value)
     assert (back.dtype, back.shape, back.stride()) == (value.dtype, value.shape, value.stride())
-    ours, theirs = (each.clone(memory_format=torch.contiguous_format) for each in (back, value))
+    ours, theirs = (item.clone(memory_format=torch.contiguous_format) for item in (back, value))
     assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
     assert value.numel() == 0 or back.data_ptr() != value.data_ptr()
 
@@ -126,9 +126,9 @@ def test_on_a_gpu() -> None:
         overwritten = [torch.full((2**22,), 7.0, device="cuda") for _ in range(4)]
         del overwritten
         fetched = [COPY_BACK(host, torch.device("cuda", torch.cuda.current_device())) for host in hosts]
-        values = [AWAIT_BACK(*each) for each in zip(fetched, hosts, strict=True)]
+        values = [AWAIT_BACK(*item) for item in zip(fetched, hosts, strict=True)]
         del hosts, fetched
-        assert all(torch.equal(value.cpu(), each) for value, each in zip(values, expected, strict=True))
+        assert all(torch.equal(value.cpu(), item) for value, item in zip(values, expected, strict=True))
     assert torch.cuda.memory_allocated() == held
     assert host_memory("cuda").leased_bytes == 0
 

@@ -19,7 +19,7 @@ def tensors(dtype: torch.dtype = torch.float32, rows: int = ROWS, *, ignored: in
     torch.manual_seed(0)
     floats = [torch.randn(rows, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)]
     target = torch.randint(0, CLASSES, (rows,)).masked_fill_(torch.arange(rows) % 5 == 0, ignored)
-    return [*(each.to(dtype).requires_grad_() for each in floats), target]
+    return [*(tensor.to(dtype).requires_grad_() for tensor in floats), target]
 
 
 def plain(
@@ -40,7 +40,7 @@ def plain(
 
 def gradients(function: Any, leaves: list[Tensor], *rest: Any, by: float = 1.0, **options: Any) -> list[Tensor]:
     loss = function(*leaves, *rest, **options)
-    return [loss, *torch.autograd.grad(loss * by, [each for each in leaves if each.requires_grad])]
+    return [loss, *torch.autograd.grad(loss * by, [leaf for leaf in leaves if leaf.requires_grad])]
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -91,8 +91,8 @@ def test_gradients_in_double_precision() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_no_worse_than_the_plain_loss(dtype: torch.dtype) -> None:
     *leaves, target = tensors(dtype)
-    exact = gradients(plain, [each.detach().double().requires_grad_() for each in leaves], target)
-    found, expected = (gradients(each, leaves, target) for each in (LINEAR_CROSS_ENTROPY, plain))
+    exact = gradients(plain, [leaf.detach().double().requires_grad_() for leaf in leaves], target)
+    found, expected = (gradients(call, leaves, target) for call in (LINEAR_CROSS_ENTROPY, plain))
     for one, other, reference in zip(found, expected, exact, strict=True):
         assert one.dtype == other.dtype
         assert error(one.double(), reference) <= 1.5 * error(other.double(), reference) + torch.finfo(dtype).eps / 4
@@ -110,11 +110,11 @@ def test_fp32_weights_under_16_bit_activations_get_fp32_gradients() -> None:
 
 def test_a_scaled_fp16_loss_keeps_small_gradients() -> None:
     """Sure of its targets, the loss has gradients that fp16 holds only once they are scaled."""
-    hidden, weight, bias, _ = (each.detach() for each in tensors(torch.float16, 512))
-    leaves = [each.requires_grad_() for each in (hidden, weight * 2, bias)]
+    hidden, weight, bias, _ = (tensor.detach() for tensor in tensors(torch.float16, 512))
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight * 2, bias)]
     target = F.linear(*leaves).argmax(1)
-    exact = gradients(plain, [each.detach().double().requires_grad_() for each in leaves], target, by=2.0**16)
-    found, expected = (gradients(each, leaves, target, by=2.0**16) for each in (LINEAR_CROSS_ENTROPY, plain))
+    exact = gradients(plain, [leaf.detach().double().requires_grad_() for leaf in leaves], target, by=2.0**16)
+    found, expected = (gradients(call, leaves, target, by=2.0**16) for call in (LINEAR_CROSS_ENTROPY, plain))
     for one, other, reference in zip(found, expected, exact, strict=True):
         assert typical_error(one, reference) <= 1.1 * typical_error(other, reference)
 
@@ -124,7 +124,7 @@ def test_no_target_gives_nan_and_gradients_of_zeros(smoothing: float) -> None:
     *leaves, target = tensors()
     loss, *found = gradients(LINEAR_CROSS_ENTROPY, leaves, torch.full_like(target, -100), label_smoothing=smoothing)
     assert loss.isnan()
-    assert all((each == 0).all() for each in found)
+    assert all((found_one == 0).all() for found_one in found)
     total, *_ = gradients(LINEAR_CROSS_ENTROPY, leaves, torch.full_like(target, -100), reduction="sum")
     assert total == 0
 
@@ -148,7 +148,7 @@ def test_a_class_that_is_masked_out() -> None:
     hidden, weight, bias, target = tensors()
     bias = bias.detach().index_fill_(0, torch.tensor([5]), float("-inf"))
     target = target.masked_fill(target == 5, 6)
-    found, expected = (gradients(each, [hidden, weight], bias, target) for each in (LINEAR_CROSS_ENTROPY, plain))
+    found, expected = (gradients(call, [hidden, weight], bias, target) for call in (LINEAR_CROSS_ENTROPY, plain))
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) < 1e-6
 
@@ -220,7 +220,7 @@ def test_peak_is_one_chunk_and_the_gradients(later: bool) -> None:
 def test_weight_gradient_of_16_bits_in_the_backward(dtype: torch.dtype) -> None:
     *leaves, target = tensors(dtype)
     found, expected = (
-        gradients(LINEAR_CROSS_ENTROPY, leaves, target, weight_in_backward=each) for each in (True, False)
+        gradients(LINEAR_CROSS_ENTROPY, leaves, target, weight_in_backward=item) for item in (True, False)
     )
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) <= torch.finfo(dtype).eps

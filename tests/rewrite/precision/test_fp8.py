@@ -86,8 +86,8 @@ def test_layers_of_one_input_are_decided_on_together() -> None:
     def module(*columns: int) -> GraphModule:
         network = Network()
         x = network.input("x", 4096, 2048, dtype=BF16)
-        layers = [network.layer(x, each) for each in columns]
-        return network.returns(*(network.layer(network.call(aten.relu.default, each), 16) for each in layers))
+        layers = [network.layer(x, column) for column in columns]
+        return network.returns(*(network.layer(network.call(aten.relu.default, item), 16) for item in layers))
 
     assert "linear" not in rewritten(DecideFp8(H100), module(64))
     assert {"linear", "linear_1"} <= set(rewritten(DecideFp8(H100), module(64, 8192)))
@@ -100,14 +100,14 @@ def test_an_embeddings_weight_is_left_alone() -> None:
     hidden = network.call(aten.embedding.default, weight, tokens)
     module = network.returns(network.layer(network.layer(hidden, 512, weight), 16))
     assert rewritten(DecideFp8(CPU), module) == []
-    assert "its weight is an embedding's too" in notes(DecideFp8(CPU), module)
+    assert "an embedding shares its weight" in notes(DecideFp8(CPU), module)
 
 
 def test_wishes_are_kept() -> None:
     module = attention(rows=64, width=64)
     decide = DecideFp8(CPU, Rules((("linear_1", BF16),)))
     assert "linear_1" not in rewritten(decide, module)
-    assert "a rule of yours gives its type" in notes(decide, module)
+    assert "a rule of yours sets its dtype" in notes(decide, module)
     decision = DecideFp8(CPU)(OperatorGraph(module, frozenset(), author_typed=frozenset({"linear_3"})))
     assert "linear_3" not in decision.reasons
 

@@ -19,7 +19,7 @@ def test_a_residual_stream_weighs_all_and_its_branches_their_share() -> None:
     loss = sketch.call(aten.cross_entropy_loss.default, stream[-1], labels)
     graph = sketch.returns(loss).graph
     found = influence(graph, differentiated(graph, {0, 1}))
-    assert [found.of[each] for each in stream] == [pytest.approx(1.0)] * 3
+    assert [found.of[value] for value in stream] == [pytest.approx(1.0)] * 3
     assert found.of[branches[1]] == pytest.approx(1 / 3)
     assert found.of[branches[0]] == pytest.approx(1 / 2 * (2 / 3 + 1 / 3))
     assert found.edge(stream[1], stream[2]) == pytest.approx(2 / 3)
@@ -47,4 +47,4 @@ def test_without_a_loss_all_results_weigh() -> None:
     results = [sketch.call(aten.relu.default, x), sketch.call(aten.neg.default, x)]
     graph = sketch.returns(*results).graph
     found = influence(graph, differentiated(graph, {0}))
-    assert [found.of[each] for each in (*results, x)] == [1.0, 1.0, 1.0], "no value weighs more than the loss"
+    assert [found.of[item] for item in (*results, x)] == [1.0, 1.0, 1.0], "no value weighs more than the loss"

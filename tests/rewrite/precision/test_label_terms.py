@@ -48,7 +48,7 @@ def test_flipping_is_the_difference_of_totals(number: int) -> None:
     state = random.Random(number + 1)
     chosen = {label: state.random() < 0.5 for label in labels}
     flipped = {**chosen, labels[0]: not chosen[labels[0]]}
-    before, after = (terms.total(terms.complete(each)) for each in (chosen, flipped))
+    before, after = (terms.total(terms.complete(item)) for item in (chosen, flipped))
     assert np.allclose(terms.flipping(labels[0], terms.complete(chosen)), after - before)
 
 

@@ -77,11 +77,11 @@ def train(model: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, list[Tens
     model.zero_grad()
     loss = model(**given)
     loss.backward()
-    return loss.detach(), [each.grad for each in model.parameters()]
+    return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
 def finite(loss: Tensor, gradients: list[Tensor]) -> bool:
-    return all(bool(torch.isfinite(each).all()) for each in (loss, *gradients))
+    return all(bool(torch.isfinite(gradient).all()) for gradient in (loss, *gradients))
 
 
 def decider_of(model: nn.Module) -> DecidePrecision:
@@ -113,8 +113,10 @@ def test_an_overflow_stays_out_and_the_step_is_finite(breaks: bool) -> None:
     assert loss.item() == pytest.approx(plain.item(), rel=0.02)
     reasons = sample_reasons(plan)
     assert reasons
-    assert all("second" in each or "dropout" in each or "batch_norm" in each for each in reasons)
-    assert any("narrow" in each and "fp32: reached" in each and "fp16 ends at 65504" in each for each in reasons)
+    assert all("second" in reason or "dropout" in reason or "batch_norm" in reason for reason in reasons)
+    assert any(
+        "narrow" in reason and "fp32: reached" in reason and "fp16 ends at 65504" in reason for reason in reasons
+    )
     assert f"{len(reasons)} ops have values beyond its range and stay in fp32" in " ".join(plan.notes)
 
 
@@ -125,7 +127,7 @@ def test_planned_ahead_and_again_it_is_the_same() -> None:
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead) != []
     train(model, batch())
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead)
-    small = {name: each * 0 for name, each in batch().items()}  # a batch without overflow, with gradients held
+    small = {name: item * 0 for name, item in batch().items()}  # a batch without overflow, with gradients held
     model(**small).backward()
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(ahead)
 
@@ -133,13 +135,13 @@ def test_planned_ahead_and_again_it_is_the_same() -> None:
 def test_a_model_without_overflow_is_planned_as_before() -> None:
     model = Net()
     with_values = memopt.plan(model, 1, batch(), optimizer=None, precision="fp16")
-    meta = {name: each.to("meta") for name, each in batch().items()}
+    meta = {name: item.to("meta") for name, item in batch().items()}
     without = memopt.plan(model, 1, meta, optimizer=None, precision="fp16")
     assert str(with_values.diff("precision")) == str(without.diff("precision"))
     assert with_values.predicted_peak_bytes == without.predicted_peak_bytes
     assert "fp16 was screened on a sample batch: all values are within range" in with_values.notes
-    assert any("not screened on a sample batch, since it was planned without values" in each for each in without.notes)
-    assert not any("screened" in each for each in memopt.plan(model, 1, batch(), precision="bf16").notes)
+    assert any("not screened on a sample batch, since it was planned without values" in note for note in without.notes)
+    assert not any("screened" in note for note in memopt.plan(model, 1, batch(), precision="bf16").notes)
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "regions"])
@@ -179,7 +181,10 @@ def test_the_sample_run_keeps_to_the_budget() -> None:
         memopt.optimize(model, budget_gb, optimizer=None, precision="fp16")
         loss, gradients = train(model, given)
     assert finite(loss, gradients)
-    assert peak.allocated_bytes + sum(each.nbytes for each in (*model.parameters(), *given.values())) <= budget_gb * GIB
+    assert (
+        peak.allocated_bytes + sum(tensor.nbytes for tensor in (*model.parameters(), *given.values()))
+        <= budget_gb * GIB
+    )
 
 
 def test_without_room_for_it_nothing_is_run() -> None:
@@ -197,7 +202,7 @@ def test_without_room_for_it_nothing_is_run() -> None:
 
 
 def test_a_plan_without_values_and_the_step_after_it() -> None:
-    meta = {name: each.to("meta") for name, each in batch().items()}
+    meta = {name: item.to("meta") for name, item in batch().items()}
     model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")
     assert any("it was planned without values" in note for note in memopt.plan_of(model).notes)
     train(model, batch())
@@ -238,7 +243,7 @@ def test_t5_whose_feed_forward_overflows() -> None:
     assert step.peak_bytes <= budget_gb * GIB
     assert torch.isclose(step.loss.float(), plain.loss, rtol=0.02)
     assert sample_reasons(memopt.plan_of(model)) == sample_reasons(plan)
-    assert all("wo_weight" in each or "dropout" in each for each in sample_reasons(plan))
+    assert all("wo_weight" in reason or "dropout" in reason for reason in sample_reasons(plan))
 
 
 def seen(step: Step) -> tuple[Tensor, list[Tensor]]:
@@ -246,7 +251,7 @@ def seen(step: Step) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.name != "moe"], ids=str)
+@pytest.mark.parametrize("family", [item for item in FAMILIES if item.name != "moe"], ids=str)
 def test_families_do_not_overflow_as_they_are(family: Family) -> None:
     plan = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp16")
     assert "fp16 was screened on a sample batch: all values are within range" in plan.notes
@@ -255,7 +260,7 @@ def test_families_do_not_overflow_as_they_are(family: Family) -> None:
 def test_rules_with_fp16_are_screened_too() -> None:
     rules = {"default": "fp32", "linear": "fp16"}
     plan = memopt.plan(Net((1e6, 1.0)), 1, batch(), optimizer=None, precision=rules)
-    assert any("linear" in each and "reached" in each for each in sample_reasons(plan))
+    assert any("linear" in reason and "reached" in reason for reason in sample_reasons(plan))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([(), (1,), (7,), (3, 5), (0, 4), (40, 3, 70), (1, 1, 300), (260, 1)]))

@@ -80,8 +80,8 @@ def test_what_an_exponential_reads_keeps_all_of_its_bits() -> None:
 def test_the_same_graph_gets_the_same_choices() -> None:
     prices = OpPrices(hardware("h100"), narrows=True)
     plans = [
-        SearchPrecision(AssignPrecision(BF16), each)(OperatorGraph(post_norm(), PARAMETERS))
-        for each in (prices, prices, OpPrices(hardware("h100"), narrows=True))
+        SearchPrecision(AssignPrecision(BF16), item)(OperatorGraph(post_norm(), PARAMETERS))
+        for item in (prices, prices, OpPrices(hardware("h100"), narrows=True))
     ]
     assert plans[0] == plans[1] == plans[2]
 
@@ -149,7 +149,9 @@ def test_gradients_are_as_exact_as_autocasts(name: str) -> None:
     def gradients(run: nn.Module) -> torch.Tensor:
         run.zero_grad()
         loss_of(run(**batch)).backward()
-        return torch.cat([each.grad.flatten().double() for each in run.parameters() if each.grad is not None])
+        return torch.cat(
+            [parameter.grad.flatten().double() for parameter in run.parameters() if parameter.grad is not None]
+        )
 
     exact = gradients(model.double())
     model.float()

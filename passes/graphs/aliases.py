@@ -1,0 +1,194 @@
+"""Which memory the values of a graph lie in: what makes a block of memory, what reads it, and until when.
+
+`find_aliases` follows tensors through a graph from node to node. `storages` compares the stored fake tensors instead:
+it is exact for a graph as it was traced, also where operators work in place, but not for one in which a pass has copied
+calls, since copies share their stored values.
+"""
+
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.compat import schema_of
+from passes.graphs.new_memory import makes_memory
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
+from passes.ops.offload_ops import COPY_OUT
+
+# They share their input's memory although their schema does not say so.
+_SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default})
+
+
+def storages(node: Node) -> frozenset[Hashable]:
+    """Returns the storages behind a node's stored value; nodes that share one are views of the same memory."""
+    return frozenset(
+        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        for value in tensors(node.meta.get("val"))
+        if value.layout == torch.strided
+    )
+
+
+def viewed_argument(node: Node) -> Node | None:
+    """Returns the argument whose memory the node's result lies in, by the operator's schema; None if it has its own.
+
+    In-place operators count as well: their result is the argument that they write to.
+    """
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD):
+        return None
+    if target in _SILENT_VIEWS:
+        return node.args[0] if isinstance(node.args[0], Node) else None
+    if not any(result.alias_info is not None for result in schema_of(target).returns):
+        return None
+    for argument, value in zip(schema_of(target).arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(value, Node):
+            return value
+    return None
+
+
+def results_of(node: Node) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a node returns, one level of tuple or list deep, as fake tensors."""
+    value = node.meta.get("val")
+    for element in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(element, torch.Tensor):
+            yield element
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of memory: the node that makes it (an input for what is there before), and the fake tensor made."""
+
+    maker: Node
+    value: torch.Tensor
+
+
+@dataclass
+class Aliases:
+    """The blocks of memory of a graph, numbered as they are made, and which nodes look at them."""
+
+    graph: Graph
+    blocks: list[Block] = field(default_factory=list)
+    of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    """By node the block of each tensor that it returns; for `cautious` ones all blocks that these may lie in."""
+    views: set[Node] = field(default_factory=set)
+    """The nodes that make no memory, since they return what lies in another node's."""
+    written_over: set[int] = field(default_factory=set)
+    """The blocks that hold one value after another."""
+
+    def read_by(self, node: Node) -> tuple[int, ...]:
+        """Returns the blocks that a node reads, through views, each once, in the order of its arguments."""
+        return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of.get(source, ())))
+
+    def made_by(self, node: Node) -> tuple[int, ...]:
+        """Returns the blocks that come to be when a node runs."""
+        return tuple(block for block in dict.fromkeys(self.of.get(node, ())) if self.blocks[block].maker is node)
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[Node, ...]]:
+        """By block the nodes that read it under whatever name, in the graph's order; the output is one."""
+        found: dict[int, list[Node]] = {}
+        for node in self.graph.nodes:
+            for block in self.read_by(node):
+                found.setdefault(block, []).append(node)
+        return {block: tuple(nodes) for block, nodes in found.items()}
+
+    @cached_property
+    def last_reader(self) -> Mapping[int, Node]:
+        """By block the last call that may read it. Taking an element out of a tuple reads no memory."""
+        calls = {block: [node for node in nodes if not _takes_element(node)] for block, nodes in self.readers.items()}
+        return {block: nodes[-1] for block, nodes in calls.items() if nodes}
+
+    def own_block(self, node: Node) -> int | None:
+        """Returns the one block, made by a call of the graph, that a node's value lies in; None if there is none such.
+
+        That may be because the value may lie in several, or in memory that is there before the graph runs.
+        """
+        blocks = self.of.get(node, ())
+        single = len(blocks) == 1 and self.blocks[blocks[0]].maker.op == "call_function"
+        return blocks[0] if single else None
+
+    def _make(self, node: Node) -> tuple[int, ...]:
+        first = len(self.blocks)
+        self.blocks += [Block(node, value) for value in results_of(node)]
+        return tuple(range(first, len(self.blocks)))
+
+
+def find_aliases(
+    graph: Graph, fused: Iterable[Node] = (), written_over: Mapping[str, str] = MappingProxyType({})
+) -> Aliases:
+    """Follows every tensor of a functional ATen graph to the memory that holds it.
+
+    Views and aliases, by their schema, lie in the memory of what they view. Every other tensor is a block of its own.
+
+    Args:
+        graph: nodes carry fake tensors in `meta["val"]`; sizes may be symbolic.
+        fused: nodes whose values are never held, since whatever reads one computes it: their readers read all that
+            they are computed from.
+        written_over: names of calls that write their result over an operand, each with that operand's name.
+    """
+    found, recomputed = Aliases(graph), set(fused)
+    named = {node.name: node for node in graph.nodes} if written_over else {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        viewed = node.args[0] if _takes_element(node) else viewed_argument(node)
+        if node in recomputed or viewed in recomputed:
+            found.of[node] = found.read_by(node)
+            recomputed.add(node)
+        elif _takes_element(node):
+            found.of[node] = _element(found, node)
+        elif node.target is COPY_OUT:  # its result is the host's memory
+            found.of[node] = ()
+            continue
+        elif node.name in written_over:
+            found.of[node] = found.of[named[written_over[node.name]]]
+            found.written_over.update(found.of[node])
+            continue
+        elif isinstance(viewed, Node):
+            found.of[node] = found.of.get(viewed, ())[:1] * max(1, len(list(results_of(node))))
+        else:
+            found.of[node] = found._make(node)
+            continue
+        found.views.add(node)
+    return found
+
+
+def find_cautious_aliases(graph: Graph) -> Aliases:
+    """Follows every tensor of any ATen graph to all blocks of memory that it may lie in.
+
+    Only operators that are known to make their results in new memory (`makes_memory`) are taken to do so. The result of
+    any other call may lie in the memory of whatever it reads.
+    """
+    found = Aliases(graph)
+    for node in graph.nodes:
+        source = node.args[0] if _takes_element(node) else None
+        if node.op in ("placeholder", "get_attr") or makes_memory(node):
+            found.of[node] = found._make(node)
+        elif isinstance(source, Node) and makes_memory(source):
+            found.of[node] = _element(found, node)
+        elif node.op == "call_function" and "val" in node.meta and not any(True for _ in tensors(node.meta["val"])):
+            found.of[node] = ()  # a size or another number
+        elif node.op != "output":
+            found.of[node] = found.read_by(node)
+    return found
+
+
+def _takes_element(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _element(found: Aliases, getitem: Node) -> tuple[int, ...]:
+    """The block of the element that a getitem takes out of a tuple."""
+    source, index = getitem.args
+    assert isinstance(source, Node)
+    value = source.meta.get("val")
+    if not isinstance(value, (tuple, list)) or not isinstance(getitem.meta.get("val"), torch.Tensor):
+        return ()
+    before = sum(isinstance(element, torch.Tensor) for element in value[: operator.index(index)])  # type: ignore[arg-type]
+    return found.of[source][before : before + 1]
