@@ -66,7 +66,9 @@ class JointGraph:
         """
         module, passed = CANONICAL(traced), None
         if decide is not None:
-            passed = run_joint_passes(module, decide(module, forward_outputs))
+            passed = run_joint_passes(
+                module, decide(module, forward_outputs, operators.exact if operators else frozenset())
+            )
             module = CANONICAL(passed.stages[-1])
         reuses: tuple[FoundReuse, ...] = ()
         if reinplace and not fused:

@@ -57,8 +57,9 @@ Decide: TypeAlias = Callable[[OperatorGraph], Decision]
 same graph."""
 
 
-DecideJoint: TypeAlias = Callable[[fx.GraphModule, int], Pipeline]
-"""Returns the passes to run on a canonical joint graph, given also the number of its forward's outputs."""
+DecideJoint: TypeAlias = Callable[[fx.GraphModule, int, frozenset[str]], Pipeline]
+"""Returns the passes to run on a canonical joint graph, given also the number of its forward's outputs, and the names of
+the operator graph's nodes whose types must stay (`Decision.exact`)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class NothingToRewrite(Exception):
         self.notes = notes
 
 
-_EXACT = "memopt_exact"
+_OPERATOR = "memopt_operator"
+"""The entry of `node.meta["custom"]` with the name of the operator that a joint graph's node was traced from."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class Operators:
     notes: tuple[str, ...] = ()
     author_typed: frozenset[str] = frozenset()
     """See `OperatorGraph`."""
+
+    @property
+    def exact(self) -> frozenset[str]:
+        """Names of the nodes whose types are somebody's wish, in any decision."""
+        return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -205,22 +212,20 @@ def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:
     """A copy of the rewritten graph for AOTAutograd, with constants as plain attributes, since buffers would become
-    inputs and renumber the others. Nodes traced from a node in `Decision.exact` are marked (see `is_exact`)."""
+    inputs and renumber the others. What is traced from each node can be told later: see `traced_from`."""
     module = copy_graph_module(operators.stages[-1])
-    exact = frozenset(name for decision in operators.decisions for name in decision.exact)
     for node in module.graph.nodes:
-        if node.name in exact:
-            # Tracers copy this entry to every node that they create for this one, in the backward too.
-            node.meta["custom"] = {**node.meta.get("custom", {}), _EXACT: True}
+        # Tracers copy this entry to every node that they create for this one, in the backward too.
+        node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)
     return module
 
 
-def is_exact(node: fx.Node) -> bool:
-    """Whether a joint graph's node was traced from a node in `Decision.exact`."""
-    return _EXACT in node.meta.get("custom", {})
+def traced_from(node: fx.Node) -> str:
+    """The name of the operator graph's node that a joint graph's node was traced from; empty where there is none."""
+    return str(node.meta.get("custom", {}).get(_OPERATOR, ""))
 
 
 def _check_targets(graph: fx.Graph) -> None:

@@ -28,8 +28,8 @@ class RunJointPasses:
     passes: tuple[Pass, ...]
     before: DecideJoint | None = None
 
-    def __call__(self, joint: fx.GraphModule, forward_outputs: int) -> Pipeline:
-        first = () if self.before is None else (self.before(joint, forward_outputs),)
+    def __call__(self, joint: fx.GraphModule, forward_outputs: int, exact: frozenset[str]) -> Pipeline:
+        first = () if self.before is None else (self.before(joint, forward_outputs, exact),)
         return Pipeline((*first, *self.passes))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.operators import Decision, OperatorGraph, is_exact
+from memopt.capture.operators import Decision, OperatorGraph, traced_from
 from memopt.device.hardware_table import Hardware, scaled_rate
 from memopt.device.time_model import op_seconds
 from memopt.rewrite.precision.narrow import LEAST_BYTES, narrowing, sole_values
@@ -171,30 +171,32 @@ def note_activations(graph: OperatorGraph) -> Decision:
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 
 
-def quantizing(module: fx.GraphModule, forward_outputs: int) -> Pipeline:
+def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
     """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits."""
-    narrow = narrowing(module, forward_outputs)
-    return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs))))
+    narrow = narrowing(module, forward_outputs, exact)
+    return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
 
 
-def quantized(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
+def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
     backward = backward_nodes(graph)
     values = sole_values(graph, forward_outputs)
-    return tuple(node.name for node in values if _worth(node) and _tolerated(node.users, backward))
+    return tuple(node.name for node in values if _worth(node, exact) and _tolerated(node.users, backward, exact))
 
 
-def _worth(node: fx.Node) -> bool:
+def _worth(node: fx.Node, exact: frozenset[str]) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
         return False
     large = value.numel() * value.element_size() >= LEAST_BYTES
-    return large and value.dim() > 1 and value.is_contiguous() and not is_exact(node)
+    return large and value.dim() > 1 and value.is_contiguous() and traced_from(node) not in exact
 
 
-def _tolerated(readers: Iterable[fx.Node], backward: frozenset[fx.Node]) -> bool:
-    late = [reader for reader in readers if reader in backward]
+def _tolerated(readers: Iterable[fx.Node], backward: frozenset[fx.Node], exact: frozenset[str]) -> bool:
     return all(
-        _tolerated(reader.users, backward) if is_view(reader) else op_name(reader) in _TOLERANT and not is_exact(reader)
-        for reader in late
+        _tolerated(reader.users, backward, exact)
+        if is_view(reader)
+        else op_name(reader) in _TOLERANT and traced_from(reader) not in exact
+        for reader in readers
+        if reader in backward
     )

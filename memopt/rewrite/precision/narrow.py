@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from memopt.capture.operators import is_exact
+from memopt.capture.operators import traced_from
 from passes import NarrowSaved, Pipeline, SumWide
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import backward_nodes
@@ -33,12 +33,15 @@ _TOLERANT = frozenset(
 LEAST_BYTES = 64 * 1024
 
 
-def narrowing(module: fx.GraphModule, forward_outputs: int) -> Pipeline:
-    """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits."""
-    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs), torch.bfloat16)))
+def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
+    """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
+
+    `exact` holds the names of the operator graph's nodes whose types are the author's or the user's choice.
+    """
+    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
-def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
+def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
 
     Left alone are values that are held anyway, as inputs or outputs, values that the backward reads through several
@@ -46,7 +49,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int) -> tuple[str, ...]:
     """
     backward = backward_nodes(graph)
     values = sole_values(graph, forward_outputs)
-    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward))
+    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward, exact))
 
 
 def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
@@ -79,16 +82,16 @@ def worth_narrowing(node: fx.Node) -> bool:
     return value.untyped_storage().nbytes() >= LEAST_BYTES
 
 
-def tolerated(value: fx.Node, backward: frozenset[fx.Node]) -> bool:
+def tolerated(value: fx.Node, backward: frozenset[fx.Node], exact: frozenset[str] = frozenset()) -> bool:
     """Returns whether all readers of a value in the backward, behind views too, may read it in bf16."""
-    if is_exact(value):
+    if traced_from(value) in exact:
         return False
     for reader in value.users:
         if reader not in backward:
             continue
-        name = "" if is_exact(reader) else op_name(reader)
+        name = "" if traced_from(reader) in exact else op_name(reader)
         if is_view(reader):
-            if not tolerated(reader, backward):
+            if not tolerated(reader, backward, exact):
                 return False
         elif name not in _TOLERANT:
             return False
