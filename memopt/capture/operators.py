@@ -58,7 +58,7 @@ same graph."""
 
 
 DecideJoint: TypeAlias = Callable[[fx.GraphModule, int, frozenset[str]], Pipeline]
-"""Returns the passes to run on a canonical joint graph, given also the number of its forward's outputs, and the names of
+"""Returns the passes to run on a canonical joint graph, given the number of its forward's outputs and the names of
 the operator graph's nodes whose types must stay (`Decision.exact`)."""
 
 

@@ -52,11 +52,6 @@ class RegionTrace:
         with self.region.tracing(), self._autocast():
             yield
 
-    def run_without_gradients(self, *inputs: Any) -> Any:
-        """The outputs of a region that no gradient flows through, run operator by operator."""
-        with self._autocast():
-            return self.module(*inputs)
-
     def _autocast(self) -> AbstractContextManager[Any]:
         """No autocast around a graph that has its casts written out; the plan's autocast around one that has not."""
         if self.rewritten:

@@ -129,6 +129,6 @@ class Advice:
             captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)
             search = planner.search(situation, advise=False)
             try:
-                return planner.plan(captured, call, situation, search).smallest_bytes()
+                return search.fastest(planner.candidates(captured, call, situation, search)).smallest_bytes()
             except BudgetError as error:
                 return error.smallest_bytes

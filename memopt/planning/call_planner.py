@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -27,7 +27,6 @@ from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options, backend_for
-from memopt.planning.plan import Plan
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
@@ -69,35 +68,29 @@ class CallPlanner:
         self.histories = histories_of(model).prefix
         """What the names begin with under which the model's 8-bit layers remember magnitudes."""
 
-    def plan(
+    def candidates(
         self,
         captured: CapturedCall,
         call: Call,
         situation: Situation,
-        search: PlanSearch | None = None,
+        search: PlanSearch,
         *,
         lowering_bytes: int = 0,
-    ) -> Plan:
-        """The fastest plan of a captured call that fits: rewrite, price and solve with more and more levers.
+    ) -> Iterator[Candidate]:
+        """A captured call rewritten and priced with more and more levers, each set when it is asked for.
 
-        `lowering_bytes` are what compiled code is known to hold beyond what is planned. Raises `BudgetError`,
-        `CaptureError`.
+        `search` is told of sets whose newest lever has no work. `lowering_bytes` are what compiled code is known to
+        hold beyond what is planned. Raises `CaptureError`.
         """
-        search = search or self.search(situation)
         account = self.account(call, situation)
         account = replace(account, lowering=lowering_bytes, between_regions=captured.between_bytes)
         if self.options.passes:
             search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
         for levers in self.lever_sets:
             try:
-                step = self.rewrite_and_price(captured, call, situation, levers)
+                yield levers, self.rewrite_and_price(captured, call, situation, levers), account
             except NothingToRewrite as nothing:
                 search.skip(levers, nothing.notes)
-                continue
-            plan = search.consider(levers, step, account)
-            if plan is not None:
-                return plan
-        return search.best()[0]
 
     def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
         """A captured call with some levers pulled: rewritten, differentiated, priced for the card.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
@@ -55,6 +55,15 @@ class PlanSearch:
 
     def __post_init__(self) -> None:
         self._notes |= dict.fromkeys(self.notes)
+
+    def fastest(self, candidates: Iterable[Candidate]) -> Plan:
+        """The fastest plan of the lever sets, which are asked for only until a plan adds next to no time, and of the
+        proposals. Raises `BudgetError` where none fits."""
+        for candidate in candidates:
+            plan = self.consider(*candidate)
+            if plan is not None:
+                return plan
+        return self.best()[0]
 
     def skip(self, levers: LeverSet, notes: tuple[str, ...]) -> None:
         """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""

@@ -34,7 +34,6 @@ class PendingForward:
     accumulation: Accumulation
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
-    regions_run: int = 0
     done: bool = False
     _backward: int = -1
     _extra_bytes: int = 0

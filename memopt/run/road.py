@@ -21,6 +21,7 @@ from memopt.planning.advice import Advice
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
+from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
 
@@ -41,28 +42,28 @@ class Road:
         self.planner, self.accumulation = planner, accumulation
 
     def plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
-        """Rewrite, price and solve a captured call ahead of its first run; `advise`: a refusal says what would help.
+        """The first part of the road, ahead of a call's first run; `advise`: a refusal says what would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
-        planner = self.planner
-        search = planner.search(situation, advise=advise)
-        search.narrowed = planner.on_narrow_parameters(call, situation)
-        if advise:
-            search.advice = Advice(planner, call, situation)
         key = self._key(captured, call, situation)
         plan_cache.note(self.sketch(call, situation), key)
         kept = plan_cache.find(key)
         if kept and (found := self._by_kept(kept, captured, call, situation)):
             return found
-        plan = planner.plan(captured, call, situation, search)
+        search = self.planner.search(situation, advise=advise)
+        search.narrowed = self.planner.on_narrow_parameters(call, situation)
+        if advise:
+            search.advice = Advice(self.planner, call, situation)
+        plan = self._rewrite_price_solve(captured, call, situation, search)
         self.keep(key, plan)
         return plan
 
     def travel(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
     ) -> EmittedCall:
-        """From a captured call to code that runs within the budget; `planned` is its plan, if it was planned ahead.
+        """From a captured call to code that runs within the budget, which its caller installs; `planned` is its plan,
+        if it was planned ahead.
 
         Compiled code may hold other bytes than planned: it is then planned again, tighter or looser, a few times.
         Raises `BudgetError`, `CaptureError`.
@@ -73,7 +74,9 @@ class Road:
         refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
         for _ in range(ROUNDS):
             try:
-                plan = planned or self.planner.plan(captured, call, situation, lowering_bytes=refit.lowering_bytes)
+                plan = planned or self._rewrite_price_solve(
+                    captured, call, situation, self.planner.search(situation), lowering_bytes=refit.lowering_bytes
+                )
             except BudgetError:
                 if not refit.fits:
                     raise
@@ -89,6 +92,22 @@ class Road:
         plan, emitted = refit.best()
         self.keep(key, plan, emitted)
         return EmittedCall(plan, emitted.runs)
+
+    def _rewrite_price_solve(
+        self,
+        captured: CapturedCall,
+        call: Call,
+        situation: Situation,
+        search: PlanSearch,
+        *,
+        lowering_bytes: int = 0,
+    ) -> Plan:
+        """The fastest plan within the budget, over sets of levers; each is rewritten and priced when the search asks.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
+        candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
+        return search.fastest(candidates)
 
     def sketch(self, call: Call, situation: Situation) -> str | None:
         """The key of a call that is not captured yet; None where plans are not kept."""
