@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from passes.ops.fp8_history import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
 
@@ -26,6 +29,8 @@ class TrainingState:
     buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], Tensors], ...]
     """Each module with its table of buffers and with copies of their values in host memory."""
     generators: tuple[Any, ...]
+    histories: Mapping[str, Mapping[str, torch.Tensor]]
+    """The magnitudes that 8-bit layers with delayed scaling remember."""
 
     @classmethod
     def of(cls, model: nn.Module) -> TrainingState:
@@ -41,6 +46,7 @@ class TrainingState:
                 for module, table in tables
             ),
             generator_states(device),
+            histories_state(model),
         )
 
     def restore(self) -> None:
@@ -50,7 +56,7 @@ class TrainingState:
         self.undo_forward()
 
     def undo_forward(self) -> None:
-        """Sets buffers and generators back to this state."""
+        """Sets buffers, generators and the histories of 8-bit layers back to this state."""
         for module, table, values in self.buffers:
             module._buffers.clear()
             module._buffers.update(table)
@@ -58,6 +64,7 @@ class TrainingState:
                 buffer = table[name]
                 if buffer is not None and not torch.equal(buffer.cpu(), value):
                     buffer.detach().copy_(value)
+        load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
     def restore_gradients(self) -> None:

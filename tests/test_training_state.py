@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memopt.training_state import TrainingState, generator_states, set_generators
+from passes.ops.fp8_history import histories_of
 
 CPU = torch.device("cpu")
 
@@ -81,3 +82,15 @@ def test_generators_are_set_back() -> None:
     first = random.random(), np.random.rand(), torch.rand(()).item()
     set_generators(states, CPU)
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == first
+
+
+def test_histories_of_8_bit_layers_are_set_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    histories = histories_of(model)
+    histories.scale("x", torch.ones(4), torch.float8_e4m3fn)
+    state, before = TrainingState.of(model), histories.magnitudes
+    histories.scale("x", 3 * torch.ones(4), torch.float8_e4m3fn)
+    histories.scale("y", torch.ones(4), torch.float8_e4m3fn)
+    state.undo_forward()
+    assert histories.magnitudes.keys() == before.keys()
+    assert torch.equal(histories.magnitudes["x"], before["x"])
