@@ -56,12 +56,17 @@ def rehearse(
     """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `rehearsal`.
 
     `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
-    the run fails or contains no region.
+    the run cannot be captured, fails on fakes, or contains no region; what the model itself raises on real values comes
+    through as it is.
     """
+    from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
+
     try:
         with mode or nullcontext(), rehearsal.between:
             rehearsal.differentiate(run())
     except Exception as failure:
+        if mode is None and not isinstance(failure, DynamoError):
+            raise
         error = in_brief(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"
         reasons = reason if error == reason else f"{reason}; {where}: {error}"

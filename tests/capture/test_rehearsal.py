@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,25 @@ def test_a_forward_that_branches_on_a_value_is_planned_on_its_values() -> None:
     for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(found, expected)
     assert model.steps == plain.steps == 2
+
+
+class Failing(Branches):
+    """Raises an exception of its own where its input is zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any():
+            raise ZeroDivisionError("mine")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("allow", [{"recompute"}, {"recompute", "plain"}])
+def test_an_exception_of_the_models_own_comes_through(allow: set[str]) -> None:
+    model = Failing().train()
+    memopt.optimize(model, 1, **{**EXACT, "allow": allow})
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        model(torch.zeros(8, 16))
+    model(torch.ones(8, 16)).backward()
+    assert memopt.plan_of(model).regions
 
 
 def test_everything_that_a_forward_changes_is_undone_also_where_it_raises() -> None:
