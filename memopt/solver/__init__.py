@@ -1,4 +1,7 @@
-"""Algorithms over numbers: which values of a training step to keep and which to recompute."""
+"""Solvers: which values of a training step to save, which to recompute and which to offload to the host.
+
+They see a step as a `RematProblem`, which holds numbers only, and return a `Schedule`.
+"""
 
 from memopt.solver.best_effort import Progress
 from memopt.solver.errors import Infeasible, SolverError

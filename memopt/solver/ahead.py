@@ -1,6 +1,6 @@
 """Compiles the kernels ahead of time into the extension `memopt.solver._kernels`; `setup.py` calls it.
 
-numba's own ahead-of-time compiler does it, for any CPU of the platform. The extension needs numba no more.
+numba's ahead-of-time compiler makes code for any CPU of the platform. The built extension does not need numba.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memopt.solver.native import KERNEL_MODULES, entry_name, fingerprint, kernel
 
 
 def extension() -> Any:
-    """The setuptools extension with every kernel that Python calls. Needs numba; building it needs a C compiler."""
+    """The setuptools extension with every kernel that Python calls. Needs numba, and a C compiler to be built."""
     pycc: Any = importlib.import_module("numba.pycc")
     library = pycc.CC("_kernels", source_module=__name__)
     made_from = fingerprint()
@@ -31,7 +31,7 @@ def extension() -> Any:
 
 
 def entries() -> list[Callable[..., Any]]:
-    """The kernels that Python calls, as plain functions; those that numba compiles with a wrapper for Python."""
+    """The kernels that Python calls, that is those decorated with `native`, as plain Python functions."""
     kernels = []
     for name in KERNEL_MODULES:
         module = importlib.import_module(f"memopt.solver.{name}")
@@ -50,6 +50,7 @@ def signature(kernel: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _numba_type(annotation: str, module: Any) -> Any:
+    """The numba type of an annotation: a scalar, one of the array types, or a named tuple that `module` knows."""
     types: Any = importlib.import_module("numba.types")
     arrays = {
         "Ints": types.int64[::1],

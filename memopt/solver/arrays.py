@@ -1,4 +1,4 @@
-"""A `RematProblem` as flat arrays, the form that compiled kernels read."""
+"""A `RematProblem` as flat arrays, which compiled kernels can read."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from memopt.solver.problem import RematProblem
 
 Ints = npt.NDArray[np.int64]
 IntTable = npt.NDArray[np.int64]
-"""With two dimensions; the others have one."""
+"""An array of two dimensions; the other types have one."""
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
 class Arrays(NamedTuple):
-    """Ops and storages by index. Rows of different length are packed: row i is `values[start[i]:start[i + 1]]`."""
+    """The problem's numbers by op and by storage. Lists are packed: list i is `values[start[i]:start[i + 1]]`."""
 
     forward_ops: int
     resident_bytes: int
     seconds: Floats
     workspace: Ints
     repeatable: Flags
-    """Per op: a forward op that may be evaluated again."""
+    """Per op: whether it is a forward op that may be recomputed."""
     read_start: Ints
     reads: Ints
     make_start: Ints
     makes: Ints
     size: Ints
-    """Per storage, bytes."""
+    """Per storage: its bytes."""
     kept: Flags
     movable: Flags
-    """Per storage: not kept, and may wait on the host."""
+    """Per storage: whether it may be offloaded (`Storage.movable`, and not kept)."""
     producer: Ints
     slot: Ints
-    """Per storage: its place among what its producer makes."""
+    """Per storage: its place in its producer's list of made storages."""
     reader_start: Ints
     readers: Ints
-    """Per storage: the forward ops that read it."""
+    """Per storage: the forward ops that read it, packed with `reader_start`."""
 
 
 def pack(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
-    """Rows of integers → (start, values)."""
+    """Pack lists of integers into two arrays (start, values), list i being `values[start[i]:start[i + 1]]`."""
     listed = [list(row) for row in rows]
     start = np.zeros(len(listed) + 1, np.int64)
     start[1:] = np.cumsum([len(row) for row in listed])
@@ -53,7 +53,7 @@ def pack(rows: Iterable[Iterable[int]]) -> tuple[Ints, Ints]:
 
 
 def arrays_of(problem: RematProblem) -> Arrays:
-    """The problem's numbers as arrays; an op that names a storage twice among its reads reads it once."""
+    """The problem as arrays. A storage that an op lists twice among its reads is listed once."""
     ops = problem.ops
     read_start, reads = pack(sorted(set(op.reads)) for op in ops)
     make_start, makes = pack(op.makes for op in ops)

@@ -1,4 +1,4 @@
-"""The usual recipes of activation checkpointing, as solvers: each proposes one schedule, whatever the budget."""
+"""The usual recipes of activation checkpointing, as solvers: each proposes one schedule for all budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memopt.solver.schedule import Schedule
 
 @dataclass(frozen=True)
 class SaveEverything:
-    """Saves all activations and recomputes nothing, as training without checkpointing does."""
+    """Saves all activations and recomputes nothing, like training without checkpointing."""
 
     name: str = "save all"
 
@@ -27,10 +27,10 @@ class SaveEverything:
 
 @dataclass(frozen=True)
 class CheckpointBlocks:
-    """Saves only what enters each group of `every` blocks and recomputes the group in the backward.
+    """Saves only the inputs of each group of `every` blocks and recomputes the group in the backward.
 
-    That is `torch.utils.checkpoint` around every group; ops outside of blocks (`Op.block`) save what they need. Where
-    no op has a block, segments of the forward stand in, cut where few bytes cross.
+    This is `torch.utils.checkpoint` around every group. Values made outside of blocks (`Op.block`) are saved. If no op
+    has a block, the forward is cut into segments where few bytes cross, and these are used as blocks.
     """
 
     name: str
@@ -42,7 +42,7 @@ class CheckpointBlocks:
 
 @dataclass(frozen=True)
 class AttentionOnly:
-    """Recomputes the attention cores (`Op.attention`) and saves everything else."""
+    """Recomputes the attention cores (`Op.attention`) and saves all other values that the backward reads."""
 
     name: str = "attention only"
 
@@ -51,7 +51,7 @@ class AttentionOnly:
 
 
 def baseline_solvers(problem: RematProblem) -> list[Solver]:
-    """The recipes that make sense for the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
+    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), attention only."""
     solvers: list[Solver] = [SaveEverything()]
     count = max(forward_blocks(problem), default=-1) + 1
     if count > 1:
@@ -64,7 +64,7 @@ def baseline_solvers(problem: RematProblem) -> list[Solver]:
 
 
 def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
-    """Groups of `every` blocks, each recomputed from what enters it."""
+    """The schedule that recomputes each group of `every` blocks from its inputs, given each forward op's block."""
     group = [block // every if block >= 0 else -1 for block in blocks]
     saved = _saved_unless(problem, lambda op: group[op] >= 0)
     crossing = {
@@ -77,7 +77,7 @@ def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedu
 
 
 def forward_blocks(problem: RematProblem) -> list[int]:
-    """For each forward op its block, numbered from 0 in order of appearance, or -1; segments where no op has one."""
+    """For each forward op its block, numbered from 0 in order of appearance, or -1; its segment if no op has one."""
     forward = problem.ops[: problem.forward_ops]
     number: dict[int, int] = {}
     for op in forward:
@@ -90,7 +90,7 @@ def forward_blocks(problem: RematProblem) -> list[int]:
 
 
 def _saved_unless(problem: RematProblem, recomputed: Callable[[int], bool]) -> set[int]:
-    """What the backward reads, and what recomputed ops read, except what recomputed ops make."""
+    """The storages to save: those that the backward or recomputed ops read, except those that recomputed ops make."""
     wanted = set(needed_by_backward(problem))
     for index, op in enumerate(problem.ops[: problem.forward_ops]):
         if recomputed(index):
@@ -99,13 +99,13 @@ def _saved_unless(problem: RematProblem, recomputed: Callable[[int], bool]) -> s
 
 
 def _group_sizes(count: int) -> list[int]:
-    """2, 3, 4, 6, 8, 12, … up to half the blocks: at least two groups."""
+    """The group sizes 2, 3, 4, 6, 8, 12, … up to half of `count` blocks, so that there are at least two groups."""
     sizes = sorted({2**i for i in range(1, 12)} | {3 * 2**i for i in range(11)})
     return [size for size in sizes if 2 * size <= count]
 
 
 def _segment_starts(problem: RematProblem) -> list[int]:
-    """Ops at which segments of the forward begin: where the bytes that cross are locally fewest, and few."""
+    """Ops at which segments of the forward begin: local minima of the crossing bytes in their lowest three tenths."""
     count = problem.forward_ops
     crossing = np.zeros(count + 1, np.int64)
     last_reader = {storage: index for index, op in enumerate(problem.ops[:count]) for storage in op.reads}
@@ -117,6 +117,6 @@ def _segment_starts(problem: RematProblem) -> list[int]:
     falls = crossing[1:count] <= np.minimum(crossing[: count - 1], np.quantile(inner, 0.3))
     next_crossing = np.append(crossing[2:count], crossing[count - 1])
     lowest = np.flatnonzero(falls & (inner < next_crossing))
-    if lowest.size < 2:  # a uniform chain has no valleys: any of its ops may begin a segment
+    if lowest.size < 2:  # a uniform chain has no strict minima: any of its ops may begin a segment
         lowest = np.flatnonzero(falls & (inner <= next_crossing))
     return [0, *(1 + lowest).tolist()]

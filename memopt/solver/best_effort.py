@@ -1,5 +1,5 @@
-"""What `effort="best"` does with its time: the exact reference where the problem is small, then that on windows of
-the best schedule, in turn with local search."""
+"""The search of `effort="best"`: the exact solver for small problems, then in turn the exact solver on windows of the
+best schedule and local search."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from memopt.solver.liveness import to_array
 from memopt.solver.problem import RematProblem
 from memopt.solver.search import Candidate, Search, candidate
 
-# Ops of the forward up to which the exact reference is worth its time.
+# The exact solver is tried on problems with at most this many forward ops.
 _MOST_FORWARD_OPS = 80
-# Evaluations of the repairs between two reports of progress: a fraction of a second.
+# Evaluations that repairs make in one round of local search, a fraction of a second, after which progress is reported.
 _ROUND = 10_000
-# Windows between two rounds of local search, their lengths in first evaluations, and the seconds for each.
+# Windows between two rounds of local search, their possible lengths in first evaluations, and the seconds for one.
 _WINDOWS, _STAGES, _WINDOW_SECONDS = 3, (6, 12, 20), 3.0
-# As a share of the step.
+# The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
 _CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search has come."""
+    """The state of a search at one time."""
 
     seconds: float
-    """Of wall time since the search began."""
+    """Wall time in seconds since the search began."""
     added_seconds: float
-    """Of the best schedule so far."""
+    """Seconds that the best schedule so far adds to the step."""
     lower_bound_seconds: float
+    """Seconds that every schedule within the budget adds."""
 
 
 def search_on(
@@ -44,9 +45,9 @@ def search_on(
     limit_seconds: float,
     report: Callable[[Progress], None] | None,
 ) -> None:
-    """Better `search.best` until it is proven, meets the bound, or `limit_seconds` of wall time are over.
+    """Improve `search.best` until it is proven optimal, meets `bound_seconds`, or `limit_seconds` have passed.
 
-    `seeds` begins with the plan that saves everything. The exact reference gets half of the time at most.
+    `seeds` must begin with the plan that saves everything. The exact solver gets at most half of the time.
     """
     started = time.monotonic()
 
@@ -79,7 +80,7 @@ def search_on(
 def _solve_window(
     problem: RematProblem, arrays: Arrays, search: Search, draw: np.random.Generator, seconds: float
 ) -> None:
-    """Choose anew what the best schedule evaluates again in one stretch of it, within `seconds`."""
+    """Optimise the recomputations in one random window of the best schedule, within `seconds` of wall time."""
     if seconds <= 0:
         return
     from memopt.solver.windows import random_window, solved  # scipy.optimize takes a while to import

@@ -1,4 +1,4 @@
-"""What can be done with one block of a chain: what to save of it, and how its backward makes the rest again."""
+"""The options for one block of a chain: which storages to save, and how its backward recomputes the others."""
 
 from __future__ import annotations
 
@@ -19,50 +19,51 @@ from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.repair import repair
 from memopt.solver.schedule import Schedule
 
-# Cuts of a block's own hull, and caps between its smallest peak and that of saving everything to repair at.
+# Cuts on the hull of one block, and caps, between its smallest peak and that of saving everything, for repairs.
 _CUTS, _CAPS = 10, 4
+# The most options that are kept for one block.
 _MOST_OPTIONS = 12
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block. Bytes are of movable storages and workspaces; what enters the block is not counted."""
+    """One way to run a block. Bytes count movable storages and workspaces; the block's inputs are not counted."""
 
     forward: tuple[int, ...]
-    """Evaluations of the forward."""
+    """Ops of the block's forward, in order."""
     backward: tuple[int, ...]
-    """Evaluations of the backward, recomputations included."""
+    """Ops of the block's backward in order, recomputed forward ops included."""
     saved_bytes: int
-    """Held from the forward to the backward, with what leaves the block."""
+    """Bytes held from the block's forward to its backward, its outputs included."""
     forward_bytes: int
-    """The peak of the forward."""
+    """The peak of the block's forward."""
     backward_bytes: int
-    """The peak of the backward, above the least that is held anyway during it (`Choices.base_bytes`)."""
+    """The peak of the block's backward, above the bytes that are held in any case (`Choices.base_bytes`)."""
     seconds: float
-    """Of the backward's recomputations."""
+    """Seconds of the recomputations in the backward."""
     again_seconds: float
-    """Of what must be evaluated to run the forward again, for what is saved and what leaves the block."""
+    """Seconds of the ops that recompute the saved storages and the block's outputs from its inputs."""
     alone_seconds: float
-    """The same for what is saved only."""
+    """Seconds of the ops that recompute the saved storages only."""
     alone_bytes: int
-    """The forward's peak then."""
+    """The peak of a forward that recomputes the saved storages only."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of one block, none of them worse than another in every respect."""
+    """The options of one block, none of which is worse than another in every respect."""
 
     options: tuple[Option, ...]
     unsaved_bytes: int
-    """The forward's peak when only what leaves the block is kept."""
+    """The peak of the block's forward when only its outputs are held."""
     unsaved_seconds: float
-    """Of what must be evaluated for that."""
+    """Seconds of the ops that make the block's outputs from its inputs."""
     base_bytes: int
-    """Held anyway during the block's backward, at the least."""
+    """The least bytes that are held in any case at an op of the block's backward."""
 
 
 def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
-    """The options of every block; blocks that look alike are solved once."""
+    """The options of every block of the chain; blocks with equal numbers are solved once."""
     movable = movable_storages(problem)
     known: dict[_Local, list[Option]] = {}
     choices = []
@@ -78,20 +79,22 @@ def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
 
 @dataclass(frozen=True)
 class _Local:
-    """A block by itself, in numbers of its own: equal for blocks that look alike."""
+    """A block as a problem of its own, with ops and storages numbered from 0: equal for blocks with equal numbers."""
 
     ops: tuple[Op, ...]
     sizes: tuple[int, ...]
+    """Per storage: its bytes."""
     forward_ops: int
-    """The last of them stands for the rest of the step: it reads what leaves the block."""
+    """The number of forward ops. The last one stands for the rest of the step: it reads the block's outputs."""
     held: tuple[int, ...]
-    """Per backward op: bytes held anyway before it, above the least of the block."""
+    """Per backward op: bytes held in any case at it, above the block's base bytes."""
 
 
 def _local_problem(
     problem: RematProblem, chain: Chain, movable: list[bool], number: int
 ) -> tuple[_Local, list[int], int]:
-    """The block by itself, the step's op for each of its ops (-1: the rest of the step), and its base bytes."""
+    """Block `number` as a problem of its own, the step's op for each of its ops (-1 for the rest of the step), and
+    its base bytes (`Choices.base_bytes`)."""
     block = chain.blocks[number]
     local: dict[int, int] = {}
     ops: list[Op] = []
@@ -112,7 +115,7 @@ def _local_problem(
 
 
 class _Measure:
-    """Measures schedules of one block."""
+    """Measures the bytes and seconds of schedules of one block."""
 
     def __init__(self, local: _Local) -> None:
         storages = tuple(Storage("", size) for size in local.sizes)
@@ -121,7 +124,7 @@ class _Measure:
         self._local = local
 
     def option(self, forward: tuple[int, ...], backward: Ints | None = None) -> Option:
-        """The option that evaluates the block like this (without a backward: saves only what leaves)."""
+        """The option with this forward and backward; without a backward only the block's outputs are held."""
         local, first = self._local, self._local.forward_ops
         after = np.zeros(0, np.int64) if backward is None else backward
         whole = np.concatenate((np.array(forward, np.int64), after))
@@ -147,6 +150,7 @@ class _Measure:
         )
 
     def _read_before_made(self, backward: list[int]) -> set[int]:
+        """The storages that the backward reads before it recomputes them: the saved ones."""
         made: set[int] = set()
         saved: set[int] = set()
         for op in backward:
@@ -155,7 +159,7 @@ class _Measure:
         return saved
 
     def _ancestors(self, wanted: Iterable[int]) -> set[int]:
-        """Ops that must be evaluated to have the storages from what enters the block."""
+        """The ops that make the storages from the block's inputs."""
         pending, ops = list(wanted), set[int]()
         while pending:
             op = self.problem.producer[pending.pop()]
@@ -166,6 +170,7 @@ class _Measure:
 
 
 def _options(local: _Local, few: bool) -> list[Option]:
+    """The options of one block, from cuts and repairs of it; fewer of both are tried if `few`."""
     measure = _Measure(local)
     problem, arrays = measure.problem, measure.arrays
     cuts = lower_hull(CutNetwork(problem), _CUTS // 2 if few else _CUTS)
@@ -187,7 +192,7 @@ def _options(local: _Local, few: bool) -> list[Option]:
 
 
 def _best(options: list[Option]) -> list[Option]:
-    """Options that no other beats in bytes and seconds; the cheapest to save first."""
+    """The options that no other beats in bytes and seconds, by rising saved bytes; at most `_MOST_OPTIONS`."""
     best: list[Option] = []
     for option in sorted(options, key=lambda o: (o.saved_bytes, o.seconds, o.backward_bytes, o.forward_bytes)):
         if not any(
@@ -204,7 +209,7 @@ def _best(options: list[Option]) -> list[Option]:
 
 
 def _renamed(option: Option, ops: list[int]) -> Option:
-    """The option with the step's ops in place of the block's."""
+    """The option with its ops replaced by `ops[op]`, the op of the whole step."""
     return Option(
         tuple(ops[op] for op in option.forward if ops[op] >= 0),
         tuple(ops[op] for op in option.backward),

@@ -1,4 +1,4 @@
-"""The step as a chain of blocks: the forward cut where few bytes cross, the backward shared out among the blocks."""
+"""Divides a step into a chain of blocks: the forward where few bytes cross, the backward to match."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memopt.solver.problem import RematProblem
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of the forward and the stretch of the backward that goes with it."""
+    """A range of forward ops and the range of backward ops that belongs to it."""
 
     forward: range
     backward: range
@@ -21,27 +21,27 @@ class Block:
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks in the forward's order; their backwards follow each other in reverse.
+    """Blocks in the order of the forward; their backwards run in reverse order.
 
-    Bytes count only storages that can be made again ("movable"): the others are held in any case.
+    Bytes count only storages that can be recomputed ("movable"): the others are held in any case.
     """
 
     blocks: tuple[Block, ...]
     extra_bytes: Ints
-    """[s, c]: bytes that enter block c and do not enter block s, for s < c; 0 elsewhere."""
+    """[s, c]: bytes that enter block c and do not enter block s, if s < c; otherwise 0."""
     leaving: tuple[tuple[int, ...], ...]
     """Per block: the storages it makes that a later block reads."""
     held_bytes: Ints
-    """Per op: bytes that every schedule holds while it is first evaluated, beside what it reads and makes."""
+    """Per op: bytes that every schedule holds at its first evaluation, besides the storages that it reads and makes."""
     own_bytes: Ints
-    """Per op: the same with its workspace and what it reads and makes, movable storages apart."""
+    """Per op: `held_bytes` plus its workspace and the storages it makes that are not movable."""
 
 
 def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
-    """Cut the forward at local minima of the bytes that cross, at most `most_blocks - 1` times.
+    """Cut the forward at local minima of the bytes that cross, into about `most_blocks` blocks at most.
 
-    An op of the backward goes to the block that consumes what it reads: the gradient of a block's first op reads what
-    enters the block, not what leaves the one before.
+    A backward op goes to the block whose forward ops read the same storages: the gradient of a block's first op reads
+    an input of this block, which is an output of the previous one.
     """
     fixed = Held(problem)
     movable = fixed.movable.tolist()
@@ -68,6 +68,7 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
 
 
 def _last_forward_readers(problem: RematProblem) -> list[int]:
+    """Per storage: the last forward op that reads it, or -1."""
     last = [-1] * len(problem.storages)
     for index, op in enumerate(problem.ops[: problem.forward_ops]):
         for storage in op.reads:
@@ -76,7 +77,7 @@ def _last_forward_readers(problem: RematProblem) -> list[int]:
 
 
 def _crossing_bytes(problem: RematProblem, movable: list[bool], last_reader: list[int]) -> Ints:
-    """Per forward op: bytes made before it that it or a later forward op reads."""
+    """Per forward op: bytes of the storages made before it that it or a later forward op reads."""
     change = np.zeros(problem.forward_ops + 1, np.int64)
     for storage, reader in enumerate(last_reader):
         if movable[storage] and reader >= 0:
@@ -86,7 +87,7 @@ def _crossing_bytes(problem: RematProblem, movable: list[bool], last_reader: lis
 
 
 def _starts(crossing: Ints, most_blocks: int) -> list[int]:
-    """First ops of the blocks: local minima, the lowest of them where there are too many, evenly among equals."""
+    """First ops of the blocks: local minima of `crossing`; if too many, the lowest, with equal ones evenly spread."""
     if crossing.size < 2:
         return [0] if crossing.size else []
     inner, end = crossing[1:], np.iinfo(np.int64).max
@@ -97,7 +98,7 @@ def _starts(crossing: Ints, most_blocks: int) -> list[int]:
         below, ties = lowest[crossing[lowest] < highest], lowest[crossing[lowest] == highest]
         room = most_blocks - 1 - below.size
         if room > ties.size // 8:
-            # A few blocks too many are better than every second place of a model whose layers are all alike.
+            # A few blocks too many are better than half of the places in a model whose layers are all alike.
             every = 1 if ties.size < 1.25 * room else -(-ties.size // room)
             return [0, *sorted((*below.tolist(), *ties[::every].tolist()))]
         lowest = below
@@ -107,13 +108,16 @@ def _starts(crossing: Ints, most_blocks: int) -> list[int]:
 def _share_out(
     problem: RematProblem, movable: list[bool], made: list[int], consumed: list[int], blocks: int
 ) -> list[range]:
-    """Per block its stretch of the backward: the least sum of distances from where the ops' reads are at hand."""
+    """Per block: its range of the backward, by dynamic programming.
+
+    It minimises the sum over backward ops of the distance, in blocks, from the blocks whose storages the op reads.
+    """
     first, count = problem.forward_ops, len(problem.ops) - problem.forward_ops
     cost = np.zeros(blocks)
     place = np.arange(blocks)
     origin = np.zeros((count, blocks), np.int64)
     for at in range(count):
-        # The block before, in the backward's order, has the same number or a higher one.
+        # The previous op of the backward is in the same block or in one of a higher number.
         best = np.minimum.accumulate(cost[::-1])[::-1]
         origin[at] = np.minimum.accumulate(np.where(cost == best, place, blocks)[::-1])[::-1]
         cost = best
@@ -133,6 +137,7 @@ def _share_out(
 
 
 def _extra_bytes(problem: RematProblem, leaving: list[list[int]], consumed: list[int]) -> Ints:
+    """The table `Chain.extra_bytes`, with one row and one column more than there are blocks."""
     count = len(leaving)
     extra = np.zeros((count + 1, count + 1), np.int64)
     for block, storages in enumerate(leaving):

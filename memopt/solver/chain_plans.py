@@ -1,13 +1,13 @@
-"""Nested chain plans: what to save at each level of recomputation, optimal for a chain of blocks.
+"""Nested chain plans: which storages to save at each level of recomputation, optimal for a chain of blocks.
 
-With `Opt(s, t, m)` the least seconds to run blocks s … t forwards and backwards in memory m, given what enters s,
+With `Opt(s, t, m)` the least seconds to run blocks s … t forwards and backwards in memory m, given the inputs of s,
 
-    Opt(s, t, m) = min( block s by one of its options, then Opt(s+1, t, m - what the option saves),
-                        run s … c-1 saving nothing, then Opt(c, t, m - what enters c), then Opt(s, c-1, m) )
+    Opt(s, t, m) = min( block s by one of its options, then Opt(s+1, t, m - bytes that the option saves),
+                        run s … c-1 saving nothing, then Opt(c, t, m - bytes that enter c), then Opt(s, c-1, m) )
 
 as in rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, equation 1), with several options
-for a block as in Rockmate (Zhao et al., 2023). What the table leaves out (reads across blocks, bytes rounded to slots)
-the simulator counts: a plan is a seed for repair and polish, not a promise.
+for a block as in Rockmate (Zhao et al., 2023). The table ignores reads across blocks and rounds bytes to slots, so a
+plan's true peak may pass its cap: a plan is a seed for repair and polish.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from memopt.solver.schedule import Schedule
 
 # Plans are made for these multiples of the budget.
 _SHARES = (1.0, 1.06, 1.15, 1.3)
+# The most slots of memory in a table.
 _SLOTS = 2000
-# What filling a table may take, blocks^3 / 6 times the slots and an overhead: a third of a second.
+# The most work of filling a table, blocks^3 / 6 times (slots + overhead): a third of a second.
 _WORK, _OVERHEAD = 4e8, 50
 _MOST_BLOCKS = 512
 
@@ -37,7 +38,7 @@ _MOST_BLOCKS = 512
 class NestedChain:
     """Proposes the nested plans for the budget and for a few multiples of it.
 
-    What passes the budget is repaired by the portfolio, and what the rounding to slots leaves unused is polished.
+    The portfolio repairs plans that pass the budget, and polishes plans that leave memory unused.
     """
 
     name = "nested chain"
@@ -54,12 +55,12 @@ class NestedChain:
         return [to_schedule(plan) for plan in plans if plan is not None]
 
     def table(self, problem: RematProblem, cap_bytes: int) -> ChainTable | None:
-        """The nested plans for all caps up to `cap_bytes`; None where the forward has no place to be cut at."""
+        """The nested plans of `problem` for all caps up to `cap_bytes`; None if it cannot be cut into blocks."""
         return self._tables(problem).up_to(cap_bytes)
 
 
 class ChainTables:
-    """The tables of one problem; cutting it into blocks and solving those is done once for each number of blocks."""
+    """The tables of one problem; its chains of blocks and their options are cached by number of blocks."""
 
     def __init__(self, problem: RematProblem) -> None:
         self._problem = problem
@@ -68,7 +69,7 @@ class ChainTables:
         self._choices: dict[int, list[Choices]] = {}
 
     def up_to(self, cap_bytes: int) -> ChainTable | None:
-        """The plans for all caps up to `cap_bytes`; None where the forward has no place to be cut at."""
+        """The plans for all caps up to `cap_bytes`; None if the cap or the forward allows fewer than two blocks."""
         slot_bytes = max(self._grain, -(-(cap_bytes - self._problem.resident_bytes) // _SLOTS), 1)
         slots = (cap_bytes - self._problem.resident_bytes) // slot_bytes + 1
         if slots < 1:
@@ -87,12 +88,12 @@ class ChainTables:
 
     @cached_property
     def _grain(self) -> int:
-        """What all bytes are a multiple of: with slots of this the table is exact."""
+        """The greatest common divisor of all sizes in bytes: slots of this size need no rounding."""
         return gcd(*(s.bytes for s in self._problem.storages), *(op.workspace_bytes for op in self._problem.ops))
 
 
 class ChainTable:
-    """The optimal nested plans of one chain, for all caps up to one."""
+    """The optimal nested plans of one chain for all caps up to `slots` slots of `slot_bytes` above resident bytes."""
 
     def __init__(
         self,
@@ -116,12 +117,12 @@ class ChainTable:
 
     @property
     def smallest_cap_bytes(self) -> int | None:
-        """The least cap with a plan, as far as the table can tell; None where no cap has one."""
+        """The smallest cap in bytes for which the table has a plan; None if it has no plan at all."""
         fits = np.flatnonzero(np.isfinite(self._table[row(0, self._last)]))
         return int(fits[0]) * self._slot_bytes + self._resident_bytes if fits.size else None
 
     def plan(self, cap_bytes: int) -> Ints | None:
-        """The evaluations of the plan for a cap, which its peak may pass a little; None where there is no plan."""
+        """The evaluations of the plan for a cap, which its true peak may pass a little; None if there is no plan."""
         memory = min((cap_bytes - self._resident_bytes) // self._slot_bytes, self._table.shape[1] - 1)
         if memory < 0 or not np.isfinite(self._table[row(0, self._last), memory]):
             return None
@@ -149,15 +150,17 @@ class ChainTable:
         return remove_dead(self._arrays, np.array(evaluations, np.int64))
 
     def _forward(self, block: int, t: int) -> tuple[int, ...]:
+        """The ops that run the block's forward as part of a run of blocks up to `t`."""
         ops = tuple(self._chain.blocks[block].forward)
         return ops if t == self._last else self._repeatable(ops)
 
     def _repeatable(self, ops: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the ops that may be recomputed."""
         return tuple(op for op in ops if self._arrays.repeatable[op])
 
 
 def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> ChainCosts:
-    """The chain's numbers rounded to slots: to the nearest, so that errors cancel out over many blocks."""
+    """The chain's bytes in slots, rounded to the nearest so that errors cancel out over many blocks."""
 
     def slots(values: list[int] | Ints) -> Ints:
         return np.floor_divide(np.asarray(values, np.int64) + slot_bytes // 2, slot_bytes)

@@ -1,8 +1,8 @@
 """The table of nested chain plans, filled by compiled code.
 
 `cost[row(s, t), m]` is the least seconds added by the forwards and backwards of blocks s … t with `m` slots of memory,
-given what enters block s. Where t is the last block the forwards are first evaluations, which are free; every other
-stretch is run again.
+given the inputs of block s. If t is the last block, the forwards are first evaluations and add nothing; in all other
+rows they are recomputations.
 """
 
 from __future__ import annotations
@@ -19,52 +19,57 @@ Table = npt.NDArray[np.float32]
 
 
 class ChainCosts(NamedTuple):
-    """A chain in slots of memory and seconds. Block s has options start[s] … start[s+1] - 1."""
+    """A chain in slots of memory and seconds. Block s has options start[s] … start[s+1] - 1.
+
+    Fields without a docstring hold, per option, the field of `block_options.Option` of that name.
+    """
 
     start: Ints
     saved: Ints
     forward: Ints
     backward: Ints
-    """With what is held anyway then."""
+    """Per option: the peak of the backward, with the slots that are held in any case."""
     alone: Ints
     seconds: Floats
     again_seconds: Floats
     alone_seconds: Floats
     unsaved: Ints
-    """Per block."""
+    """Per block: the peak of its forward when only its outputs are held."""
     unsaved_seconds: Floats
+    """Per block: seconds of that forward."""
     first_held: Ints
-    """Per block: held anyway during its first forward."""
+    """Per block: slots held in any case during its first forward."""
     again_held: Ints
-    """Per block t: held anyway just before its backward, when blocks up to it are run again."""
+    """Per block t: slots held in any case just before its backward, when blocks up to t are recomputed."""
     extra: IntTable
-    """[s, c]: what enters block c and not block s."""
+    """[s, c]: slots of the storages that enter block c and do not enter block s."""
 
 
 @native
 def row(s: int, t: int) -> int:
-    """The place of blocks s … t in the table."""
+    """The row of the table for blocks s … t."""
     return t * (t + 1) // 2 + s
 
 
 def _lower_in_a_loop(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
-    """Lower `here` to first + second + seconds where that is less; the three begin at the same memory."""
+    """Set `here` to the minimum of itself and first + second + seconds, in place and elementwise."""
     for m in range(here.size):
         total = first[m] + second[m] + seconds
         here[m] = total if total < here[m] else here[m]
 
 
 def _lower_at_once(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
+    """The same as `_lower_in_a_loop`, as one array expression."""
     np.minimum(here, first[: here.size] + second[: here.size] + seconds, out=here)
 
 
-# Machine code runs the loop four times as fast as array expressions, which plain Python needs.
+# In machine code the loop is four times as fast as the array expression; in plain Python it would be far too slow.
 _lower = native_part(_lower_in_a_loop) if is_compiled() else _lower_at_once
 
 
 @native
 def fill(costs: ChainCosts, slots: int, cost: Table) -> None:
-    """Fill rows of `slots` entries, which start infinite."""
+    """Fill the table `cost`, whose rows have `slots` entries and must be infinite at first."""
     blocks = costs.unsaved.size
     nothing = np.zeros(slots, np.float32)
     for t in range(blocks):
@@ -88,7 +93,10 @@ def fill(costs: ChainCosts, slots: int, cost: Table) -> None:
 
 @native
 def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
-    """What attains the least cost: c > s (run up to c unsaved), or -1 - option; s where nothing fits."""
+    """The choice that attains `cost[row(s, t), m]`.
+
+    It is c > s to run blocks s … c-1 saving nothing, -1 - option to run block s by an option, and s if nothing fits.
+    """
     best = np.float32(np.inf)
     choice = s
     for option in range(costs.start[s], costs.start[s + 1]):
@@ -114,7 +122,7 @@ def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
 
 @native_part
 def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int, np.float32]:
-    """Run block s by an option and go on with s+1 … t: slots needed, slots that it holds on to, seconds."""
+    """The cost of block s by an option, before blocks s+1 … t: slots needed, slots saved, seconds."""
     needs = costs.backward[option]
     if t == costs.unsaved.size - 1:
         return (
@@ -137,7 +145,7 @@ def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int,
 
 @native_part
 def pass_block(costs: ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
-    """Extend a run of blocks s … c-2 that saves nothing by block c-1: slots needed and seconds."""
+    """The slots needed and seconds of a run of blocks s … c-1 that saves nothing, given those of blocks s … c-2."""
     block = c - 1
     held = costs.first_held[block] if t == costs.unsaved.size - 1 else costs.again_held[t]
     entering = costs.extra[s, block] if block > s else 0

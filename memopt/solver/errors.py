@@ -1,13 +1,13 @@
-"""What the solvers raise."""
+"""The exceptions that the solvers raise."""
 
 from __future__ import annotations
 
 
 class Infeasible(Exception):
-    """No schedule within the budget was found.
+    """No schedule with a peak within the budget was found.
 
-    `smallest_peak_bytes` is the smallest budget known to work, `floor_bytes` a peak that no schedule can go below, and
-    `dominating_op` the index of the op that sets the floor.
+    `smallest_peak_bytes` is the smallest budget known to work, `floor_bytes` a lower bound on the peak of every
+    schedule, and `dominating_op` the index of the op that sets this bound.
     """
 
     def __init__(self, smallest_peak_bytes: int, floor_bytes: int, dominating_op: int) -> None:
@@ -21,4 +21,4 @@ class Infeasible(Exception):
 
 
 class SolverError(ValueError):
-    """A user's solver failed, or proposed something that is not a schedule of the problem; the message names it."""
+    """A user's solver raised, or proposed something other than a valid schedule; the message names the solver."""

@@ -1,4 +1,4 @@
-"""The road between the device and the host's memory, over which values can be offloaded."""
+"""The link between the device and the host's memory, over which storages are offloaded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way out and one way back (PCIe and NVLink are full duplex): each a queue that moves one storage at a time.
+    """Two queues, one for each direction (PCIe and NVLink are full duplex), that move one storage at a time.
 
-    Transfers run beside the compute. A bandwidth of 0 moves nothing; an infinite one costs the latency only.
+    Transfers run in parallel to compute. With a bandwidth of 0 nothing can be offloaded; with an infinite one a
+    transfer takes the latency only.
     """
 
     bytes_per_second: float
-    """Of each direction."""
+    """Bandwidth of each direction."""
     latency_seconds: float = 0.0
-    """Added to every transfer."""
+    """Seconds added to every transfer."""
     host_bytes: int | None = None
-    """Room on the host for what is offloaded at one time; None: as much as needed."""
+    """The most bytes that may be on the host at one time; None for no limit."""
 
     def __post_init__(self) -> None:
         for name, value in (("bytes_per_second", self.bytes_per_second), ("latency_seconds", self.latency_seconds)):
@@ -28,7 +29,7 @@ class Link:
             raise ValueError(f"a link's host_bytes is 0 or more, or None for no limit, not {self.host_bytes}")
 
     def transfer_seconds(self, size_bytes: int) -> float:
-        """Seconds that one storage of `size_bytes` keeps one direction busy; infinite without bandwidth."""
+        """Seconds for which a transfer of `size_bytes` occupies one direction; infinite without bandwidth."""
         if self.bytes_per_second == 0:
             return math.inf
         return self.latency_seconds + size_bytes / self.bytes_per_second

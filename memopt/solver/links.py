@@ -1,8 +1,8 @@
-"""A schedule as doubly linked lists of reads, from which evaluations can be removed and put back exactly.
+"""A schedule as doubly linked lists of reads, from which recomputations can be removed and put back exactly.
 
-Removing a repeated evaluation hands its readers to the evaluation of the same op before it, and removes in turn what
-was evaluated again only for it. The live bytes are kept up to date. Putting back is Knuth's "dancing links" (2000):
-an unlinked element still knows its neighbours.
+Removing a recomputation lets its readers read the previous evaluation of the same op, and then removes the
+recomputations that only it read. The live bytes are kept up to date. Putting back works as in Knuth's "dancing links"
+(2000): an unlinked element still knows its neighbours.
 """
 
 from __future__ import annotations
@@ -19,41 +19,52 @@ NONE = -1
 
 
 class Links(NamedTuple):
-    """A version is what one evaluation makes of one storage; versions and reads are numbered through."""
+    """A schedule's evaluations, versions and reads, each numbered from 0; `NONE` stands for a missing neighbour.
+
+    A version is a storage as one evaluation makes it. Evaluation i makes the versions `version_start[i]` up to, not
+    including, `version_start[i + 1]`, and its reads are numbered alike by `read_start`.
+    """
 
     seconds: Floats
-    """Per evaluation."""
+    """Per evaluation: its seconds."""
     before: Ints
-    """Per evaluation: the one before it of the same op, or none."""
+    """Per evaluation: the previous evaluation of the same op, or `NONE`."""
     after: Ints
+    """Per evaluation: the next evaluation of the same op, or `NONE`."""
     alive: Flags
+    """Per evaluation: True until it is removed."""
     queued: Flags
+    """Per evaluation: True if a removal has queued it for removal in turn."""
     live: Ints
-    """Per evaluation: bytes live, if it is alive itself."""
+    """Per evaluation: live bytes; they mean something only for evaluations that are not removed."""
     version_start: Ints
     maker: Ints
-    """Per version: its evaluation."""
+    """Per version: the evaluation that makes it."""
     size: Ints
+    """Per version: its bytes."""
     forever: Flags
-    """Per version: the first of a kept storage, which never dies."""
+    """Per version: True for the first version of a kept storage, which is live to the end."""
     head: Ints
-    """Per version: its first read, or none."""
+    """Per version: its first read, or `NONE`."""
     tail: Ints
+    """Per version: its last read, or `NONE`."""
     read_start: Ints
     position: Ints
-    """Per read: its evaluation."""
+    """Per read: the evaluation that reads."""
     version: Ints
+    """Per read: the version that is read."""
     previous: Ints
-    """Per read: the read of the same version before it, or none."""
+    """Per read: the previous read of the same version, or `NONE`."""
     next: Ints
+    """Per read: the next read of the same version, or `NONE`."""
     removed: Ints
-    """Evaluations that the last `remove` removed, in order."""
+    """The evaluations that the last `remove` removed, in order."""
     log: Ints
-    """What it did to `live`, as (from, to, bytes)."""
+    """The changes that the last `remove` made to `live`, as triples (first position, stop, bytes)."""
 
 
 def link(arrays: Arrays, evaluations: Ints) -> Links:
-    """The lists of a schedule."""
+    """The linked lists of the schedule `evaluations`, an array of op indices."""
     count = evaluations.size
     version_start = _starts(np.diff(arrays.make_start)[evaluations])
     read_start = _starts(np.diff(arrays.read_start)[evaluations])
@@ -84,12 +95,13 @@ def link(arrays: Arrays, evaluations: Ints) -> Links:
 
 
 def _starts(lengths: Ints) -> Ints:
+    """The start of each of several packed lists with these lengths, and the total length."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
 @native
 def _fill(arrays: Arrays, evaluations: Ints, latest: Ints, links: Links) -> None:
-    """Link evaluations and reads; `latest` holds each op's latest evaluation, none at first."""
+    """Fill the empty `links`. `latest` holds each op's latest evaluation and must be `NONE` for all ops at first."""
     for i in range(evaluations.size):
         op = evaluations[i]
         read = links.read_start[i]
@@ -117,7 +129,7 @@ def _fill(arrays: Arrays, evaluations: Ints, latest: Ints, links: Links) -> None
 
 @native_part
 def death(links: Links, v: int) -> int:
-    """The last evaluation at which version `v` is live."""
+    """The last position at which version `v` is live."""
     if links.forever[v]:
         return links.alive.size - 1
     return links.maker[v] if links.tail[v] == NONE else links.position[links.tail[v]]
@@ -125,7 +137,10 @@ def death(links: Links, v: int) -> int:
 
 @native_part
 def remove(links: Links, i: int) -> tuple[int, int]:
-    """Remove the repeated evaluation `i`, then those that only it needed; the lengths of `removed` and of `log`."""
+    """Remove the recomputation `i`, then the recomputations that only it read.
+
+    Returns how much of `links.removed` and of `links.log` was filled, which `put_back` needs.
+    """
     links.removed[0] = i
     count, done, logged = 1, 0, 0
     while done < count:
@@ -159,7 +174,7 @@ def remove(links: Links, i: int) -> tuple[int, int]:
 
 @native_part
 def put_back(links: Links, count: int, logged: int) -> None:
-    """Take back the last `remove`, step by step in reverse."""
+    """Undo the last `remove`, step by step in reverse; the arguments are what `remove` returned."""
     for done in range(count - 1, -1, -1):
         i = links.removed[done]
         for read in range(links.read_start[i + 1] - 1, links.read_start[i] - 1, -1):
@@ -185,7 +200,7 @@ def put_back(links: Links, count: int, logged: int) -> None:
 
 @native_part
 def _hand_over(links: Links, i: int, logged: int) -> int:
-    """Let the readers of evaluation `i` read the evaluation of the same op before it; the log's new length."""
+    """Let the readers of evaluation `i` read the previous evaluation of the same op; returns the log's new length."""
     w = links.version_start[links.before[i]]
     for v in range(links.version_start[i], links.version_start[i + 1]):
         died = death(links, w)
@@ -208,6 +223,7 @@ def _hand_over(links: Links, i: int, logged: int) -> int:
 
 @native_part
 def _take_back_hand_over(links: Links, i: int) -> None:
+    """Undo `_hand_over(links, i, …)` except for the live bytes, which `put_back` restores from the log."""
     w = links.version_start[links.before[i]]
     for v in range(links.version_start[i], links.version_start[i + 1]):
         read = links.head[v]
@@ -226,7 +242,7 @@ def _take_back_hand_over(links: Links, i: int) -> None:
 
 @native_part
 def _unread(links: Links, i: int) -> bool:
-    """Whether `i` repeats an op and nothing reads what it makes."""
+    """Whether evaluation `i` is a recomputation and no read of any version that it makes is left."""
     if links.before[i] == NONE:
         return False
     for v in range(links.version_start[i], links.version_start[i + 1]):  # noqa: SIM110 (a loop compiles faster)
@@ -237,7 +253,7 @@ def _unread(links: Links, i: int) -> bool:
 
 @native_part
 def _add(links: Links, logged: int, start: int, stop: int, amount: int) -> int:
-    """Add bytes to the positions from `start` up to, not including, `stop`, and log it; the log's new length."""
+    """Add bytes to `live` from `start` up to, not including, `stop`, and log it; returns the log's new length."""
     if start >= stop:
         return logged
     for position in range(start, stop):

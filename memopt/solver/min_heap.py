@@ -1,4 +1,4 @@
-"""A binary heap over two arrays that share their order: scores, and what they belong to (Williams, 1964)."""
+"""A binary heap over two arrays that share their order: scores, and the items that have them (Williams, 1964)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memopt.solver.native import native_part
 
 @native_part
 def heapify(items: Ints, scores: Floats, count: int) -> None:
-    """Order the first `count` entries so that the least score comes first."""
+    """Turn the first `count` entries into a heap, in place, with the smallest score at index 0."""
     for at in range(count // 2 - 1, -1, -1):
         sift_down(items, scores, at, count)
 
 
 @native_part
 def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
-    """Move the entry `at` down to its place; all below it are in order."""
+    """Move the entry at index `at` down to its place in a heap of `count` entries that is otherwise in order."""
     item, score = items[at], scores[at]
     while True:
         child = 2 * at + 1

@@ -1,11 +1,11 @@
-"""Machine code for the solvers' inner loops, from one Python source, in whichever of three ways is at hand.
+"""Compiles the solvers' inner loops ("kernels") from one Python source, in the first of three ways that is available.
 
-Ready-made: a wheel, or an install on a machine with a C compiler, carries the extension `_kernels`, which `ahead` makes
-from the kernels. It is used only while its fingerprint is that of the kernels' source. Without it numba compiles each
-kernel at its first call and keeps the machine code on disk. Without numba the kernels run as plain Python. The
+Ahead of time: a wheel, or an install on a machine with a C compiler, contains the extension `_kernels`, which `ahead`
+builds from the kernels. It is used only if its fingerprint matches the kernels' source. Without it numba compiles each
+kernel at its first call and caches the machine code on disk. Without numba the kernels run as plain Python. The
 schedules are the same in all three ways.
 
-Kernels are loops over arrays that are made outside of them, and call only one another.
+Kernels are loops over arrays that their callers allocate, and they call only other kernels.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ KERNEL_MODULES = (
 
 
 def kernel_sources() -> list[Path]:
-    """The files of the kernels."""
+    """The source files of the modules that contain kernels."""
     return [Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py") for module in KERNEL_MODULES]
 
 
 def fingerprint() -> int:
-    """A number below 2^63 that changes with the source of the kernels."""
+    """A hash below 2^63 of the kernels' source files, the same for either kind of line ending."""
     digest = hashlib.sha256()
     for source in kernel_sources():
         digest.update(source.read_bytes().replace(b"\r\n", b"\n"))
@@ -51,13 +51,13 @@ def fingerprint() -> int:
 
 
 def entry_name(function: Callable[..., Any]) -> str:
-    """The name under which the extension exports a kernel: its module's and its own."""
+    """The name under which the extension exports a kernel: `<module>_<function>`."""
     return f"{function.__module__.rpartition('.')[2]}_{function.__name__.lstrip('_')}"
 
 
 @functools.cache
 def ready_made() -> ModuleType | None:
-    """The extension, or None where it is missing or was made from other kernels."""
+    """The extension, or None if it is missing or was built from another source."""
     try:
         from memopt.solver import _kernels  # type: ignore[attr-defined]  # made by setup.py
     except ImportError:
@@ -67,7 +67,7 @@ def ready_made() -> ModuleType | None:
 
 @functools.cache
 def compiler() -> Any:
-    """`numba.njit`, or None where numba is not installed."""
+    """`numba.njit`, or None if numba is not installed."""
     try:
         import numba
     except ImportError:  # numba lags behind new Python releases; the plans are the same, only slower to find
@@ -76,24 +76,25 @@ def compiler() -> Any:
 
 
 def is_compiled() -> bool:
-    """Whether kernels run as machine code, not as plain Python."""
+    """Whether kernels run as machine code and not as plain Python."""
     return ready_made() is not None or compiler() is not None
 
 
 def native(function: Function) -> Function:
-    """Machine code for a kernel that Python calls: ready-made, or compiled at its first call."""
+    """Decorator for a kernel that Python calls: machine code from the extension, or compiled at the first call."""
     library = ready_made()
     return _compiled(function, {}) if library is None else getattr(library, entry_name(function), function)
 
 
 def native_part(function: Function) -> Function:
-    """The same for a part of other kernels, which Python does not call: plain Python where those are ready-made."""
+    """Decorator for a kernel that only kernels call. With the extension it stays plain Python: nothing calls it."""
     if ready_made() is not None:
         return function
     return _compiled(function, {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})
 
 
 def _compiled(function: Function, options: dict[str, bool]) -> Function:
+    """The function compiled by numba at its first call; the function itself if numba is not installed."""
     njit = compiler()
     if njit is None:
         return function

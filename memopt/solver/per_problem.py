@@ -1,4 +1,4 @@
-"""What a solver works out once for a problem and uses again at other budgets."""
+"""A cache of one value, computed once for a problem and used at all its budgets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 class PerProblem(Generic[Value]):
-    """Calls `make` for a problem and keeps the result until another problem is asked for."""
+    """Calls `make(problem)` and caches the result until it is called with another problem (compared by identity)."""
 
     def __init__(self, make: Callable[[RematProblem], Value]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""The rematerialisation problem: what the solvers see of a training step, in numbers only."""
+"""The rematerialisation problem: a training step as operators and storages with seconds and bytes, without torch."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A block of memory that an op makes: a tensor with all its views and aliases.
+    """A block of memory that an op makes: a tensor together with all its views and aliases.
 
-    Storages that exist before the step and outlive it (parameters, buffers, inputs) are not listed: they are free to
-    read and count once, in `RematProblem.resident_bytes`.
+    Storages that exist before the step and outlive it (parameters, buffers, inputs) are not listed. Reading them is
+    free, and their bytes count once, in `RematProblem.resident_bytes`.
     """
 
     name: str
     bytes: int
     kept: bool = False
-    """A result of the step (an output, a gradient): alive from its making to the end of the schedule."""
+    """True for a result of the step (an output, a gradient): it is live from its making to the end of the schedule."""
     movable: bool = True
-    """False for what cannot wait on the host: a generator's state, memory that is written to again."""
+    """False for a storage that must not be offloaded: a generator's state, or memory that a later op writes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator of the joint graph. `reads` and `makes` are indices into `RematProblem.storages`."""
+    """One operator of the joint graph; `reads` and `makes` are indices into `RematProblem.storages`."""
 
     name: str
     seconds: float
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     workspace_bytes: int = 0
-    """Temporary bytes that the kernel holds while it runs, beside what it reads and makes."""
+    """Temporary bytes that the operator holds while it runs, besides the storages that it reads and makes."""
     recomputable: bool = True
-    """False for ops whose second evaluation would differ: effects, collectives, readers of mutated buffers."""
+    """False for ops that must run once only: side effects, collectives, readers of buffers that are mutated."""
     block: int = -1
-    """Number of the repeated block (a layer) that the op belongs to, -1 outside of them."""
+    """Number of the repeated block (a layer) that the op belongs to, or -1 outside of all blocks."""
     attention: bool = False
-    """True inside an attention core (scores, softmax, weighted sum)."""
+    """True for ops of an attention core (scores, softmax, weighted sum)."""
 
 
 @dataclass(frozen=True)
 class RematProblem:
-    """A joint graph, priced: ops `0 … forward_ops-1` are the forward, the rest the backward, each in program order."""
+    """A joint graph with its costs: ops `0 … forward_ops-1` are the forward, the others the backward.
+
+    Ops are in program order: a storage is made by exactly one op, and before any op reads it.
+    """
 
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
@@ -61,7 +64,7 @@ class RematProblem:
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
-        """For each storage, the op that makes it."""
+        """For each storage, the index of the op that makes it."""
         producer = [-1] * len(self.storages)
         for index, op in enumerate(self.ops):
             for storage in op.makes:
@@ -70,5 +73,5 @@ class RematProblem:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the plain step: every op once."""
+        """Seconds of the step without recomputation: the sum over all ops, once each."""
         return sum(op.seconds for op in self.ops)

@@ -1,4 +1,4 @@
-"""Walks a schedule and counts live bytes and seconds: the only judge of feasibility.
+"""Simulates a schedule: live bytes at each evaluation, and seconds. It alone decides whether a schedule fits.
 
 It shares no code with the solvers on purpose, so that a mistake in one cannot hide in the other.
 """
@@ -19,32 +19,32 @@ from memopt.solver.time_line import stall_seconds
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs. Positions count evaluations from 0."""
+    """The measured cost of a schedule. Positions count evaluations from 0."""
 
     peak_bytes: int
     peak_position: int
     """The first evaluation at which the peak is reached; -1 for an empty schedule."""
     seconds: float
-    """Of all evaluations, and of the waits between them."""
+    """Seconds of all evaluations and of all waits for transfers."""
     added_seconds: float
-    """Of all evaluations beyond each op's first, and of the waits."""
+    """Seconds of all recomputations and of all waits for transfers."""
     live_bytes: npt.NDArray[np.int64]
-    """Per evaluation: resident bytes, every live version, what the op makes, and its workspace."""
+    """Per evaluation: resident bytes, every live version, the storages that the op makes, and its workspace."""
     stall_seconds: float = 0.0
-    """For which compute waits for transfers."""
+    """Seconds for which compute waits for transfers."""
     host_bytes: int = 0
     """The most bytes on the host at any position."""
 
 
 def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None) -> Simulation:
-    """Count the bytes live at each evaluation of `schedule`, and its seconds; `link` carries what it offloads.
+    """Count the live bytes at each evaluation of `schedule`, and its seconds; `link` carries the offloaded storages.
 
-    A read binds to the latest evaluation of the storage's producer, or to what was fetched since; a version dies right
-    after its last read, or right after its making when nothing reads it. The first version of a kept storage never
-    dies. What is being copied out is alive until `Offload.freed_before`, and the fetched copy from `fetch_from` on.
+    A read binds to the latest evaluation of the storage's producer, or to a copy fetched since. A version is live up to
+    its last read, or at its making only if nothing reads it; the first version of a kept storage is live to the end.
+    A version that is copied out is live until `Offload.freed_before`, the fetched copy from `fetch_from` on.
 
-    Raises `ValueError` where the schedule breaks a rule (`Schedule.check`), offloads without a link, or puts more on
-    the host than there is room for.
+    Raises `ValueError` if the schedule is invalid (`Schedule.check`), offloads without a link, or puts more on the
+    host than `link.host_bytes`.
     """
     schedule.check(problem)
     evaluations = schedule.evaluations
@@ -89,6 +89,7 @@ def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tup
 
 
 def _by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload]]:
+    """The offloads grouped by the position that each is paired with, in the order given."""
     grouped: dict[int, list[Offload]] = {}
     for position, offload in pairs:
         grouped.setdefault(position, []).append(offload)
@@ -96,11 +97,11 @@ def _by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload
 
 
 def _offloading(problem: RematProblem, schedule: Schedule, link: Link | None) -> tuple[float, int]:
-    """Seconds for which compute waits, and the most bytes on the host, where a stay counts from its first position."""
+    """Seconds for which compute waits, and the most bytes on the host; an offload counts from `out_after` on."""
     if not schedule.offloads:
         return 0.0, 0
     if link is None:
-        raise ValueError(f"the schedule offloads {len(schedule.offloads)} times: say over which link")
+        raise ValueError(f"the schedule has {len(schedule.offloads)} offloads: pass the link over which they go")
     change = np.zeros(len(schedule.evaluations) + 1, np.int64)
     for offload in schedule.offloads:
         change[offload.out_after] += problem.storages[offload.storage].bytes

@@ -1,4 +1,4 @@
-"""Plays compute and the two queues of a link on one time line: the simulator's part for offloads.
+"""The simulator's timing of offloads: compute and the two queues of a link on one time line.
 
 Like the simulator it shares no code with the solvers.
 """
@@ -14,8 +14,8 @@ def stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> floa
     """Seconds for which compute waits for transfers; infinite if it waits for a link without bandwidth.
 
     Before each evaluation compute waits for the copies out whose bytes are free from there on, then issues fetches,
-    then waits for those that the evaluation needs. After it, copies out are issued. Each queue moves one storage at a
-    time in the order of issue; those issued together go by their deadlines.
+    then waits for the fetches that are due. After the evaluation, copies out are issued. Each queue moves one storage
+    at a time in the order of issue; transfers issued at the same position go by their deadlines.
     """
     offloads = schedule.offloads
     seconds = [link.transfer_seconds(problem.storages[offload.storage].bytes) for offload in offloads]
@@ -36,7 +36,7 @@ def stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> floa
             back_done[i] = back_free = max(back_free, now) + seconds[i]
         for i in needs.get(position, ()):
             now = max(now, back_done[i])
-        stalls += now - start if now > start else 0.0  # once infinite, the difference would be no number
+        stalls += now - start if now > start else 0.0  # inf - inf would be NaN
         now += problem.ops[op].seconds
         for i in issues.get(position, ()):
             out_done[i] = out_free = max(out_free, now) + seconds[i]
@@ -44,7 +44,7 @@ def stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> floa
 
 
 def _grouped(positions: list[int], order: list[int]) -> dict[int, list[int]]:
-    """Position → the numbers, in the order given, whose position it is."""
+    """The numbers of `order` grouped by position, where `positions[i]` is the position of number i."""
     grouped: dict[int, list[int]] = {}
     for i in order:
         grouped.setdefault(positions[i], []).append(i)

@@ -110,7 +110,7 @@ def test_agrees_with_a_naive_count(number: int) -> None:
         ((Offload(1, 2, 3, 4, 5), Offload(1, 4, 5, 5, 6)), "before b is back"),
     ],
 )
-def test_refuses_stays_that_cannot_be(offloads: tuple[Offload, ...], said: str) -> None:
+def test_refuses_invalid_offloads(offloads: tuple[Offload, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         simulate(skip(), Schedule(ALL, offloads), Link(1.0))
 
@@ -121,7 +121,7 @@ def test_refuses_to_move_results_to_do_without_a_link_and_to_overfill_the_host()
     schedule = Schedule(ALL, (Offload(0, 1, 3, 5, 6),))
     with pytest.raises(ValueError, match="must stay on the device"):
         simulate(kept, schedule, Link(1.0))
-    with pytest.raises(ValueError, match="over which link"):
+    with pytest.raises(ValueError, match="pass the link"):
         simulate(problem, schedule)
     with pytest.raises(ValueError, match="10 bytes on the host, which has room for 9"):
         simulate(problem, schedule, Link(1.0, host_bytes=9))
