@@ -1,4 +1,4 @@
-"""The minimum cut as a solver: a schedule for every trade of saved bytes against recomputed seconds on its hull."""
+"""The minimum cut as a solver: one schedule for each vertex of the hull of saved bytes and recomputed seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt.solver.schedule import Schedule
 
 
 class MinimumCut:
-    """Proposes the just-in-time schedules of the cuts on the lower hull, from the fewest saved bytes to the most.
+    """Proposes the just-in-time schedules of the cuts on the lower hull, by rising saved bytes.
 
     They are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
     """
@@ -26,4 +26,5 @@ class MinimumCut:
 
 
 def _schedules(problem: RematProblem) -> list[Schedule]:
+    """The just-in-time schedules of the problem's lower hull."""
     return [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]

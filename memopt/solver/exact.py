@@ -1,9 +1,9 @@
-"""The reference for small problems: the best schedule of a wide class, by mixed-integer programming.
+"""The exact solver for small problems: the best schedule of a wide class, by mixed-integer programming.
 
-A stage is what happens between two first evaluations: ops are evaluated again in program order, each at most once in a
-stage, then comes the stage's own op. As in Checkmate (Jain et al., 2020, section 4), with three changes: the live bytes
-inside a stage are exact, only the backward has stages unless the forward needs them to fit, and "closure cuts" tie
-what is held at a moment to what is evaluated again after it, without which the relaxation is too weak to prove much.
+Schedules consist of stages: a stage recomputes ops in program order, each at most once, and then evaluates one op for
+the first time. As in Checkmate (Jain et al., 2020, section 4), with three changes: the live bytes inside a stage are
+exact; only the backward has stages unless the forward needs them to fit; and "closure cuts" demand that values read
+later are either held when a stage begins or recomputed after it, without which the relaxation proves little.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from memopt.solver.stage_model import StageModel
 
 @dataclass(frozen=True)
 class ExactResult:
-    """What the reference found."""
+    """The outcome of `solve_exactly`."""
 
     schedule: Schedule | None
-    """Within the budget; None where none was found."""
+    """The schedule, which fits the budget; None if none was found."""
     added_seconds: float
-    """Of the schedule; infinite without one."""
+    """Seconds that the schedule adds; infinite without a schedule."""
     bound_seconds: float
-    """No schedule of stages adds less."""
+    """A lower bound on the seconds that any schedule of stages adds."""
     proven: bool
-    """The search was completed: the schedule is optimal within the gap, or without one none exists."""
+    """True if the search was completed: the schedule is optimal within the gap, or none exists."""
 
 
 def solve_exactly(
@@ -43,12 +43,11 @@ def solve_exactly(
     below_seconds: float | None = None,
     nodes: int | None = None,
 ) -> ExactResult:
-    """The fastest schedule of stages with a peak of at most `budget_bytes`, within `seconds` of wall time.
+    """The fastest schedule of stages with a peak of at most `budget_bytes`, found within `seconds` of wall time.
 
-    `nodes` limits the search tree instead, so that what is found is the same in every run.
-
-    The search ends when the best is within `gap_seconds` of the bound (1e-4 of the step unless given). Schedules that
-    add more than `below_seconds` are not looked for.
+    `nodes` also limits the search tree, for a result that is the same in every run. The search ends early when the
+    best schedule is within `gap_seconds` of the bound (default: 1e-4 of the step). Schedules that add more than
+    `below_seconds` are excluded.
     """
     gap = 1e-4 * problem.seconds if gap_seconds is None else gap_seconds
     if problem.forward_ops == len(problem.ops):
@@ -75,7 +74,7 @@ _nothing = ExactResult(None, float("inf"), float("inf"), True)
 
 @dataclass(frozen=True)
 class Exact:
-    """Proposes the reference's schedule for problems of at most `most_forward_ops`, and nothing for larger ones.
+    """Proposes the exact solver's schedule for problems of at most `most_forward_ops` forward ops, else nothing.
 
     `nodes` limits the search tree, so that the schedule is the same in every run.
     """

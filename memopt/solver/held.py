@@ -1,4 +1,4 @@
-"""What every schedule holds at each op, whatever it recomputes: the order of first evaluations leaves no choice."""
+"""The bytes that every schedule holds at each op's first evaluation, whatever it recomputes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memopt.solver.problem import RematProblem
 
 
 def movable_storages(problem: RematProblem) -> list[bool]:
-    """Per storage: whether it can be dropped and made again."""
+    """Per storage: whether it can be freed and recomputed."""
     return [
         op < problem.forward_ops and problem.ops[op].recomputable and not problem.storages[storage].kept
         for storage, op in enumerate(problem.producer)
@@ -19,10 +19,10 @@ def movable_storages(problem: RematProblem) -> list[bool]:
 
 
 class Held:
-    """What is held while each op is first evaluated, beside what it reads and makes.
+    """The storages that every schedule holds at each op's first evaluation, besides those that the op reads and makes.
 
-    Kept results so far, and what cannot be made again (of the backward, of unrepeatable ops) and is still to be read.
-    `held[i]` are the storages at op i.
+    They are the kept results made so far, and the storages still to be read that cannot be recomputed: those of
+    backward ops and of ops that are not recomputable. `held[i]` is the set of storages at op i.
     """
 
     def __init__(self, problem: RematProblem) -> None:
@@ -42,7 +42,7 @@ class Held:
 
     @cached_property
     def bytes(self) -> Ints:
-        """Per op, and at the end of the step: bytes of what is held."""
+        """Per op, with one more entry for the end of the step: bytes of the held storages."""
         change = np.zeros(len(self._problem.ops) + 2, np.int64)
         fixed = ~self.movable & (self._from <= self._last)
         np.add.at(change, self._from[fixed], self._size[fixed])
@@ -51,7 +51,7 @@ class Held:
 
     @cached_property
     def own_bytes(self) -> Ints:
-        """Per op: the same with its workspace and what it reads and makes, movable storages apart."""
+        """Per op: held bytes plus its workspace and the storages it makes that are not movable."""
         beside = [
             op.workspace_bytes + sum(int(self._size[s]) for s in op.makes if not self.movable[s])
             for op in self._problem.ops
@@ -60,6 +60,6 @@ class Held:
 
     @cached_property
     def needs(self) -> Ints:
-        """Per op: the least bytes in use at its first evaluation, resident ones included."""
+        """Per op: a lower bound on the live bytes at its first evaluation, resident bytes included."""
         moved = [sum(int(self._size[s]) for s in {*op.reads, *op.makes} if self.movable[s]) for op in self._problem.ops]
         return self._problem.resident_bytes + self.own_bytes + np.array(moved, np.int64)

@@ -1,4 +1,4 @@
-"""The lower hull of saved bytes against recomputed seconds: every trade that is best at some price."""
+"""The lower hull of saved bytes and recomputed seconds: the cuts that are cheapest at some price of a byte."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import heapq
 
 from memopt.solver.min_cut import Cut, CutNetwork
 
-# A new point must lie below the line through its neighbours by this share of the hull's height, else it is rounding.
+# A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
 _TOLERANCE = 1e-9
 
 
 def lower_hull(network: CutNetwork, limit: int = 40) -> tuple[Cut, ...]:
-    """Cuts by rising saved bytes and falling seconds, at most `limit` of them.
+    """The hull's vertices by rising saved bytes and falling recomputed seconds, from at most about `limit` cuts.
 
-    Recursion on slopes (Eisner and Severance, 1976): the price at which two neighbours cost the same is cut at; either
-    nothing is cheaper there, or a new vertex lies between them. Widest gaps go first, so that `limit` leaves out the
-    finest detail.
+    Recursion on slopes (Eisner and Severance, 1976): the network is cut at the price at which two neighbours cost the
+    same; either no cut is cheaper, or a new vertex lies between them. The widest gaps go first, so that `limit` leaves
+    out the finest detail.
     """
     fewest, most = end_points(network)
     points = {cut.saved_bytes: cut for cut in (most, fewest)}
@@ -33,7 +33,7 @@ def lower_hull(network: CutNetwork, limit: int = 40) -> tuple[Cut, ...]:
 
 
 def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
-    """The hull's two ends: (fewest bytes saved, fewest seconds recomputed)."""
+    """The two ends of the hull: the cut that saves the fewest bytes, and the cut that recomputes the least."""
     if network.total_bytes == 0 or network.total_seconds == 0:
         only = network.cut(1.0)
         return only, only
@@ -42,7 +42,7 @@ def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
 
 
 def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
-    """A vertex of the hull strictly between two of its points and below the line through them, if there is one."""
+    """A vertex of the hull strictly between two of its points and below the line through them; None without one."""
     if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
         return None
     price = (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
@@ -54,6 +54,6 @@ def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
 
 
 def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
-    """An entry of the queue: the larger the triangle under the two points, the sooner it is looked into."""
+    """An entry of the heap of gaps, which sorts those with the larger triangle under their two points first."""
     height = left.recompute_seconds - right.recompute_seconds
     return (-height * (right.saved_bytes - left.saved_bytes), left.saved_bytes, left, right)

@@ -1,4 +1,4 @@
-"""A schedule from a saved set: recompute what a backward op misses right before it, and keep it until its last use."""
+"""The just-in-time schedule of a saved set: missing values are recomputed right before the backward op that reads them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from memopt.solver.schedule import Schedule
 
 
 def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
-    """The forward in order, then each backward op after whatever it misses; every op is evaluated at most twice.
+    """The forward in order, then each backward op, preceded by the recomputation of the storages that it misses.
 
-    What cannot be recomputed, and what is kept anyway, counts as saved. Raises `ValueError` for an unknown storage.
+    A recomputed storage is held until its last read, so every op runs at most twice. Kept storages and those that
+    cannot be recomputed count as saved. Raises `ValueError` for a storage that is not in the problem.
     """
     unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
     if unknown:
@@ -30,7 +31,7 @@ def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
 
 
 def _missing_ops(problem: RematProblem, index: int, present: set[int]) -> list[int]:
-    """Ops to evaluate before op `index` can read everything, in program order."""
+    """The ops that make the storages that op `index` misses, given those `present`, in program order."""
     missing: set[int] = set()
     pending = [index]
     while pending:

@@ -1,9 +1,9 @@
-"""One of two labels for each node, at the least cost of all pairs: a minimum cut, and the cheapest within a limit.
+"""Labels each node 0 or 1 at the least total cost, by a minimum cut, and optionally within a limit on a second cost.
 
-A pair (i, j) costs something where i has label 0 and j has label 1, and nothing else does. Two nodes are given: ZERO
-has label 0 and ONE has label 1, so that (ZERO, i) is what label 1 of i costs, and (i, ONE) what its label 0 costs; a
-pair of infinite cost forbids. These are the energies that a minimum cut finds the least of exactly (Kolmogorov and
-Zabih, "What energy functions can be minimized via graph cuts?", 2004): the network has an arc j → i for each pair.
+Costs belong to pairs (i, j) of nodes: a pair is paid if i has label 0 and j has label 1. Two nodes have fixed labels:
+ZERO has label 0 and ONE has label 1. So the pair (ZERO, i) is the cost of label 1 for i, and (i, ONE) the cost of label
+0. An infinite cost forbids the pair. A minimum cut minimises such sums exactly (Kolmogorov and Zabih, "What energy
+functions can be minimized via graph cuts?", 2004): the network has an arc j → i for each pair.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from ortools.graph.python import max_flow
 from memopt.solver.arrays import Flags, Floats, Ints
 
 ZERO, ONE = 0, 1
-# Finite capacities are scaled to sum to this: the least share that counts is 2^-46 of all costs together, and thousands
-# of infinite arcs still add up to less than 2^63.
+# Finite capacities are scaled so that they sum to this: a cost is resolved to 2^-46 of the sum of all costs, and
+# thousands of infinite arcs still add up to less than 2^63.
 _FINITE_TOTAL = 2**46
 _INFINITE = 2**47
-# A new point must lie below the line through its neighbours by this share of their costs, else it is rounding.
+# A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
 _TOLERANCE = 1e-9
-# At so many times the mean price the toll is all that counts, and costs still decide between equal tolls.
+# At this multiple of the ratio of costs to tolls, tolls outweigh costs; costs still decide between equal tolls.
 _DEAR = 1e6
 
 
 @dataclass(frozen=True)
 class LabelProblem:
-    """Pairs of nodes by index, with what each costs and what it takes of a limited good, such as exactness."""
+    """Pairs of nodes, each with a cost and with a toll: a second cost, whose sum can be limited."""
 
     nodes: int
-    """With ZERO and ONE."""
+    """The number of nodes, ZERO and ONE included."""
     zeros: Ints
-    """Of each pair the node that has label 0 where the pair counts; `ones` the other."""
+    """Per pair: the node whose label is 0 if the pair is paid."""
     ones: Ints
+    """Per pair: the node whose label is 1 if the pair is paid."""
     costs: Floats
-    """None negative, infinite where a pair is forbidden."""
+    """Per pair: 0 or more; infinite forbids the pair."""
     tolls: Floats
-    """None negative, all finite; in a unit of their own."""
+    """Per pair: 0 or more and finite, in any unit."""
 
     def __post_init__(self) -> None:
         sizes = {len(column) for column in (self.zeros, self.ones, self.costs, self.tolls)}
@@ -47,32 +48,33 @@ class LabelProblem:
         assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll is negative or infinite"
 
     def paid(self, labels: Flags) -> Flags:
-        """Which pairs count under the labels (True for label 1) of all nodes."""
+        """Per pair: whether it is paid, given every node's label (True for 1)."""
         return ~labels[self.zeros] & labels[self.ones]
 
 
 @dataclass(frozen=True)
 class Labels:
-    """A label for each node, True for 1, with its cost and toll."""
+    """A labelling with its total cost and toll."""
 
     of: Flags
+    """Per node: True for label 1."""
     cost: float
     toll: float
 
 
 class LabelNetwork:
-    """The network of a problem, built once and cut at many prices of the toll. Ties go to label 0."""
+    """The flow network of a problem, built once and cut at many prices of the toll. Ties go to label 0."""
 
     def __init__(self, problem: LabelProblem) -> None:
         self.problem = problem
         self._flow = max_flow.SimpleMaxFlow()
         capacities = np.zeros(len(problem.costs), np.int64)
         self._arcs = self._flow.add_arcs_with_capacity(problem.ones, problem.zeros, capacities)
-        # Both ends belong to the network, also where nothing touches them.
+        # This arc makes ONE and ZERO nodes of the network even if no pair names them.
         self._flow.add_arc_with_capacity(ONE, ZERO, 0)
 
     def cut(self, price: float) -> Labels:
-        """The labels of least `cost + price · toll`. Raises ValueError where every choice is forbidden."""
+        """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
         problem = self.problem
         forbidden = np.isinf(problem.costs)
         amounts = np.where(forbidden, 0.0, problem.costs) + price * problem.tolls
@@ -90,17 +92,17 @@ class LabelNetwork:
 
 
 def labels_of(problem: LabelProblem, labels: Flags) -> Labels:
-    """Given labels with their cost and toll."""
+    """The labels together with their cost and toll in the problem."""
     paid = problem.paid(labels)
     return Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
 
 
 def cheapest_within(problem: LabelProblem, most_toll: float) -> Labels:
-    """The cheapest labels of the lower hull of cost against toll whose toll is at most `most_toll`.
+    """The cheapest labels, among the vertices of the lower hull of cost and toll, whose toll is at most `most_toll`.
 
-    Where the least toll of all is more than that, the labels that have it. Between two vertices of the hull the price
-    is that at which both cost the same (Eisner and Severance, 1976), so that the search ends after a finite number of
-    cuts, at the edge of the hull that crosses the limit. Raises ValueError where every choice is forbidden.
+    If no labels have so small a toll, the labels with the smallest toll. The search cuts at the price at which two
+    vertices of the hull cost the same (Eisner and Severance, 1976), and ends after a finite number of cuts at the edge
+    of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
     """
     assert most_toll >= 0, f"a limit of {most_toll}: no tolls are negative"
     network = LabelNetwork(problem)

@@ -1,4 +1,4 @@
-"""A mixed-integer linear program, written row by row and solved by the HiGHS that scipy bundles."""
+"""A mixed-integer linear program, built row by row and solved by scipy's HiGHS."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scipy.sparse import csr_array
 from memopt.solver.arrays import Floats
 
 Terms = Iterable[tuple[int, float]]
-"""(variable, coefficient)."""
+"""The terms of a linear expression, as pairs (variable, coefficient)."""
 
 
 class LinearModel:
-    """Minimise a linear cost of variables between 0 and 1 under linear inequalities."""
+    """Minimises a linear cost of variables between 0 and 1 under linear inequalities."""
 
     def __init__(self) -> None:
         self._cost: list[float] = []
@@ -27,7 +27,7 @@ class LinearModel:
         self._most: list[float] = []
 
     def variable(self, cost: float = 0.0, *, integral: bool = False, lowest: float = 0.0) -> int:
-        """A new variable's number."""
+        """Add a variable between `lowest` and 1, with `cost` as its coefficient in the cost; returns its number."""
         self._cost.append(cost)
         self._integral.append(int(integral))
         self._lowest.append(lowest)
@@ -35,10 +35,11 @@ class LinearModel:
 
     @property
     def variables(self) -> int:
+        """The number of variables."""
         return len(self._cost)
 
     def at_most(self, terms: Terms, most: float) -> None:
-        """Σ coefficient · variable ≤ most."""
+        """Add the constraint that the sum of the terms is at most `most`."""
         for variable, coefficient in terms:
             self._rows.append(len(self._most))
             self._columns.append(variable)
@@ -46,16 +47,17 @@ class LinearModel:
         self._most.append(most)
 
     def within(self, variable: int, others: Iterable[int]) -> None:
-        """The variable is at most the sum of the others."""
+        """Add the constraint that the variable is at most the sum of the others."""
         self.at_most([(variable, 1.0), *((other, -1.0) for other in others)], 0.0)
 
     def cost_at_most(self, most: float) -> None:
+        """Add the constraint that the cost is at most `most`."""
         self.at_most([(v, cost) for v, cost in enumerate(self._cost) if cost], most)
 
     def solve(self, seconds: float, relative_gap: float, nodes: int | None = None) -> tuple[Floats | None, float, bool]:
-        """The best values found (None: none), a lower bound of the cost, and whether the search was completed.
+        """The best values found (None without any), a lower bound on the cost, and whether the search was completed.
 
-        The search ends after `seconds` of wall time, or `nodes` of its tree.
+        The search ends after `seconds` of wall time, after `nodes` nodes of its tree, or within `relative_gap`.
         """
         if not self._cost:
             return (np.zeros(0), 0.0, True) if min(self._most, default=0.0) >= 0 else (None, float("inf"), True)

@@ -1,4 +1,4 @@
-"""When each value of a replay is read next: by the seed schedule, or by what must be evaluated again before that."""
+"""When each value of a replay is read next: by the seed schedule, or by a recomputation that must come before that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt.solver.replay import AWAY, LOOK, NEVER, NOW, PRESENT, Replay
 
 @native_part
 def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
-    """Fill `need` of what is in memory, and pin what the ops on the stack (of that `depth`) use."""
+    """Set `need` of the storages in memory, and pin those that the `depth` ops on the stack use."""
     scalars, need = replay.scalars, replay.need
     scalars[LOOK] += 1
     for at in range(scalars[PRESENT]):
@@ -33,7 +33,7 @@ def look_ahead(arrays: Arrays, replay: Replay, depth: int) -> None:
 
 @native_part
 def _look_at_away(arrays: Arrays, replay: Replay) -> int:
-    """Mark the ops that must make again what the seed reads; the last of them, or -1."""
+    """Mark the ops that must recompute evicted storages that the seed still reads; returns the last one, or -1."""
     scalars = replay.scalars
     last = -1
     at = 0
@@ -53,7 +53,7 @@ def _look_at_away(arrays: Arrays, replay: Replay) -> int:
 
 @native_part
 def _next_read(replay: Replay, storage: int) -> int:
-    """Position of the seed's next read of the version in memory; never where the seed makes it again before."""
+    """Position of the seed's next read of the storage's current version; `NEVER` if the seed recomputes it first."""
     at, stop = replay.cursor[storage], replay.event_start[storage + 1]
     while at < stop and replay.events[at] < 2 * replay.scalars[NOW]:
         at += 1
@@ -65,7 +65,7 @@ def _next_read(replay: Replay, storage: int) -> int:
 
 @native_part
 def _need_op(replay: Replay, op: int, soonest: int) -> int:
-    """The op must be evaluated again, at `soonest` at the latest; returns it."""
+    """Mark that the op must be recomputed by position `soonest` at the latest; returns the op."""
     if replay.op_look[op] != replay.scalars[LOOK]:
         replay.op_look[op] = replay.scalars[LOOK]
         replay.op_need[op] = soonest
@@ -76,7 +76,8 @@ def _need_op(replay: Replay, op: int, soonest: int) -> int:
 
 @native_part
 def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
-    """The storage was evicted: what it is recomputed from is needed as soon as it was, through whatever is missing."""
+    """After the eviction of `storage`: the inputs of its recomputation, missing ones included, are needed as soon as
+    the storage was."""
     pending = replay.pending
     pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
     count = 1
@@ -99,7 +100,7 @@ def need_again(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 @native_part
 def _pass_need_on(arrays: Arrays, replay: Replay, last: int) -> None:
-    """From op `last` back: what an op to evaluate again reads is needed as soon as the op is."""
+    """From op `last` back to the first: the storages that an op to recompute reads are needed as soon as the op is."""
     scalars = replay.scalars
     for op in range(last, -1, -1):
         if replay.op_look[op] != scalars[LOOK]:

@@ -1,4 +1,4 @@
-"""Lower bounds: on the added seconds of any schedule within a budget, and on the peak of any schedule at all."""
+"""Lower bounds on the added seconds of schedules within a budget, and on the peak of all schedules."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from memopt.solver.simulator import simulate
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that any schedule needs at its worst op, the order of first evaluations being fixed."""
+    """A lower bound on the peak of every schedule, which holds because the order of first evaluations is fixed."""
 
     bytes: int
     op: int
-    """The op that needs it; -1 for a problem without ops."""
+    """The op that sets the bound; -1 for a problem without ops."""
 
 
 def floor_of(problem: RematProblem) -> Floor:
-    """The most that one op needs: what it reads, makes and works in, with what is held anyway."""
+    """The largest need of one op: the storages that it reads and makes, its workspace, and the bytes held in any case."""
     if not problem.ops:
         return Floor(problem.resident_bytes, -1)
     needs = Held(problem).needs
@@ -33,18 +33,18 @@ def floor_of(problem: RematProblem) -> Floor:
 
 
 def floor_bytes(problem: RematProblem) -> int:
-    """A peak in bytes that no schedule can go below."""
+    """A lower bound in bytes on the peak of every schedule."""
     return floor_of(problem).bytes
 
 
 class LowerBound:
-    """The positional bound, with what it learns at one budget kept for the next.
+    """The lower bound on added seconds for one problem; the cuts found for one budget are reused for the next.
 
-    Take the moment at which op o is first evaluated. Of the values made before it and read by a later first
-    evaluation, each is either alive at that moment or recomputed after it. At most `budget − what is held anyway at o`
-    bytes of them are alive, so the seconds added after that moment are at least the value there of the lower hull of
-    (bytes alive, seconds recomputed). The largest value over a dozen or so moments is returned. Each recomputation
-    counts once, so the bound is weak where a plan must recompute in several levels.
+    Consider the first evaluation of op o. Every value made before it and read by a later first evaluation is either
+    live then or recomputed later. At most `budget − bytes held in any case at o` bytes of them are live, so the seconds
+    added after o are at least the height there of the lower hull of (bytes live, seconds recomputed). The bound is the
+    largest height over `positions` ops. It counts each recomputation once, so it is weak if a schedule must recompute
+    in several levels.
     """
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
@@ -53,12 +53,12 @@ class LowerBound:
         self._positions = [_Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
-        """Seconds that any schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
+        """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
         return max((position.added_seconds(budget_bytes) for position in self._positions), default=0.0)
 
 
 def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
-    """In each of `count` equal stretches of the step, the op at which the most bytes would be alive with all saved."""
+    """For each of `count` equal parts of the step, the op with the most live bytes when everything is saved."""
     if not problem.ops:
         return []
     live = simulate(problem, Schedule.save_all(problem)).live_bytes
@@ -67,7 +67,7 @@ def _crowded_ops(problem: RematProblem, count: int) -> list[int]:
 
 
 class _Position:
-    """The hull of one moment, refined only where budgets ask for it."""
+    """The hull at the first evaluation of one op, refined only around the bytes that budgets leave there."""
 
     def __init__(self, problem: RematProblem, index: int, held: Held) -> None:
         self._base_bytes = int(held.needs[index])
@@ -83,6 +83,7 @@ class _Position:
         self._brackets: list[tuple[Cut, Cut]] = []
 
     def added_seconds(self, budget_bytes: int) -> float:
+        """Seconds that every schedule within the budget adds after this op; infinite if the op itself does not fit."""
         allowed = budget_bytes - self._base_bytes
         if allowed < 0:
             return float("inf")
@@ -93,7 +94,7 @@ class _Position:
         return self._value(self._network, allowed)
 
     def _value(self, network: CutNetwork, allowed: int) -> float:
-        """The hull's height at `allowed` bytes, from cuts at the slopes around it."""
+        """A lower bound on the hull's height in seconds at `allowed` bytes, from cuts at the slopes around it."""
         left, right = next(
             (bracket for bracket in self._brackets if bracket[0].saved_bytes <= allowed < bracket[1].saved_bytes),
             (None, None),
@@ -112,7 +113,7 @@ class _Position:
 
 
 def _supported(network: CutNetwork, left: Cut, right: Cut, allowed: int) -> float:
-    """The value at `allowed` of the line of the slope between two points that no choice is below."""
+    """The height at `allowed` bytes of the line that has the slope between two points and that no cut lies below."""
     width = right.saved_bytes - left.saved_bytes
     if allowed < left.saved_bytes:
         price = 1e7 * network.total_seconds / max(network.total_bytes, 1)

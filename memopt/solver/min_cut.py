@@ -1,18 +1,19 @@
-"""Which storages to save at a price: a minimum cut between what the backward reads and what computing costs.
+"""Which storages to save at a price of memory, by a minimum cut.
 
-At a price of λ seconds a byte the cheapest closed choice minimises `recompute seconds + λ · saved bytes`. One network
-node stands for each forward storage s and each forward op o:
+At a price of λ seconds a byte the minimum cut minimises `recompute seconds + λ · saved bytes` over all sets of saved
+storages from which the backward's reads can be recomputed. The network has one node for each forward storage s and
+each forward op o:
 
     source → s        ∞          s is needed
     s → producer(s)   λ·bytes    cut: save s
     o → each s read   ∞          recomputing o needs its inputs
     o → sink          seconds    cut: recompute o
 
-With a link to the host, the second kind of edge costs the cheaper of λ·bytes and the seconds that the storage's
-transfers are priced at: cut, it is saved on the device or on the host, whichever is cheaper.
+With a link to the host, the second kind of edge costs the smaller of λ·bytes and the price in seconds of the storage's
+transfers: if it is cut, the storage is saved on the device or on the host, whichever is cheaper.
 
-After Jain et al., "Checkmate" (2020), and the minimum cut of PyTorch's partitioner (He and Yu, 2022), which prices an
-edge per node; here pricing is per storage and cascades cost what they cost. Exact at each λ.
+After Jain et al., "Checkmate" (2020), and the minimum cut of PyTorch's partitioner (He and Yu, 2022), which prices
+nodes; here storages are priced, and a chain of recomputed ops costs the seconds of all of them. Exact at each λ.
 """
 
 from __future__ import annotations
@@ -28,44 +29,44 @@ from memopt.solver.problem import RematProblem
 
 _SOURCE, _SINK = 0, 1
 _NONE = -1
-# Finite capacities are scaled to sum to this: 2^-46 of the total is far below any op's share, and thousands of
-# infinite arcs still add up to less than 2^63.
+# Finite capacities are scaled so that they sum to this: 2^-46 of the total is far below any op's share, and thousands
+# of infinite arcs still add up to less than 2^63.
 _FINITE_TOTAL = 2**46
 _INFINITE = 2**47
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One point of the trade of bytes against seconds."""
+    """A choice of saved storages, with the bytes and seconds that it costs."""
 
     saved: frozenset[int]
-    """Storages that are alive at the end of the forward: saved for the backward."""
+    """The storages saved from the forward for the backward."""
     saved_bytes: int
-    """Of `saved`, without those that are held anyway."""
+    """Bytes of `saved` on the device, without storages that are held in any case."""
     recompute_seconds: float
-    """Of the ops to evaluate again, each once."""
+    """Seconds of the ops to recompute, each once."""
     offloaded: frozenset[int] = frozenset()
-    """The part of `saved` that waits on the host, and is not in `saved_bytes`."""
+    """The part of `saved` that is offloaded; its bytes are not in `saved_bytes`."""
 
 
 def needed_by_backward(problem: RematProblem) -> frozenset[int]:
-    """Forward storages that a backward op reads."""
+    """The storages made by forward ops that a backward op reads."""
     first = problem.forward_ops
     read = {storage for op in problem.ops[first:] for storage in op.reads}
     return frozenset(storage for storage in read if problem.producer[storage] < first)
 
 
 def kept_by_forward(problem: RematProblem) -> frozenset[int]:
-    """Results that the forward makes: alive during the whole backward, whatever is decided."""
+    """The kept storages that forward ops make, which are live during the whole backward in any case."""
     makes = {storage for op in problem.ops[: problem.forward_ops] for storage in op.makes}
     return frozenset(storage for storage in makes if problem.storages[storage].kept)
 
 
 class CutNetwork:
-    """The network above for one set of needed storages, built once and cut at many prices.
+    """The network for one set of `needed` storages, built once and cut at many prices.
 
-    `held` are storages that are alive anyway: they cost nothing to save. The default is the whole problem: everything
-    that the backward reads, with the forward's kept results held.
+    `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
+    the backward reads, and `held` the forward's kept storages.
     """
 
     def __init__(
@@ -93,26 +94,26 @@ class CutNetwork:
 
     @property
     def total_bytes(self) -> int:
-        """Of all storages that the network may save."""
+        """Bytes of all storages that the network may save."""
         return sum(self._problem.storages[storage].bytes for storage in self._storage_node)
 
     @property
     def total_seconds(self) -> float:
-        """Of all ops that the network may evaluate again."""
+        """Seconds of all ops that the network may recompute."""
         return float(self._arc_seconds.sum())
 
     def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
-        """The cheapest choice at `price` seconds a byte.
+        """The cheapest cut at `price` seconds a byte.
 
-        `offload_seconds` says for each storage of the problem what its stay on the host costs, infinite where it
-        cannot stay there; None: nothing can.
+        `offload_seconds` is the price in seconds of offloading each storage of the problem, infinite for a storage that
+        cannot be offloaded. With None, no storage can.
         """
         return self.cut_and_bound(price, offload_seconds)[0]
 
     def cut_and_bound(self, price: float, offload_seconds: Floats | None = None) -> tuple[Cut, float]:
-        """The cheapest choice and a value that `seconds + price · bytes (+ offload seconds)` of no choice is below.
+        """The cheapest cut, and a lower bound on `seconds + price · bytes (+ offload seconds)` over all cuts.
 
-        Capacities are rounded down, so the flow's value stays a true lower bound.
+        Capacities are rounded down, so the flow's value is a true lower bound.
         """
         if not self._tails:
             return Cut(frozenset(), 0, 0.0), 0.0
@@ -130,6 +131,7 @@ class CutNetwork:
         return self._read_cut(price, offload_seconds), self._flow.optimal_flow() / scale
 
     def _read_cut(self, price: float, offload_seconds: Floats | None) -> Cut:
+        """The cut of the last maximum flow, for the given prices."""
         problem = self._problem
         side = set(self._flow.get_source_side_min_cut())
         recomputed = [op for op, node in self._op_node.items() if node in side]
@@ -146,6 +148,7 @@ class CutNetwork:
         return Cut(saved, saved_bytes, sum(problem.ops[op].seconds for op in sorted(recomputed)), offloaded)
 
     def _build(self, needed: list[int], held: Collection[int]) -> None:
+        """Add the arcs of the needed storages and of all ops and storages from which they can be recomputed."""
         problem = self._problem
         pending = sorted(needed)
         for storage in pending:
@@ -171,12 +174,13 @@ class CutNetwork:
                     pending.append(read)
 
     def _node(self, nodes: dict[int, int], key: int) -> int:
+        """The network node of a storage or an op, added to `nodes` if it is new."""
         if key not in nodes:
             nodes[key] = 2 + len(self._storage_node) + len(self._op_node)
         return nodes[key]
 
     def _arc(self, tail: int, head: int, storage: int = _NONE, seconds: float = 0.0) -> None:
-        """An edge that costs the bytes of `storage` at the price of the cut, or `seconds` at any price."""
+        """Add an arc that costs the bytes of `storage` times the price of the cut, or `seconds` at any price."""
         self._tails.append(tail)
         self._heads.append(head)
         self._storages.append(storage)

@@ -1,4 +1,4 @@
-"""Spends the memory that a schedule leaves unused: drops repeated evaluations whose values can be held instead."""
+"""Uses the memory that a schedule leaves free: removes recomputations whose values can be held instead."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from memopt.solver.native import native, native_part
 
 
 class _Survey(NamedTuple):
-    """Per evaluation, what dropping it would bring."""
+    """Per evaluation: an estimate of the effect of removing it together with the recomputations made only for it."""
 
     gain: Floats
-    """Seconds of it and of what was evaluated again only for it: its dependents."""
+    """Seconds of all these evaluations."""
     released: Ints
-    """The most bytes that this frees at any evaluation before the first of them."""
+    """The most bytes that the removal frees at any position before the first of these evaluations."""
     first: Ints
-    """The first of them."""
+    """Position of the first of these evaluations."""
     score: Floats
+    """Gain per byte held longer, by which removals are ordered."""
 
 
 def polish(
     arrays: Arrays, evaluations: Ints, cap_bytes: int, length_exponent: float = 0.5, noise: Floats | None = None
 ) -> Ints:
-    """The schedule without repeated evaluations that `cap_bytes` lets it do without.
+    """The schedule without the recomputations that can be removed while live bytes stay within `cap_bytes`.
 
-    Candidates go by seconds saved for each byte held longer, times the length of that to the power `length_exponent`;
-    `noise` multiplies each op's score (for a local search). Where the schedule is within the cap it stays so.
+    Removals are tried by falling score: seconds saved, per byte held longer times the length of the hold to the power
+    `length_exponent`. `noise` multiplies each op's score (for a local search). A schedule within the cap stays within.
     """
     evaluations = remove_dead(arrays, evaluations)
     links = link(arrays, evaluations)
@@ -46,6 +47,7 @@ def polish(
 
 @native
 def _look(links: Links, survey: _Survey, length_exponent: float) -> None:
+    """Fill the survey, in which each evaluation is its own `first` and all other fields are 0 at first."""
     for i in range(links.alive.size):
         if not links.alive[i]:
             continue
@@ -74,7 +76,7 @@ def _look(links: Links, survey: _Survey, length_exponent: float) -> None:
 
 @native_part
 def _read_last(links: Links, maker: int, read: int) -> bool:
-    """Whether `maker` repeats an op and `read` is the last read of all that it makes: then it hangs on the reader."""
+    """Whether `maker` is a recomputation and `read` the last read of its versions, so that it ends with the reader."""
     if links.before[maker] == NONE:
         return False
     for v in range(links.version_start[maker], links.version_start[maker + 1]):  # noqa: SIM110 (compiles faster)
@@ -85,7 +87,7 @@ def _read_last(links: Links, maker: int, read: int) -> bool:
 
 @native
 def _drop_all(links: Links, survey: _Survey, order: Ints, cap_bytes: int) -> bool:
-    """Try to drop each repeated evaluation in `order`; whether any could be."""
+    """Try to remove each recomputation in `order`; returns whether any was removed."""
     any_dropped = False
     for i in order:
         if not links.alive[i] or links.before[i] == NONE or _hopeless(links, survey, i, cap_bytes):
@@ -111,7 +113,7 @@ def _drop_all(links: Links, survey: _Survey, order: Ints, cap_bytes: int) -> boo
 
 @native_part
 def _hopeless(links: Links, survey: _Survey, i: int, cap_bytes: int) -> bool:
-    """Whether what is held longer passes the cap before anything of what hangs on `i` is evaluated."""
+    """Whether removing `i` surely passes the cap, at a position before the first evaluation made only for `i`."""
     w = links.version_start[links.before[i]]
     for v in range(links.version_start[i], links.version_start[i + 1]):
         allowed = cap_bytes - links.size[v] + survey.released[i]
