@@ -1,4 +1,4 @@
-"""The just-in-time schedule of a saved set: missing values are recomputed right before the backward op that reads them."""
+"""The just-in-time schedule of a saved set: each backward op is preceded by the recomputation of what it misses."""
 
 from __future__ import annotations
 

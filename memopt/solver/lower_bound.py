@@ -24,7 +24,7 @@ class Floor:
 
 
 def floor_of(problem: RematProblem) -> Floor:
-    """The largest need of one op: the storages that it reads and makes, its workspace, and the bytes held in any case."""
+    """The largest need of one op: storages that it reads and makes, workspace, and bytes held in any case."""
     if not problem.ops:
         return Floor(problem.resident_bytes, -1)
     needs = Held(problem).needs

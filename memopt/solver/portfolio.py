@@ -1,4 +1,4 @@
-"""All solvers together: the best schedule that any of them finds within a budget."""
+"""Runs all solvers and returns the best schedule that any of them finds within a budget."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ from memopt.solver.user_solvers import UserSolvers
 
 Effort = Literal["fast", "default", "best"]
 
-# A plan this close to the lower bound, as a share of the step, is not searched any further.
+# The search ends when the best plan is this close to the lower bound, as a share of the step's seconds.
 _CLOSE_ENOUGH = 1e-4
-# This close, nested recomputation has nothing to offer.
+# Nested recomputation is not tried when the best plan is this close to the lower bound.
 _NEEDS_NO_NESTING = 1e-3
-# How many evaluations the plans of a local search may have together, half a second's worth; more
-# where plans are short, since building and cutting them takes less.
+# Evaluations that the plans of one local search may have together: half a second's worth. More are allowed for small
+# problems, whose plans take less time to build and cut.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
-# Forward ops up to which the exact reference takes part: a tenth of a second.
+# The exact solver takes part for problems with at most this many forward ops: a tenth of a second.
 _TINY_OPS = 24
-# Large problems gain nothing from repairs of the plan that saves all, which take longest: none after so many.
+# Repairs of the plan that saves everything take longest and do not help large problems: none once repairs have made
+# this many evaluations and a plan fits.
 _SPENT_BEFORE_SAVE_ALL = 100_000
-# How many the repairs may make that look for the smallest peak: a second or two.
+# Evaluations that the repairs in search of the smallest peak may make: a second or two.
 _SPENT_ON_SMALLEST = 150_000
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule within a budget, judged by the simulator."""
+    """A schedule within a budget, with the bytes and seconds that the simulator measured."""
 
     schedule: Schedule
     peak_bytes: int
     added_seconds: float
     lower_bound_seconds: float
-    """No schedule within the budget adds less."""
+    """A lower bound on the seconds that any schedule within the budget adds."""
     method: str
+    """The solver that proposed the schedule and, after commas, how it was improved."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a recipe done by hand costs; it may not fit any given budget."""
+    """The cost of a usual recipe of checkpointing, whether or not it fits a budget."""
 
     name: str
     peak_bytes: int
@@ -61,15 +63,15 @@ class Baseline:
 
 
 class Portfolio:
-    """Solves one problem at any number of budgets; what does not depend on the budget is done once.
+    """Solves one problem at any number of budgets; work that does not depend on the budget is done once.
 
-    A solution fits its budget, adds no more than any baseline or plan of the hull that fits it, and no more than any
-    solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
+    A solution fits its budget, adds no more seconds than any baseline or plan of the hull that fits, and no more than
+    any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
-    `solvers` are a user's own, asked once in each `solve` after ours are done, so that no solution is slower for them.
-    Their schedules are judged as ours are: what does not fit is a start for repair, and the fastest that fits wins,
-    with the solver's name in the solution's `method`. Schedules with offloads are left to `OffloadPortfolio`. A solver
-    that fails raises `SolverError`.
+    `solvers` are a user's own. Each `solve` asks them once after the built-in solvers, so no solution gets slower by
+    them. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
+    the solver's name in `Solution.method`. Schedules with offloads are left to `OffloadPortfolio`. If a solver fails,
+    `SolverError` is raised.
     """
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
@@ -91,10 +93,11 @@ class Portfolio:
     ) -> Solution:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
 
-        `effort` is "fast" (a fraction of a second), "default", or "best": what "default" finds, bettered for up to
-        `limit_seconds` of wall time, with `report` called several times a second. The first two are deterministic.
+        `effort` is "fast" (a fraction of a second), "default", or "best". The last improves the result of "default" for
+        up to `limit_seconds` of wall time and calls `report` several times a second. The others are deterministic.
 
-        Raises `Infeasible` where none is found, with the smallest peak that works; `ValueError` for another effort.
+        Raises `Infeasible` if no schedule is found, with the smallest peak that works, and `ValueError` for another
+        effort.
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
@@ -122,12 +125,12 @@ class Portfolio:
         return self._judged(search.best, budget_bytes, bound)
 
     def smallest(self) -> Solution:
-        """The schedule of the smallest peak found."""
+        """The schedule with the smallest peak that was found."""
         peak_bytes = self._smallest.peak_bytes
         return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """What saving everything and the usual recipes of checkpointing cost."""
+        """The costs of saving everything, which comes first, and of the usual recipes of checkpointing."""
         return tuple(Baseline(plan.method, plan.peak_bytes, plan.added_seconds) for plan in self._baselines)
 
     @cached_property
@@ -143,7 +146,7 @@ class Portfolio:
         return _EXPLORED_SMALL if len(self._problem.ops) < _SMALL_OPS else _EXPLORED
 
     def _improve_a_little(self, search: Search, known: list[Candidate]) -> None:
-        """Polish the fastest plan that fits, repair the nearest that does not."""
+        """Polish the fastest plan that fits, and repair the plan with the smallest peak above the cap."""
         if search.best is not None:
             search.polish(search.best)
         search.repair(self._baselines[0], SAVE_ALL_POWERS[:1])
@@ -152,11 +155,11 @@ class Portfolio:
             search.repair(min(above, key=lambda plan: plan.peak_bytes), NEAREST_POWERS[:1])
 
     def _improve(self, search: Search, known: list[Candidate], bound: float) -> None:
-        """Polish the fastest plans that fit, repair the nearest that do not, and search around the best."""
+        """Polish the fastest plans that fit, repair those with the smallest peaks above the cap, and search further."""
         cap_bytes = search.cap_bytes
         fitting = sorted((p for p in known if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
         above = sorted((p for p in known if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
-        # The fastest are often solutions for other budgets, which polish to themselves.
+        # The fastest are often solutions for other budgets, which a polish leaves unchanged; so cuts are polished too.
         cuts = [plan for plan in fitting if plan in self._hull_plans]
         for plan in dict.fromkeys([*fitting[:3], *cuts[:3]]):
             search.polish(plan)
@@ -175,17 +178,17 @@ class Portfolio:
         search.offer(None if search.done else self._exact(cap_bytes))
 
     def _plans_of(self, solver: Solver, budget_bytes: int = 0) -> list[Candidate]:
-        """What one of our solvers proposes; the budget does not matter to all of them."""
+        """The plans that a built-in solver proposes; many propose the same ones for every budget."""
         schedules = solver.candidates(self._problem, budget_bytes)
         return [candidate(self._arrays, solver.name, to_array(schedule)) for schedule in schedules]
 
     def _users_plans(self, budget_bytes: int) -> list[Candidate]:
-        """What the users' solvers propose without offloads."""
+        """The plans without offloads that the users' solvers propose."""
         proposals = self.users.at(budget_bytes)
         return [candidate(self._arrays, name, to_array(plan)) for name, plan in proposals if not plan.offloads]
 
     def _add_users_plans(self, search: Search, quickly: bool) -> None:
-        """Offer what the users' solvers propose and what was found with them before; improve the nearest of it."""
+        """Offer the users' plans and earlier solutions found with them, and improve those nearest to the cap."""
         plans = [*self._users_plans(search.cap_bytes), *self._found_with_users]
         for plan in plans:
             search.offer(plan)
@@ -201,7 +204,7 @@ class Portfolio:
             search.offer(self._smallest)
 
     def _exact(self, cap_bytes: int) -> Candidate | None:
-        """What the exact reference finds for a tiny problem; None for others, and where it finds nothing."""
+        """The exact solver's plan for a tiny problem; None for other problems, or if it finds none."""
         if self._problem.forward_ops > _TINY_OPS:
             return None
         from memopt.solver.exact import Exact  # scipy.optimize takes a while to import
@@ -209,9 +212,9 @@ class Portfolio:
         return next(iter(self._plans_of(Exact(most_forward_ops=_TINY_OPS), cap_bytes)), None)
 
     def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
-        """Add to `known` the nested plan of the smallest peak, if it is smaller; a function from caps to nested plans.
+        """Add to `known` the nested plans with ever smaller peaks; returns a function from caps to nested plans.
 
-        The fewer slots of memory, the more blocks a table can have: each table's smallest peak is the cap of the next.
+        A table for less memory can have more blocks, so each table's smallest peak is the cap of the next table.
         """
 
         def plans(cap_bytes: int) -> list[Candidate]:
@@ -232,14 +235,14 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        """The schedule of the smallest peak, ours or what the users' solvers propose for the floor."""
+        """The plan with the smallest peak: our own, or one that users' solvers propose for the floor as budget."""
         proposed = self._users_plans(floor_of(self._problem).bytes)
         return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
 
     @cached_property
     def _own_smallest(self) -> Candidate:
-        """Repair under caps between the floor and the smallest peak known, by bisection. The same whatever was solved
-        before: a refusal names its figure to another process."""
+        """The plan with the smallest peak from the built-in solvers, found by bisection between the floor and the
+        smallest peak known. It does not depend on earlier calls of `solve`, so that every process reports the same."""
         low = floor_of(self._problem).bytes
         known = [*self._baselines, *self._hull_plans]
         nested = self._deepest_nested(known)
@@ -268,6 +271,7 @@ class Portfolio:
         return search.best
 
     def _judged(self, plan: Candidate, budget_bytes: int, bound: float) -> Solution:
+        """The plan as a solution, simulated; the simulator must confirm that it fits."""
         schedule = to_schedule(plan.evaluations)
         simulation = simulate(self._problem, schedule)
         assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the solvers and the simulator disagree"
@@ -275,7 +279,7 @@ class Portfolio:
 
 
 def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
-    """The first repair of any seed by any rule that fits."""
+    """The first repair that fits the cap, over all seeds and eviction rules; None if none does or the work runs out."""
     for seed in seeds:
         for rule in (*SAVE_ALL_POWERS, *NEAREST_POWERS):
             plan = search.repaired(seed, rule)

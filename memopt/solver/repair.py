@@ -1,12 +1,13 @@
-"""Replays a schedule under a hard cap: evicts what is cheapest to have again, and recomputes it when it is read.
+"""Replays a schedule under a hard cap: evicts the values that are cheapest to recompute, and recomputes them when read.
 
-The replay makes every op's first evaluation in order and asks the seed schedule when each value is read next and when
-the seed lets it go. Where memory runs out it first drops what nothing will read, then evicts the value of the least
+The replay makes every op's first evaluation in order, and looks up in the seed schedule when each value is read next
+and when the seed frees it. When memory runs out it first frees values without further reads, then evicts the value with
+the smallest
 
     seconds to recompute it, missing inputs included  /  (bytes^p · evaluations until its next read^a)
 
-as in dynamic tensor rematerialisation (Kirisame et al., 2021), but with the future known. An evicted value's inputs are
-needed from then on, until it is recomputed. Values evicted in the forward, or several times, come out of the same rule.
+as in dynamic tensor rematerialisation (Kirisame et al., 2021), but with the future known. The inputs of an evicted
+value are needed until it is recomputed. The same rule covers values evicted in the forward, or several times.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from memopt.solver.replay import (
     start_replay,
 )
 
-# Room for this share of the cap is made at a time, beyond what the next op needs: three times as fast, plans as good.
+# Evictions free this share of the cap beyond the need of the next op: three times as fast, and plans are as good.
 _SLACK = 0.01
 
 
 class Repaired(NamedTuple):
-    """What a replay came to."""
+    """The outcome of a replay."""
 
     evaluations: Ints | None
-    """Within the cap, or None where the replay got stuck."""
+    """The schedule, which is within the cap; None if the replay did not reach the end."""
     spent: int
-    """Evaluations that the replay made, dead ends included: what it cost to run."""
+    """Evaluations that the replay made, also those that nothing reads: the work that it took."""
 
 
 def repair(
@@ -57,8 +58,8 @@ def repair(
 ) -> Repaired:
     """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule.
 
-    `noise` multiplies each storage's score (for a local search). The replay gives up when it has made several times as
-    many evaluations as there are ops, so it always ends.
+    The exponents are p and a of the rule above; `noise` multiplies each storage's score (for a local search). The
+    replay gives up after several times as many evaluations as there are ops, so it always ends.
     """
     most = 6 * arrays.seconds.size + 4 * seed.size + 100
     bytes_power = np.maximum(arrays.size, 1).astype(np.float64) ** bytes_exponent
@@ -77,7 +78,7 @@ def repair(
 
 @native
 def _replay_all(arrays: Arrays, replay: Replay, seed: Ints, cap_bytes: int, slack_bytes: int) -> bool:
-    """Every op's first evaluation in the seed's order; False where the replay is stuck."""
+    """Make every op's first evaluation in the seed's order; returns False if one cannot be made within the cap."""
     for position in range(seed.size):
         if not replay.made[seed[position]]:
             replay.scalars[NOW] = position
@@ -88,7 +89,7 @@ def _replay_all(arrays: Arrays, replay: Replay, seed: Ints, cap_bytes: int, slac
 
 @native_part
 def _evaluate_with_inputs(arrays: Arrays, replay: Replay, op: int, cap_bytes: int, slack_bytes: int) -> bool:
-    """Evaluate `op`, before it whatever it misses. False where the cap or the number of evaluations forbids it."""
+    """Recompute the inputs that `op` misses and evaluate it; returns False if the cap or the work limit forbids it."""
     stack = replay.stack
     stack[0] = op
     depth = 1
@@ -122,9 +123,10 @@ def _evaluate_with_inputs(arrays: Arrays, replay: Replay, op: int, cap_bytes: in
 
 @native_part
 def _make_room(arrays: Arrays, replay: Replay, depth: int, allowed_bytes: int, slack_bytes: int) -> bool:
-    """Drop what nothing will read, then evict by score, until `allowed_bytes` are in use at most.
+    """Free values without further reads, then evict by score, until at most `allowed_bytes` are in use.
 
-    Goes on to leave `slack_bytes` free, so that the next ops need not ask, and at most twice that.
+    Returns whether that succeeded. Evictions go on until `slack_bytes`, and at most twice that, are free, so that the
+    next ops find room.
     """
     look_ahead(arrays, replay, depth)
     scalars, candidates, scores = replay.scalars, replay.candidates, replay.scores
@@ -151,9 +153,9 @@ def _make_room(arrays: Arrays, replay: Replay, depth: int, allowed_bytes: int, s
 
 @native_part
 def _least_first(arrays: Arrays, replay: Replay, count: int) -> bool:
-    """Bring the candidate of the least score to the front; False without candidates.
+    """Bring the candidate with the smallest current score to the front of the heap; returns False without candidates.
 
-    Evictions only raise what others score, so a candidate that still scores as when it was put in its place is least.
+    Evictions only raise the scores of others, so the front candidate is the smallest once its score is up to date.
     """
     candidates, scores = replay.candidates, replay.scores
     while count > 0:
@@ -167,7 +169,7 @@ def _least_first(arrays: Arrays, replay: Replay, count: int) -> bool:
 
 @native_part
 def _drop_unneeded(arrays: Arrays, replay: Replay) -> int:
-    """Drop what nothing will read, and list what may be evicted; how many that are."""
+    """Free values without further reads, and list those that may be evicted; returns the number of the latter."""
     scalars = replay.scalars
     count = 0
     for at in range(scalars[PRESENT] - 1, -1, -1):
@@ -188,5 +190,6 @@ def _drop_unneeded(arrays: Arrays, replay: Replay) -> int:
 
 @native_part
 def _score(arrays: Arrays, replay: Replay, storage: int) -> float:
+    """The score of evicting `storage` by the rule above; the smallest is evicted first."""
     distance = max(replay.need[storage] - replay.scalars[NOW], 0) + 1
     return cost(arrays, replay, storage) / (replay.bytes_power[storage] * replay.distance_power[distance])

@@ -1,4 +1,4 @@
-"""The state of a replay: what is in memory, when each value is needed next, and what it costs to have it again."""
+"""The state of a replay: the values in memory, when each is needed next, and the seconds to recompute it."""
 
 from __future__ import annotations
 
@@ -16,48 +16,64 @@ USED, EVALUATED, NOW, PRESENT, AWAY, STAMP, LOOK = range(7)
 
 
 class Replay(NamedTuple):
-    """Positions are those of the seed schedule. Lists are filled up to a length in `scalars`."""
+    """The state; positions count the evaluations of the seed schedule from 0.
+
+    `present` and `away` are lists whose lengths are in `scalars`. A look is one call of `look_ahead`, numbered from 1.
+    """
 
     scalars: Ints
-    """Bytes in use, evaluations made, position in the seed, lengths of `present` and `away`, visits, looks."""
+    """At the indices USED … LOOK: bytes in use, evaluations made, position in the seed, lengths of `present` and
+    `away`, and the numbers of the last traversal of the graph and of the last look."""
     evaluations: Ints
+    """The ops evaluated so far, in order."""
     event_start: Ints
     events: Ints
-    """Per storage, in the seed: 2 · position of a read, or 2 · position + 1 of its making again."""
+    """Per storage, packed: 2 · position of each read in the seed, and 2 · position + 1 of each recomputation."""
     cursor: Ints
-    """Per storage: its first event that is not past."""
+    """Per storage: the index of its first event that is not past."""
     present: Ints
-    """Storages in memory."""
+    """The storages in memory."""
     place: Ints
-    """Per storage: its place in `present`, or -1."""
+    """Per storage: its index in `present`, or -1."""
     away: Ints
-    """Storages that were made, are not in memory, and that the seed has not done with."""
+    """The storages that were made, are not in memory, and have events in the seed to come."""
     is_away: Flags
+    """Per storage: whether it is in `away`."""
     copied: Flags
-    """Per kept storage: a second version of it is alive."""
+    """Per kept storage: whether a second version of it is in memory."""
     made: Flags
-    """Per op: evaluated once."""
+    """Per op: whether it was evaluated."""
     need: Ints
-    """Per storage in memory: position of its next read, also by what must be recomputed; as of the last look."""
+    """Per storage in memory: position of its next read, by the seed or by a recomputation, at the last look."""
     pinned: Ints
-    """Per storage: the look at which an op under way used it."""
+    """Per storage: the last look at which an op on the stack used it; such storages must not be evicted."""
     cost: Floats
-    """Per storage: seconds to have it again if it is evicted, inputs that are missing now included."""
+    """Per storage: seconds to recompute it if it were evicted, its missing inputs included."""
     stale: Flags
+    """Per storage: whether `cost` must be computed before it is used."""
     visited: Ints
+    """Per op: the number of the last traversal that came to it."""
     op_need: Ints
-    """Per op that must be evaluated again: by when, as of the look in `op_look`."""
+    """Per op that must be recomputed: the position before which it must be, at the look `op_look`."""
     op_look: Ints
     pending: Ints
+    """Scratch space for traversals."""
     stack: Ints
+    """The op that is evaluated next, and ops whose values it misses."""
     candidates: Ints
+    """A heap of storages that may be evicted, with `scores`."""
     scores: Floats
     bytes_power: Floats
+    """Per storage: its bytes to the power p, divided by the noise."""
     distance_power: Floats
+    """Per number of evaluations: that number to the power a."""
 
 
 def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, distance_power: Floats) -> Replay:
-    """Nothing made yet; room for `most` evaluations."""
+    """The state before the first evaluation of a replay of `seed`, with room for `most` evaluations.
+
+    `bytes_power` is per storage, `distance_power` per number of evaluations up to `seed.size + 1`.
+    """
     ops, storages = arrays.seconds.size, arrays.size.size
     reads, makes = np.diff(arrays.read_start), np.diff(arrays.make_start)
     event_start = np.zeros(storages + 1, np.int64)
@@ -94,7 +110,7 @@ def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, dis
 
 @native
 def _list_events(arrays: Arrays, seed: Ints, replay: Replay) -> None:
-    """Count each storage's events, then put them down in the seed's order."""
+    """Fill `events` and `event_start` with each storage's reads and recomputations in the order of the seed."""
     fill, start, made = replay.cursor, replay.event_start, replay.made
     for counting in (True, False):
         for position in range(seed.size):
@@ -122,7 +138,7 @@ def _list_events(arrays: Arrays, seed: Ints, replay: Replay) -> None:
 
 @native_part
 def evaluate(arrays: Arrays, replay: Replay, op: int) -> None:
-    """Make what `op` makes."""
+    """Record an evaluation of `op`: the storages that it makes are in memory then. Its inputs must be in memory."""
     scalars = replay.scalars
     replay.evaluations[scalars[EVALUATED]] = op
     scalars[EVALUATED] += 1
@@ -142,7 +158,7 @@ def evaluate(arrays: Arrays, replay: Replay, op: int) -> None:
 
 @native_part
 def drop(arrays: Arrays, replay: Replay, storage: int) -> None:
-    """Let `storage` go."""
+    """Free the memory of `storage`, which must be present."""
     scalars = replay.scalars
     scalars[PRESENT] -= 1
     last = replay.present[scalars[PRESENT]]
@@ -159,7 +175,7 @@ def drop(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 @native_part
 def _spread_staleness(arrays: Arrays, replay: Replay, storage: int) -> None:
-    """The storage came or went: mark the costs that count it, through whatever is missing."""
+    """Mark the costs that depend on whether `storage` is in memory, also through other missing storages, as stale."""
     scalars, pending = replay.scalars, replay.pending
     scalars[STAMP] += 1
     pending[0] = storage
@@ -182,7 +198,7 @@ def _spread_staleness(arrays: Arrays, replay: Replay, storage: int) -> None:
 
 @native_part
 def cost(arrays: Arrays, replay: Replay, storage: int) -> float:
-    """Seconds to have `storage` again, infinite where something that it misses cannot be recomputed."""
+    """Seconds to recompute `storage` and its missing inputs; infinite if one of them cannot be recomputed."""
     if not replay.stale[storage]:
         return replay.cost[storage]
     scalars, pending = replay.scalars, replay.pending

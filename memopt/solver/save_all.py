@@ -1,4 +1,4 @@
-"""What stands in for the portfolio where nothing may be recomputed."""
+"""A replacement for the portfolio when nothing may be recomputed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memopt.solver.user_solvers import UserSolvers
 
 
 class SaveAll:
-    """The one schedule that evaluates each op once and keeps everything, if it fits.
+    """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
 
-    `solvers` are taken as by `Portfolio`, for `OffloadPortfolio` to ask; without offloads they have nothing to choose.
+    `solvers` are a user's own, which `OffloadPortfolio` asks; without offloads there is nothing for them to choose.
     """
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
@@ -35,15 +35,15 @@ class SaveAll:
         limit_seconds: float = 60.0,
         report: Callable[[Progress], None] | None = None,
     ) -> Solution:
-        """The schedule. Raises `Infeasible` where it does not fit."""
+        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`."""
         if self._solution.peak_bytes > budget_bytes:
             raise Infeasible(self._solution.peak_bytes, self._solution.peak_bytes, self._op)
         return self._solution
 
     def smallest(self) -> Solution:
-        """The schedule, whose peak is the smallest budget that works."""
+        """The schedule that saves everything; its peak is the smallest budget that works."""
         return self._solution
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """The schedule itself: the recipes of checkpointing recompute."""
+        """The cost of saving everything; the other recipes of checkpointing would recompute."""
         return (Baseline("save all", self._solution.peak_bytes, 0.0),)

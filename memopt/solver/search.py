@@ -1,4 +1,4 @@
-"""Finds fast schedules within one cap: repairs and polishes many seeds, then searches around the best."""
+"""Finds fast schedules within one cap: repairs and polishes given schedules, then searches around the best."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memopt.solver.polish import polish
 from memopt.solver.repair import repair
 from memopt.solver.ruin import ruin
 
-# (p, a) of the repair's rule, bytes^p and distance^a. None is best everywhere; these together lost least on
-# transformers, hourglasses, chains and random graphs, from near save-all down to the smallest peak.
+# Exponents (p, a) of the repair's rule, bytes^p and distance^a. No pair is best everywhere; these sets lost least on
+# transformers, hourglasses, chains and random graphs, at budgets from near save-all down to the smallest peak.
 SAVE_ALL_POWERS = ((1.0, 0.5), (1.2, 0.3), (0.5, 0.0), (0.5, 0.5), (0.7, 0.2), (1.0, 1.0))
 NEAREST_POWERS = ((1.0, 0.5), (1.0, 0.0), (0.5, 1.0))
 NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
 LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
-# A seed of more evaluations of each op than this, on average, is left as it is: to better it would take many seconds.
+# A schedule with more evaluations per op than this is not improved: that would take many seconds.
 _LONGEST = 12
 # Share of the local search's rounds that change the best plan in one place.
 _RUINED = 0.5
@@ -28,7 +28,7 @@ _RULES = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A schedule with what it costs."""
+    """A schedule with its peak and added seconds, and the method by which it was found."""
 
     method: str
     evaluations: Ints
@@ -37,14 +37,14 @@ class Candidate:
 
 
 def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
-    """Measure a schedule."""
+    """The candidate of a schedule, given as op indices, with its peak and added seconds."""
     return Candidate(method, evaluations, peak_bytes(arrays, evaluations), added_seconds(arrays, evaluations))
 
 
 class Search:
-    """The best schedule so far under one cap, and ways to better it. Deterministic: its noise has a fixed seed.
+    """The best schedule so far under one cap, and ways to improve it. Deterministic: its noise has a fixed seed.
 
-    Once the best adds `enough_seconds` or less, nothing is tried any more.
+    Once the best schedule adds `enough_seconds` or less, no improvement is tried any more.
     """
 
     def __init__(self, arrays: Arrays, cap_bytes: int, enough_seconds: float = -1.0) -> None:
@@ -54,14 +54,15 @@ class Search:
         self._random = np.random.default_rng(0)
         self.best: Candidate | None = None
         self.spent = 0
-        """Evaluations that all repairs made: a measure of work that, unlike time, is the same in every run."""
+        """Evaluations that all repairs have made: a measure of work that, unlike time, is the same in every run."""
 
     @property
     def done(self) -> bool:
+        """Whether the best schedule adds `enough_seconds` or less."""
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Take the plan if it fits and is faster than the best."""
+        """Make `plan` the best if it fits the cap and is faster than the best; returns whether it was."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
@@ -70,26 +71,26 @@ class Search:
         return True
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
-        """Spend what memory a fitting plan leaves, by several orders."""
+        """Polish a plan that fits, once for each of `LENGTH_EXPONENTS`, and offer the results."""
         for length_exponent in () if self.done or self._is_long(plan) else LENGTH_EXPONENTS:
             evaluations = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{_root(plan.method)}, polished", evaluations))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Polish the plan if it fits; repair it too, as it may be near to better ones."""
+        """Offer the plan, polish it if it fits, and repair it in any case, as better plans may be near it."""
         if self.offer(plan) or plan.peak_bytes <= self.cap_bytes:
             self.polish(plan)
         self.repair(plan, powers)
 
     def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Replay a seed under the cap by each rule of eviction, and polish what comes out."""
+        """Repair the seed under the cap by each eviction rule (p, a) of `powers`, and polish the results."""
         for rule in powers:
             plan = self.repaired(seed, rule)
             if plan is not None:
                 self.polish(plan, plan.method)
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
-        """One repair of one seed; None where it does not fit."""
+        """The repair of the seed by one eviction rule (p, a); None if it does not fit or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
@@ -97,9 +98,10 @@ class Search:
         return None if evaluations is None else candidate(self._arrays, f"{_root(seed.method)}, repaired", evaluations)
 
     def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
-        """Local search: ruin the best plan, or repair one with noise, mostly the best under a smaller cap; polish it.
+        """Local search: in each round, ruin the best plan or repair a plan with noise, then polish the result.
 
-        Ends when its repairs have made about as many `evaluations` together, or after some hundreds of them.
+        The repaired plan is mostly the best one, else `save_all` or one of `seeds`, under a somewhat smaller cap. Ends
+        when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
         """
         draw = self._random
         limit = self.spent + evaluations
@@ -119,7 +121,7 @@ class Search:
             self.offer(self._nearby(seed, spread, int(self.cap_bytes * (1 - shrink * draw.random() ** 2))))
 
     def _ruined(self, seed: Candidate) -> Candidate | None:
-        """The seed with a few values let go, polished with noise, which may not fit."""
+        """The seed with a few held values recomputed instead, polished with noise; it may not fit the cap."""
         draw, arrays = self._random, self._arrays
         plan = ruin(arrays, seed.evaluations, draw)
         self.spent += seed.evaluations.size // 4
@@ -128,10 +130,11 @@ class Search:
         return candidate(arrays, f"{_root(seed.method)}, local search", plan)
 
     def _is_long(self, plan: Candidate) -> bool:
+        """Whether the plan has too many evaluations to be improved in good time."""
         return plan.evaluations.size > _LONGEST * self._arrays.seconds.size
 
     def _nearby(self, seed: Candidate, spread: float, cap_bytes: int) -> Candidate | None:
-        """A repair and a polish of the seed, each by a rule drawn at random and with random noise."""
+        """The seed repaired and polished, each by a random rule and with random noise; None if the repair fails."""
         draw, arrays = self._random, self._arrays
         rule = _RULES[int(draw.integers(len(_RULES)))]
         noise = np.exp(draw.normal(0.0, spread, arrays.size.size))
@@ -145,5 +148,5 @@ class Search:
 
 
 def _root(method: str) -> str:
-    """The seed that a plan comes from."""
+    """The name of the solver that a plan comes from: its method without the improvements."""
     return method.split(",")[0]

@@ -1,4 +1,4 @@
-"""The stage formulation of a problem as a linear model."""
+"""The mixed-integer linear program of schedules in stages (see `exact`)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from memopt.solver.held import Held
 from memopt.solver.linear_model import LinearModel
 from memopt.solver.problem import RematProblem
 
-# At how many moments the closure cuts are added.
+# The number of stages at whose beginning closure cuts are added.
 _CLOSURES = 10
 
 
 class StageModel:
-    """Variables of stage k, whose own op is `stages[k]`:
+    """The model of one problem and budget. Stage k recomputes ops and then evaluates the op `stages[k]`.
 
-    held[k][s]: storage s is in memory when the stage begins; again[k][o]: op o is evaluated again in it;
-    and for each storage whether it is in memory in each stretch of the stage between two ops that make or read it.
+    Its variables for stage k are held[k][s]: storage s is in memory when the stage begins; again[k][o]: op o is
+    recomputed in the stage; and, for each storage and each part of the stage between two ops that make or read it,
+    whether the storage is in memory there.
     """
 
     def __init__(self, problem: RematProblem, budget_bytes: int, entering: frozenset[int] | None = None) -> None:
-        """`entering`: the storages that are in memory when the backward begins, if that is given: the forward is then
-        over, and what it needed is not counted."""
+        """`entering` are the storages in memory when the backward begins. If they are given, the forward is taken as
+        over, and its memory is not limited."""
         self.model = LinearModel()
         self.impossible = False
-        """Some op by itself needs more than the budget."""
+        """True if one op by itself needs more than the budget."""
         self._problem = problem
         held = Held(problem)
         self._movable = held.movable.tolist()
         self._held_bytes, self._own_bytes = held.bytes, held.own_bytes
         self._allowed = budget_bytes - problem.resident_bytes
-        # Bytes are given to the model in units that keep its coefficients between 0 and 1.
+        # The model counts bytes in units that keep its coefficients between 0 and 1.
         self._unit = float(max(self._allowed, 1))
         self._readers = [self._forward_readers(s) for s in range(len(problem.storages))]
         self._first_stage = problem.forward_ops if entering is not None or self._forward_fits() else 0
@@ -50,7 +51,7 @@ class StageModel:
             self._add_closure(k)
 
     def evaluations(self, values: Floats) -> list[int]:
-        """The schedule that the values of the variables stand for."""
+        """The schedule, as op indices, that the variables' values describe."""
         order = list(range(self._first_stage))
         for stage, again in zip(self._stages, self._again, strict=True):
             order += [op for op in sorted(again) if values[again[op]] > 0.5]
@@ -58,25 +59,27 @@ class StageModel:
         return order
 
     def _forward_readers(self, storage: int) -> list[int]:
+        """The forward ops that read the storage, in order."""
         ops = self._problem.ops[: self._problem.forward_ops]
         return [index for index, op in enumerate(ops) if storage in op.reads]
 
     def _bytes(self, storage: int) -> float:
+        """The storage's size in the model's unit."""
         return self._problem.storages[storage].bytes / self._unit
 
     def _forward_fits(self) -> bool:
-        """Whether the forward fits with nothing saved, so that it needs no stages."""
+        """Whether the forward fits the budget without recomputation if nothing is saved, so that it needs no stages."""
         return all(self._must_hold(op) <= self._allowed for op in range(self._problem.forward_ops))
 
     def _must_hold(self, op: int) -> int:
-        """Bytes while a forward op is first evaluated, if nothing is evaluated again in the forward."""
+        """Live bytes at a forward op's first evaluation if nothing is recomputed in the forward nor saved."""
         producer = self._problem.producer
         live = [s for s, last in enumerate(self._readers) if self._movable[s] and producer[s] <= op]
         live = [s for s in live if producer[s] == op or (self._readers[s] and self._readers[s][-1] >= op)]
         return int(self._own_bytes[op]) + sum(self._problem.storages[s].bytes for s in live)
 
     def _useful_from_each_stage(self) -> list[set[int]]:
-        """Per stage: movable storages that it or a later one reads, or that can be evaluated again for such."""
+        """Per stage: the movable storages that it or a later stage reads, or from which those can be recomputed."""
         problem, wanted = self._problem, set[int]()
         useful: list[set[int]] = []
         for stage in reversed(self._stages):
@@ -89,16 +92,18 @@ class StageModel:
         return useful[::-1]
 
     def _new_held(self, k: int) -> dict[int, int]:
+        """New variables by storage: whether it is in memory when stage k begins."""
         return {s: self.model.variable(integral=True) for s in sorted(self._useful[k])}
 
     def _new_again(self, k: int) -> dict[int, int]:
+        """New variables by op: whether stage k recomputes it, at the cost of its share of the step's seconds."""
         problem = self._problem
         ops = sorted({problem.producer[s] for s in self._useful[k]})
         total = problem.seconds or 1.0
         return {op: self.model.variable(problem.ops[op].seconds / total, integral=True) for op in ops}
 
     def _limit_first_pass(self) -> None:
-        """While the forward runs, what is held at its end comes on top of what it needs."""
+        """Limit the storages saved from the forward so that they fit beside the live bytes of each forward op."""
         for op in range(self._first_stage):
             terms = []
             for s, variable in self._held[0].items():
@@ -108,6 +113,7 @@ class StageModel:
             self.model.at_most(terms, (self._allowed - self._must_hold(op)) / self._unit)
 
     def _add_stage(self, k: int) -> None:
+        """Add the constraints of stage k: ops read only storages in memory, and live bytes fit the budget."""
         problem, model, stage = self._problem, self.model, self._stages[k]
         held, again = self._held[k], self._again[k]
         following = self._held[k + 1] if k + 1 < len(self._stages) else {}
@@ -143,6 +149,7 @@ class StageModel:
     def _limit_stage(
         self, stage: int, order: list[int], again: dict[int, int], live: dict[int, list[tuple[int, float]]]
     ) -> None:
+        """Limit the live bytes at each op of a stage; `live` lists per op the terms of the storages in memory."""
         problem = self._problem
         for op in order:
             fixed = sum(problem.storages[s].bytes for s in problem.ops[op].makes if not self._movable[s])
@@ -160,12 +167,14 @@ class StageModel:
         self.model.at_most(live[stage], room)
 
     def _stretch(self, sources: list[int], certain: bool = False) -> int:
+        """A new variable that is at most the sum of `sources`, and is 1 if `certain`."""
         variable = self.model.variable(lowest=1.0 if certain else 0.0)
         self.model.within(variable, sources)
         return variable
 
     def _add_closure(self, k: int) -> None:
-        """What is read from stage k on is held when it begins, or evaluated again after that, inputs included."""
+        """Demand that each storage read from stage k on is held when the stage begins, or recomputed after that,
+        together with those of its inputs that are not held."""
         problem, model = self._problem, self.model
         held = self._held[k]
         later = {op: [again[op] for again in self._again[k:] if op in again] for op in self._again[k]}

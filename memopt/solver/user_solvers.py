@@ -1,4 +1,4 @@
-"""The solvers that a user gives: asked once for each budget, and judged by the simulator alone."""
+"""A user's solvers, which are called once for each budget and whose schedules are checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memopt.solver.schedule import Schedule
 
 
 class UserSolvers:
-    """The users' solvers for one problem. Raises `SolverError` for what is not a solver."""
+    """A user's solvers for one problem. Raises `SolverError` if one does not follow the protocol."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
         self.solvers = checked_solvers(solvers)
@@ -18,9 +18,10 @@ class UserSolvers:
         self._last: tuple[int, list[tuple[str, Schedule]]] | None = None
 
     def at(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
-        """(solver's name, schedule) for everything that they propose at a budget, in their order.
+        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers.
 
-        The last budget's proposals are kept. Raises `SolverError` where a solver raises or proposes nonsense.
+        The last budget's proposals are cached. Raises `SolverError` if a solver raises or proposes anything but valid
+        schedules.
         """
         if self._last is None or self._last[0] != budget_bytes:
             pairs = [(s.name, plan) for s in self.solvers for plan in proposed(s, self._problem, budget_bytes)]

@@ -1,4 +1,4 @@
-"""Compiles the solvers' kernels ahead, so that the first plan does not seem to hang."""
+"""Compiles the solvers' kernels in advance, so that the first plan does not seem to hang."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from memopt.solver.problem import Op, RematProblem, Storage
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels that `Portfolio` calls, by solving a small chain; nothing to do where they are ready-made.
+    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
 
-    Where numba compiles them it takes about 12 seconds, the first time on a machine; later processes read the machine
-    code from disk.
+    With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
     """
     if ready_made() is not None:
         return
@@ -25,7 +24,7 @@ def warm_up() -> None:
 
 
 def _chain(blocks: int) -> RematProblem:
-    """Blocks of two ops, forward and backward, each storage read by its successor and by its own backward."""
+    """A chain of blocks of two forward ops; each storage is read by the next op and by its own op's backward."""
     depth = 2 * blocks
     forward = [Op(f"f{n}", 1.0, (n - 1,) if n else (), (n,), block=n // 2) for n in range(depth)]
     backward = [

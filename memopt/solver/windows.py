@@ -1,7 +1,8 @@
-"""A step of the best effort: what is evaluated again in a stretch of the backward, chosen anew by the exact reference.
+"""A step of the best effort: optimises the recomputations in one stretch of the backward with the exact solver.
 
-What is in memory before the stretch is given, what must be there after it too; all else of the schedule stays. The
-stretch is then a small problem of its own, in the stages of `StageModel` ("large neighbourhood search", Shaw, 1998).
+The storages in memory before the stretch and those needed after it are fixed, and the rest of the schedule does not
+change. So the stretch is a small problem of its own, in the stages of `StageModel` ("large neighbourhood search", Shaw,
+1998).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.ruin import next_reads
 from memopt.solver.stage_model import StageModel
 
-# More ops to evaluate again than this make a window too large to be solved in seconds.
+# A window with more recomputed ops than this is too large to be solved in seconds.
 _MOST_FORWARD_OPS = 70
-# As a share of what is evaluated again in the window: well above the tolerance of the mixed-integer solver.
+# The least gain that counts, as a share of the window's recomputed seconds: well above the solver's tolerance.
 _LEAST_GAIN = 1e-3
 
 
@@ -32,15 +33,15 @@ class Window:
     entering: frozenset[int]
     """Storages of `problem` that are in memory when the stretch begins."""
     own: tuple[int, ...]
-    """For each op of `problem` the step's; -1 for what stands for the rest of the step."""
+    """For each op of `problem`, the op of the whole step; -1 for ops that stand for the rest of the step."""
     again_seconds: float
-    """Of what the schedule evaluates again there."""
+    """Seconds of the recomputations that the schedule makes in the stretch."""
 
 
 def random_window(
     problem: RematProblem, arrays: Arrays, evaluations: Ints, stages: int, draw: np.random.Generator
 ) -> Window | None:
-    """The window of `stages` first evaluations from a random one of the backward; None where it is too large."""
+    """A window of `stages` first evaluations at a random place of the backward; None if too large or not possible."""
     firsts = np.flatnonzero(evaluations >= problem.forward_ops)
     if firsts.size <= stages:
         return None
@@ -50,7 +51,7 @@ def random_window(
 
 
 def window(problem: RematProblem, arrays: Arrays, evaluations: Ints, start: int, stop: int) -> Window | None:
-    """The stretch of a schedule, which must lie in the backward, as a problem; None where it is too large."""
+    """The stretch `start … stop-1` of a schedule, which must lie in the backward, as a problem; None if too large."""
     inside = evaluations[start:stop].tolist()
     again = sorted({op for op in inside if op < problem.forward_ops})
     if len(again) > _MOST_FORWARD_OPS:
@@ -85,7 +86,7 @@ def window(problem: RematProblem, arrays: Arrays, evaluations: Ints, start: int,
 
 
 def solved(evaluations: Ints, stretch: Window, cap_bytes: int, seconds: float) -> Ints | None:
-    """The schedule with the least evaluated again in the window; None where nothing better is found in `seconds`."""
+    """The schedule with fewer recomputed seconds in the window; None if none is found in `seconds` of wall time."""
     staged = StageModel(stretch.problem, cap_bytes, stretch.entering)
     if staged.impossible or stretch.again_seconds <= 0:
         return None
@@ -100,7 +101,7 @@ def solved(evaluations: Ints, stretch: Window, cap_bytes: int, seconds: float) -
 
 
 class _Builder:
-    """Ops and storages of a window, numbered as they come."""
+    """Collects the ops and storages of a window, numbered in the order in which they are added."""
 
     def __init__(self, problem: RematProblem) -> None:
         self._problem = problem
@@ -119,7 +120,11 @@ class _Builder:
         recomputable: bool,
         after: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
     ) -> None:
-        """Add the step's op (-1: none). What it makes is kept if it is `after` the window."""
+        """Add op `op` of the step, or -1 for an op that stands for the rest of the step.
+
+        With `after`, a flag per storage of the step, the storages that it makes are kept if they are needed after the
+        window.
+        """
         for storage in makes:
             self.number[storage] = len(self.storages)
             of_step = self._problem.storages[storage]
