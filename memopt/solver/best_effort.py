@@ -51,7 +51,8 @@ def search_on(
     """
     started = time.monotonic()
 
-    def goes_on() -> bool:
+    def continues() -> bool:
+        """Report progress; returns whether time is left and the best is not yet close to the bound."""
         assert search.best is not None
         elapsed = time.monotonic() - started
         if report is not None:
@@ -59,7 +60,7 @@ def search_on(
         return elapsed < limit_seconds and search.best.added_seconds > bound_seconds + _CLOSE * problem.seconds
 
     assert search.best is not None
-    if goes_on() and problem.forward_ops <= _MOST_FORWARD_OPS:
+    if continues() and problem.forward_ops <= _MOST_FORWARD_OPS:
         from memopt.solver.exact import solve_exactly  # scipy.optimize takes a while to import
 
         most = search.best.added_seconds
@@ -70,7 +71,7 @@ def search_on(
         if exact.proven:
             return
     draw = np.random.default_rng(0)
-    while goes_on():
+    while continues():
         for _ in range(_WINDOWS):
             left = limit_seconds - (time.monotonic() - started)
             _solve_window(problem, arrays, search, draw, min(left, _WINDOW_SECONDS))

@@ -34,13 +34,13 @@ def measure(name: str, problem: RematProblem, shares: tuple[float, ...] = SHARES
             between = time.process_time()
             solution = OffloadPortfolio(problem, portfolio).solve(budget_bytes, link, plain=plain)
             seconds = time.process_time() - between
-            stays = len(solution.schedule.offloads)
+            offloads = len(solution.schedule.offloads)
             print(
                 f"  {share:4} at {link.bytes_per_second / 1e9:.0f} GB/s: without {plain.added_seconds / step:6.2f} "
                 f"(bound {plain.lower_bound_seconds / step:6.2f}, {between - started:.1f} s), with "
                 f"{solution.added_seconds / step:6.2f} (bound {solution.lower_bound_seconds / step:6.2f}, waits "
                 f"{solution.stall_seconds / step:.2f}, {seconds:.1f} s more), "
-                f"{solution.host_bytes / 1e9:.3f} GB of host, {stays} stays [{solution.method}]",
+                f"{solution.host_bytes / 1e9:.3f} GB of host, {offloads} stays [{solution.method}]",
                 flush=True,
             )
 

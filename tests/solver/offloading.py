@@ -16,7 +16,7 @@ from tests.solver.reference import made_again
 
 
 def random_offloads(state: random.Random, problem: RematProblem, schedule: Schedule) -> tuple[Offload, ...]:
-    """Stays of random storages at random positions, one for each at most."""
+    """Offloads of random storages at random positions, at most one of each storage."""
     offloads = []
     end = len(schedule.evaluations)
     for storage in range(len(problem.storages)):
@@ -36,8 +36,8 @@ def naive_offload_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:
     for at, op in enumerate(order):
         for storage in problem.ops[op].makes:
             copies.append((storage, at + 0.5, at, [at], problem.storages[storage].kept and op not in order[:at]))
-    for stay in schedule.offloads:
-        copies.append((stay.storage, stay.back_before, stay.fetch_from, [stay.back_before], False))
+    for offload in schedule.offloads:
+        copies.append((offload.storage, offload.back_before, offload.fetch_from, [offload.back_before], False))
 
     def uses(storage: int, at: float) -> list[int]:
         return max((copy for copy in copies if copy[0] == storage and copy[1] <= at), key=lambda copy: copy[1])[3]
@@ -45,8 +45,8 @@ def naive_offload_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:
     for at, op in enumerate(order):
         for storage in problem.ops[op].reads:
             uses(storage, at).append(at)
-    for stay in schedule.offloads:
-        uses(stay.storage, stay.out_after + 0.5).append(stay.freed_before - 1)
+    for offload in schedule.offloads:
+        uses(offload.storage, offload.out_after + 0.5).append(offload.freed_before - 1)
     live = []
     for now, op in enumerate(order):
         total = problem.resident_bytes + problem.ops[op].workspace_bytes
@@ -59,13 +59,13 @@ def naive_offload_bytes(problem: RematProblem, schedule: Schedule) -> list[int]:
 
 def naive_stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> float:
     """When each event happens, asked recursively of what it waits for; the end of compute beyond its seconds."""
-    order, stays = schedule.evaluations, schedule.offloads
-    out_queue = sorted(stays, key=lambda s: (s.out_after, s.freed_before, stays.index(s)))
-    back_queue = sorted(stays, key=lambda s: (s.fetch_from, s.back_before, stays.index(s)))
+    order, offloads = schedule.evaluations, schedule.offloads
+    out_queue = sorted(offloads, key=lambda s: (s.out_after, s.freed_before, offloads.index(s)))
+    back_queue = sorted(offloads, key=lambda s: (s.fetch_from, s.back_before, offloads.index(s)))
     known: dict[tuple[str, int], float] = {}
 
-    def takes(stay: Offload) -> float:
-        return link.transfer_seconds(problem.storages[stay.storage].bytes)
+    def takes(offload: Offload) -> float:
+        return link.transfer_seconds(problem.storages[offload.storage].bytes)
 
     def when(event: str, at: int) -> float:
         if (event, at) not in known:
@@ -80,10 +80,10 @@ def naive_stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -
                 back_queue[at]
             )
         if event == "free":  # evaluation `at` is next, and what it frees is free
-            frees = [when("out", i) for i, stay in enumerate(out_queue) if stay.freed_before == at]
+            frees = [when("out", i) for i, offload in enumerate(out_queue) if offload.freed_before == at]
             return max([when("end", at - 1) if at else 0.0, *frees])
         if event == "start":
-            needs = [when("back", i) for i, stay in enumerate(back_queue) if stay.back_before == at]
+            needs = [when("back", i) for i, offload in enumerate(back_queue) if offload.back_before == at]
             return max([when("free", at), *needs])
         return when("start", at) + problem.ops[order[at]].seconds
 
@@ -93,28 +93,28 @@ def naive_stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -
 
 
 def every_offload(problem: RematProblem, schedule: Schedule) -> Iterator[tuple[Offload, ...]]:
-    """All choices of at most one stay for each storage that is alive and unused for a time, at all positions."""
-    for chosen in itertools.product(*_stays(problem, schedule)):
-        yield tuple(stay for stay in chosen if stay is not None)
+    """All choices of at most one offload for each storage that is alive and unused for a time, at all positions."""
+    for chosen in itertools.product(*_storage_choices(problem, schedule)):
+        yield tuple(offload for offload in chosen if offload is not None)
 
 
 def stays_of_all(problem: RematProblem, schedule: Schedule) -> int:
     """How many choices those are."""
-    return math.prod(len(stays) for stays in _stays(problem, schedule))
+    return math.prod(len(offloads) for offloads in _storage_choices(problem, schedule))
 
 
-def _stays(problem: RematProblem, schedule: Schedule) -> list[list[Offload | None]]:
+def _storage_choices(problem: RematProblem, schedule: Schedule) -> list[list[Offload | None]]:
     choices: list[list[Offload | None]] = []
     order = schedule.evaluations
     for storage, described in enumerate(problem.storages):
         if described.kept or described.bytes == 0:
             continue
         uses = [at for at, op in enumerate(order) if storage in (*problem.ops[op].reads, *problem.ops[op].makes)]
-        stays: list[Offload | None] = [None]
+        offloads: list[Offload | None] = [None]
         for start, stop in itertools.pairwise(uses):
             pairs = itertools.combinations(range(start + 1, stop + 1), 2)
-            stays += [Offload(storage, start, freed, fetch, stop) for freed, fetch in pairs]
-        choices.append(stays)
+            offloads += [Offload(storage, start, freed, fetch, stop) for freed, fetch in pairs]
+        choices.append(offloads)
     return choices
 
 

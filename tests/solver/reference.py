@@ -38,7 +38,7 @@ def _read_later(problem: RematProblem, order: tuple[int, ...], storage: int, bor
 
 
 def made_again(problem: RematProblem, needed: frozenset[int], present: set[int]) -> set[int]:
-    """The ops to evaluate to have `needed` from what is `present`."""
+    """The ops that recompute the `needed` storages from those that are `present`."""
     pending, again = [s for s in needed if s not in present], set[int]()
     while pending:
         op = problem.producer[pending.pop()]

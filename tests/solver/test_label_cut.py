@@ -43,7 +43,7 @@ def all_labels(problem: LabelProblem) -> Iterator[Labels]:
 def test_is_the_cheapest_of_all(number: int, price: float) -> None:
     problem = random_problem(number)
     found = LabelNetwork(problem).cut(price)
-    cheapest = min(each.cost + price * each.toll for each in all_labels(problem))
+    cheapest = min(labels.cost + price * labels.toll for labels in all_labels(problem))
     assert found.cost + price * found.toll == pytest.approx(cheapest, rel=1e-9, abs=1e-9)
     assert not found.of[ZERO]
     assert found.of[ONE]
@@ -55,7 +55,7 @@ def test_within_a_limit_is_on_the_hull(number: int, most_toll: float) -> None:
     problem = random_problem(number)
     known = list(all_labels(problem))
     found = cheapest_within(problem, most_toll)
-    least = min(each.toll for each in known if math.isfinite(each.cost))
+    least = min(labels.toll for labels in known if math.isfinite(labels.cost))
     assert found.toll <= max(most_toll, least) + 1e-9
     # No pair of other choices, mixed so that their mean toll is no more than this one's, is cheaper.
     for one, other in itertools.product(known, repeat=2):
@@ -63,8 +63,8 @@ def test_within_a_limit_is_on_the_hull(number: int, most_toll: float) -> None:
             share = (found.toll - one.toll) / (other.toll - one.toll)
             assert found.cost <= one.cost + share * (other.cost - one.cost) + 1e-6
     # Unless something cheaper lies beyond the limit, it is the cheapest there is.
-    if found.cost > min(each.cost for each in known) + 1e-6:
-        assert any(each.toll > most_toll and each.cost < found.cost for each in known) or found.toll == least
+    if found.cost > min(labels.cost for labels in known) + 1e-6:
+        assert any(labels.toll > most_toll and labels.cost < found.cost for labels in known) or found.toll == least
 
 
 def test_chain_changes_labels_where_it_is_cheapest() -> None:
@@ -84,12 +84,12 @@ def test_a_limit_is_paid_for() -> None:
     """Label 1 saves 5 of cost at a toll of 1 (node 2), and 4 at a toll of 2 (node 3)."""
     problem = problem_of(4, (2, ONE, 5.0, 0), (ZERO, 2, 0.0, 1.0), (3, ONE, 4.0, 0), (ZERO, 3, 0.0, 2.0))
     found = [cheapest_within(problem, limit) for limit in (0.0, 0.9, 1.0, 2.9, 3.0)]
-    assert [(each.cost, each.toll) for each in found] == [(9, 0), (9, 0), (4, 1), (4, 1), (0, 3)]
+    assert [(labels.cost, labels.toll) for labels in found] == [(9, 0), (9, 0), (4, 1), (4, 1), (0, 3)]
 
 
 def test_contradictions_are_refused() -> None:
     problem = problem_of(3, (ZERO, 2, INFINITE, 0), (2, ONE, INFINITE, 0))
-    with pytest.raises(ValueError, match="forced labels contradict each other"):
+    with pytest.raises(ValueError, match="forced labels contradict labels other"):
         LabelNetwork(problem).cut(1.0)
 
 

@@ -168,7 +168,7 @@ def test_a_users_offloads_are_judged_over_the_link() -> None:
 
 
 def test_a_users_offloads_win_under_its_name() -> None:
-    """One value waits on the host at no cost: with nothing else tried, the schedule itself is the solution."""
+    """One value is offloaded at no cost: with nothing else tried, the schedule itself is the solution."""
     problem = chain(12)
     peak_bytes = plain_peak(problem)
     schedule = Schedule(tuple(range(len(problem.ops))), (Offload(0, 1, 3, len(problem.ops) - 3, len(problem.ops) - 1),))

@@ -1,1 +1,1 @@
-"""Waiting on the host as a third choice beside keeping and recomputing."""
+"""Solvers that may offload storages to the host, besides saving and recomputing them."""

@@ -1,10 +1,11 @@
-"""A lower bound on the added seconds of any schedule within a budget that may also offload.
+"""A lower bound on the added seconds of schedules within a budget that may also offload.
 
-It is the largest of the bounds of a dozen moments (`offload_moment`) and of one on the whole step: whatever is on the
-host at a time t went out before t and comes back after it, through one queue each, so it is at most half of what the
-link moves one way in the whole step. Held on the device instead, it would make a schedule without offloads, of the same
-evaluations, for a budget that is that much larger; any lower bound on such schedules holds. It is not tight where
-transfers hide and memory is not needed at all times, nor below what recomputation alone can reach.
+It is the largest of the bounds at a dozen positions (`moment.Moment`) and of a bound on the whole step. The bytes on
+the host at a time t were copied out before t and are copied back after t, through one queue each. So they are at most
+half of the bytes that the link moves in one direction during the whole step. Held on the device instead, they make a
+schedule of the same evaluations without offloads, for a budget that is larger by those bytes; a lower bound on such
+schedules applies. The bound is not tight if transfers hide and memory is not needed at all times, nor for budgets below
+the smallest peak of recomputation alone.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _BISECTIONS = 6
 
 
 def transient_floor(problem: RematProblem) -> tuple[int, int]:
-    """The most that one op needs with all else on the host, and that op (-1 for a problem without ops).
+    """The largest need in bytes of one op if all other storages are offloaded, and that op (-1 without ops).
 
-    What it reads, makes and works in, and the results made so far, which stay on the device.
+    An op needs the storages it reads and makes, its workspace, and the results made so far, which are never offloaded.
     """
     results = 0
     most, at = problem.resident_bytes, -1
@@ -54,20 +55,21 @@ class OffloadBound:
         self._known: dict[int, Moment] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that any schedule adds with a peak of at most `budget_bytes`; infinite below the floor."""
+        """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
         if budget_bytes < self._floor_bytes:
             return math.inf
         at_moments = max((moment.added_seconds(budget_bytes, link) for moment in self._moments(link)), default=0.0)
         return max(at_moments, self._in_all(budget_bytes, link))
 
     def _moments(self, link: Link) -> list[Moment]:
-        """In each stretch of the step, the op with most alive if all is saved, less what the link can move by then."""
+        """For each part of the step, the moment of the op with the most live bytes that the link cannot have moved."""
         rate = link.bytes_per_second if math.isfinite(link.bytes_per_second) else 0.0
         begins = self._begins[:-1]
         crowded = self._live - rate * np.minimum(begins, self._begins[-1] - begins)
         return [self._moment(int(stretch[np.argmax(crowded[stretch])])) for stretch in self._stretches]
 
     def _moment(self, index: int) -> Moment:
+        """The moment of op `index`, cached."""
         if index not in self._known:
             before = float(self._begins[index])
             after = self._problem.seconds - before
@@ -75,9 +77,10 @@ class OffloadBound:
         return self._known[index]
 
     def _in_all(self, budget_bytes: int, link: Link) -> float:
-        """What schedules without offloads add, were the budget larger by half of what the link can move.
+        """The bound on the whole step: of schedules without offloads at a budget larger by half of the moved bytes.
 
-        With A added seconds that is bound(A), which falls in A; so min(A, bound(A)) is a bound for every A.
+        A step with A added seconds gives bound(A), which falls in A, so min(A, bound(A)) is a bound for every A. The
+        best A is found by bisection.
         """
 
         def bound(added: float) -> float:

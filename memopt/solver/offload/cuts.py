@@ -1,11 +1,10 @@
-"""Keep, offload or recompute: the minimum cut in which a storage may also wait on the host.
+"""Save, offload or recompute: minimum cuts in which a saved storage may also be offloaded.
 
-A storage's stay there is priced at the seconds of its transfers that do not hide: the part of both that is longer than
-the time between its last use in the forward and its first read in the backward, and μ times one of them, where μ in
-[0, 1] is the shadow price of a second of the link. At μ = 0 what hides is free, at 1 the link's time is paid for like
-compute. The μ of a plan is the least at which the link has time for what the cut offloads (Lagrangian relaxation of its
-capacity). Keeping, offloading and recomputing are weighed together as in POFO (Beaumont et al., 2021), there by dynamic
-programming over chains.
+Offloading a storage is priced at the seconds by which its two transfers exceed the time between its last use in the
+forward and its first read in the backward, plus μ times the seconds of one transfer, where μ in [0, 1] is the shadow
+price of a second of the link. At μ = 0 transfers that hide are free; at μ = 1 the link's time costs as much as compute.
+A cut uses the least μ at which the link has time for the offloaded storages (Lagrangian relaxation of its capacity).
+POFO (Beaumont et al., 2021) weighs the three choices together as well, by dynamic programming over chains.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from memopt.solver.link import Link
 from memopt.solver.min_cut import Cut, CutNetwork
 from memopt.solver.problem import RematProblem
 
-# Prices of a byte at which μ is looked for, and steps of its bisection.
+# The number of prices of a byte that are tried, and steps of the bisection for μ at each.
 _PRICES, _BISECTIONS = 5, 6
 
 
 def offload_cuts(
     problem: RematProblem, network: CutNetwork, hull: Sequence[Cut], link: Link, capacity_seconds: float
 ) -> tuple[Cut, ...]:
-    """The cheapest choice at several prices of a byte, each with the shadow price that the link's time then has.
+    """The cheapest cuts at several prices of a byte, each with its own shadow price of the link's time.
 
-    The prices are slopes of `hull`, the lower hull of `network`, which is the problem's; `capacity_seconds` is how long
+    The prices are slopes of `hull`, the lower hull of the problem's `network`; `capacity_seconds` is the time for which
     each direction of the link can be used.
     """
     slopes = [
@@ -47,7 +46,7 @@ def offload_cuts(
 
 
 def _within_capacity(network: CutNetwork, price: float, unhidden: Floats, seconds: Floats, capacity: float) -> Cut:
-    """The cut at the least shadow price at which its transfers take at most `capacity` seconds each way, or at 1."""
+    """The cut at the least shadow price, or at 1, at which transfers take at most `capacity` seconds each way."""
     cut = network.cut(price, unhidden)
     if _busy(cut, seconds) <= capacity:
         return cut
@@ -64,6 +63,7 @@ def _within_capacity(network: CutNetwork, price: float, unhidden: Floats, second
 
 
 def _busy(cut: Cut, seconds: Floats) -> float:
+    """Seconds that the cut's offloads keep one direction of the link busy."""
     return float(seconds[sorted(cut.offloaded)].sum())
 
 

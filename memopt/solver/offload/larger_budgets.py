@@ -1,7 +1,7 @@
-"""Fits plans made for larger budgets into a budget by offloading part of what they save.
+"""Fits plans made for larger budgets into a budget by offloading some of the values that they save.
 
-What hides behind compute makes a budget of B bytes as good as one of B + H bytes, where H is what the link has on the
-host. How large H can be is found by bisection; the cuts that weigh all three choices are tried too.
+If H bytes can be on the host and their transfers hide behind compute, a budget of B bytes is as good as one of B + H
+bytes. The largest such H is found by bisection. The cuts that save, offload or recompute (`cuts`) are tried too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from memopt.solver.schedule import Schedule
 from memopt.solver.search import LENGTH_EXPONENTS, Candidate, candidate
 
 _BISECTIONS = 7
-# Shares of the way from the smallest peak to saving everything, tried where nothing fits without offload.
+# If no plan fits without offloads: budgets to try, as shares of the way from the smallest peak to saving everything.
 _DEEP_SHARES = (0.0, 0.03, 0.1, 0.2, 0.35, 0.6)
-# Up to so many ops the portfolio is asked for a plan at each budget tried, and looks long at the last.
+# For problems with at most this many ops the portfolio solves each budget tried, and the last one with more effort.
 _SMALL_OPS = 4_000
 
 
 class LargerBudgets:
-    """The plans for larger budgets of one problem; what does not depend on budget and link is computed once."""
+    """Plans for larger budgets of one problem; work that does not depend on budget and link is done once."""
 
     def __init__(self, problem: RematProblem, arrays: Arrays, portfolio: Portfolio) -> None:
         self._problem = problem
@@ -44,9 +44,10 @@ class LargerBudgets:
     def improve(
         self, search: OffloadSearch, budget_bytes: int, link: Link, plain: Solution | None, quickly: bool
     ) -> None:
-        """Offer `search`, which is for that budget and link, plans for larger budgets with offloads.
+        """Offer plans for larger budgets, with offloads, to `search`, which is for this budget and link.
 
-        `plain` is the portfolio's plan within the budget, None where it has none.
+        `plain` is the portfolio's solution within the budget, or None if it has none. With `quickly` only the bisection
+        is done.
         """
         search.consider("save all", self._save_all)
         seeds = self._seeds(search, plain)
@@ -60,16 +61,16 @@ class LargerBudgets:
         self._look_around(search, [*seeds, _as_candidate(self._arrays, above)], budget_bytes, larger_bytes)
 
     def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
-        """Schedules without offloads to start from: of the cut, and the portfolio's nearest, which is the last."""
+        """The plans without offloads to start from: those of the hull and, last, `plain` or the smallest."""
         seeds = [*self._hull_plans, _as_candidate(self._arrays, plain or self._portfolio.smallest())]
         for plan in seeds if plain is None else ():
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return seeds
 
     def _raise_budget(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
-        """Bisect for the largest budget whose plan, with offloads, is faster than the best so far; that budget.
+        """The largest budget found, by bisection, whose plan with offloads is faster than the best so far.
 
-        `budget_bytes` is None where there is no plan without offloads: budgets then start at the smallest peak.
+        `budget_bytes` is None if there is no plan without offloads: budgets then start at the smallest peak.
         """
         most = peak_bytes(self._arrays, self._save_all)
         if budget_bytes is None:
@@ -89,7 +90,7 @@ class LargerBudgets:
         return low
 
     def _bring_below(self, search: OffloadSearch, seeds: list[Candidate], larger_bytes: int) -> bool:
-        """Offload from the fastest plan known for a larger budget; False where that is slower than the best."""
+        """Offer the fastest plans known for a larger budget with offloads; False if none can be or is the best."""
         fitting = sorted((p for p in seeds if p.peak_bytes <= larger_bytes), key=lambda plan: plan.added_seconds)
         if not fitting:
             return False
@@ -108,7 +109,7 @@ class LargerBudgets:
         return goes_on or search.best is not before
 
     def _look_around(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int, larger_bytes: int) -> None:
-        """Polish the best seeds in several ways under caps around the budget that the bisection ended at."""
+        """Offer polishes of the fastest seeds under caps around the budget at which the bisection ended."""
         exponents = LENGTH_EXPONENTS if self._is_small else (0.5,)
         for share in np.linspace(0.75, 1.15, 9 if self._is_small else 3):
             cap_bytes = int(budget_bytes + share * (larger_bytes - budget_bytes))
@@ -120,6 +121,7 @@ class LargerBudgets:
 
     @property
     def _is_small(self) -> bool:
+        """Whether the problem has few enough ops for the portfolio to solve it at many budgets."""
         return len(self._problem.ops) <= _SMALL_OPS
 
     @cached_property
@@ -136,7 +138,7 @@ class LargerBudgets:
         return [candidate(self._arrays, "minimum cut", to_array(schedule)) for schedule in schedules]
 
     def _three_way(self, link: Link) -> list[Ints]:
-        """Schedules of the cuts that weigh all three choices."""
+        """The just-in-time schedules of the cuts that save, offload or recompute."""
         forward = sum(op.seconds for op in self._problem.ops[: self._problem.forward_ops])
         capacity_seconds = min(forward, self._problem.seconds - forward)  # out in the one, back in the other
         cuts = offload_cuts(self._problem, self._network, self._hull, link, capacity_seconds)

@@ -1,19 +1,19 @@
-"""What one moment of a step says about any schedule within a budget that may also offload.
+"""A lower bound, from one position of the step, on the added seconds of schedules that may also offload.
 
-Take the moment at which op o is first evaluated. Let H be the bytes that wait on the host then and come back. Held on
-the device instead, they would make a schedule without offloads that holds at most budget + H bytes at o; so what is
-recomputed from then on takes at least h(budget + H) seconds, where h is the hull of (bytes alive at o, seconds
-recomputed after it) of `lower_bound`. They go out before the moment and come back after it, through one queue each:
+A moment is the first evaluation of an op o. Let H be the bytes that are on the host at that moment and are copied back
+later. Held on the device instead, they make a schedule without offloads that holds at most budget + H bytes at o. So
+the recomputations from o on take at least h(budget + H) seconds, where h is the hull of (bytes live at o, seconds
+recomputed after it) of `lower_bound`. These bytes are copied out before o and back after it, through one queue each:
 
     H ≤ bandwidth · (seconds of the ops before o + seconds added before)
     H ≤ bandwidth · (seconds of o and the ops after it + seconds added after)
 
-So what is added is at least the minimum over H of
+So the added seconds are at least the minimum over H of
 
     max(0, H / bandwidth − before) + max(h(budget + H), H / bandwidth − after)
 
-and with h replaced by a line below it, that is the minimum of a convex function of straight pieces, which lies where
-two of them meet. Latency is left out, which only lowers the bound.
+With h replaced by a line below it, this function is convex and piecewise linear, so its minimum lies where two of its
+pieces meet. Latency is left out, which only lowers the bound.
 """
 
 from __future__ import annotations
@@ -26,23 +26,28 @@ from memopt.solver.link import Link
 from memopt.solver.min_cut import Cut, CutNetwork
 from memopt.solver.problem import RematProblem
 
-# Hulls are refined this often at most around the bytes asked for.
+# The most vertices added to a hull around the bytes of one query.
 _REFINEMENTS = 12
 
 
 @dataclass(frozen=True)
 class _Line:
-    """No choice that holds b bytes recomputes less than `seconds − price · b` seconds."""
+    """A line below a hull: every cut that holds b bytes recomputes at least `seconds − price · b` seconds."""
 
     seconds: float
     price: float
 
     def at(self, held_bytes: float) -> float:
+        """The height of the line in seconds."""
         return self.seconds - self.price * held_bytes
 
 
 class Moment:
-    """What must be held or recomputed when one op is first evaluated."""
+    """The bound from the first evaluation of op `index`.
+
+    `held` are the storages that every schedule holds at it, `seconds_before` and `seconds_after` the step's seconds up
+    to it and from it on, without recomputation.
+    """
 
     def __init__(
         self, problem: RematProblem, index: int, held: frozenset[int], seconds_before: float, seconds_after: float
@@ -62,9 +67,9 @@ class Moment:
         self._points: list[Cut] = []
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that any schedule adds with at most `budget_bytes` at this moment."""
+        """Seconds that every schedule with at most `budget_bytes` live at this moment adds; infinite if none can."""
         free = budget_bytes - self._base_bytes
-        least = max(0.0, float(-free))  # without so many bytes on the host the moment does not even fit
+        least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
         if link.bytes_per_second == 0:
             most = 0.0
@@ -77,6 +82,7 @@ class Moment:
         line = self._line(free + min(max(in_time, least), most))
 
         def total(host: float) -> float:
+            """The bound above with H = `host` bytes."""
             waits = max(0.0, host / rate - self._before)
             return waits + max(line.at(free + host), host / rate - self._after, 0.0)
 
@@ -87,7 +93,7 @@ class Moment:
         return min(total(min(max(host, least), most)) for host in meets if host < math.inf)
 
     def _line(self, allowed: float) -> _Line:
-        """A line below the hull that is nearly as high as the hull at `allowed` bytes."""
+        """A line below the hull that is almost as high as the hull at `allowed` bytes."""
         if allowed >= self._needed_bytes:
             return _Line(0.0, 0.0)
         if self._network is None:

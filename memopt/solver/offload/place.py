@@ -1,9 +1,9 @@
-"""Chooses what a given order of evaluations puts on the host, and when it goes and comes back.
+"""Chooses the storages that a given order of evaluations offloads, and when they are copied out and back.
 
-A sweep from the first evaluation to the last: where more bytes are live than the cap, the value that is read again
-latest goes (Belady, 1966), provided that its copy out fits into the idle time of the link before that evaluation and
-its copy back before its next read. What goes is thereby chosen by need, and is long away, as in Capuchin (Peng et al.,
-2020). All transfers hide behind compute if the link is as fast as planned; where it is slower, compute waits.
+A sweep from the first evaluation to the last: if more bytes are live than the cap, the value whose next read is latest
+is offloaded (Belady, 1966), provided that its copy out fits into the idle time of the link before that evaluation, and
+its copy back before its next read. So values are offloaded only when memory runs out, and for a long time, as in
+Capuchin (Peng et al., 2020). All transfers hide behind compute if the link is as fast as planned, else compute waits.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ from memopt.solver.liveness import live_bytes
 from memopt.solver.native import native, native_part
 from memopt.solver.offload.queue import Queue, book, earliest_start, empty_queue, latest_start
 
-# Planned transfers take longer by this share, so that rounding makes no stalls.
+# Transfers are planned to take longer by this share, so that rounding errors cause no stalls.
 _ROUNDING = 1e-9
 
 
 class Gaps(NamedTuple):
-    """Stretches of a schedule during which a version is alive and not used: the chances to offload it."""
+    """Stretches of a schedule during which a version is live and not used, so that it could be offloaded."""
 
     storage: Ints
     start: Ints
-    """Position of the use before."""
+    """Position of the previous use."""
     stop: Ints
     """Position of the next read."""
 
 
-class Stays(NamedTuple):
-    """Per gap, what was chosen; positions and seconds mean something where `chosen`."""
+class GapOffloads(NamedTuple):
+    """Per gap: whether its version is offloaded, and when; the other fields are valid only if `chosen`."""
 
     chosen: Flags
     freed: Ints
+    """Position from which on the version's bytes are free."""
     fetch: Ints
+    """Position from which on the bytes of the fetched copy are live."""
     out_start: Floats
+    """Planned start of the copy out, in seconds of compute since the first evaluation."""
     back_start: Floats
+    """Planned start of the copy back, in the same seconds."""
 
 
 class Placer:
@@ -52,16 +56,16 @@ class Placer:
         self._gaps = _gaps_of(arrays, evaluations)
 
     def place(self, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> Ints | None:
-        """Stays on the host after which at most `cap_bytes` are live; None where some transfer could not hide.
+        """Offloads with which at most `cap_bytes` are live; None if they cannot all be planned without stalls.
 
-        `transfer_seconds` are each storage's, one way, as planned: the smaller, the more seems to hide. Rows are the
-        fields of `Offload`, transfers in the order of the queue out.
+        `transfer_seconds` are the planned seconds of each storage's transfer in one direction: smaller ones allow more
+        offloads. The rows of the result are the fields of `Offload`, in the order of the copies out.
         """
         gaps, count = self._gaps, self._gaps.storage.size
         size = self._arrays.size[gaps.storage]
         seconds = transfer_seconds[gaps.storage] * (1 + _ROUNDING)
         live = self._live.copy()
-        stays = Stays(
+        planned = GapOffloads(
             np.zeros(count, np.bool_),
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
@@ -71,21 +75,22 @@ class Placer:
         room = np.full(live.size if host_bytes is not None else 0, host_bytes or 0, np.int64)
         order = np.argsort(gaps.start, kind="stable")
         queues = empty_queue(count), empty_queue(count)
-        if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, stays):
+        if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, planned):
             return None
-        chosen = np.flatnonzero(stays.chosen)
-        _take_back(stays, size, live, cap_bytes, chosen[np.argsort(-seconds[chosen], kind="stable")])
-        chosen = np.flatnonzero(stays.chosen)
-        fetched = chosen[np.lexsort((gaps.stop[chosen], stays.back_start[chosen]))]
-        _loosen(stays, size, live, cap_bytes, fetched)
-        chosen = chosen[np.lexsort((stays.freed[chosen], stays.out_start[chosen]))]
+        chosen = np.flatnonzero(planned.chosen)
+        _take_back(planned, size, live, cap_bytes, chosen[np.argsort(-seconds[chosen], kind="stable")])
+        chosen = np.flatnonzero(planned.chosen)
+        fetched = chosen[np.lexsort((gaps.stop[chosen], planned.back_start[chosen]))]
+        _loosen(planned, size, live, cap_bytes, fetched)
+        chosen = chosen[np.lexsort((planned.freed[chosen], planned.out_start[chosen]))]
         out_after = np.maximum.accumulate(gaps.start[chosen])
         return np.column_stack(
-            [gaps.storage[chosen], out_after, stays.freed[chosen], stays.fetch[chosen], gaps.stop[chosen]]
+            [gaps.storage[chosen], out_after, planned.freed[chosen], planned.fetch[chosen], gaps.stop[chosen]]
         )
 
 
 def _gaps_of(arrays: Arrays, evaluations: Ints) -> Gaps:
+    """All gaps of a schedule, by their stop."""
     most = int(np.diff(arrays.read_start)[evaluations].sum())
     gaps = Gaps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64))
     count = _find_gaps(arrays, evaluations, np.full(arrays.size.size, -1, np.int64), gaps)
@@ -94,7 +99,7 @@ def _gaps_of(arrays: Arrays, evaluations: Ints) -> Gaps:
 
 @native
 def _find_gaps(arrays: Arrays, evaluations: Ints, used: Ints, gaps: Gaps) -> int:
-    """Fill `gaps`; how many there are. `used` says per storage where it was used last."""
+    """Fill `gaps` and return their number. `used` holds each storage's last use, and must be -1 for all at first."""
     count = 0
     for position in range(evaluations.size):
         op = evaluations[position]
@@ -123,11 +128,15 @@ def _choose(
     order: Ints,
     outward: Queue,
     back: Queue,
-    stays: Stays,
+    stays: GapOffloads,
 ) -> bool:
-    """The sweep; False where something does not fit. `time` is when each evaluation begins, `room` the host's."""
+    """Make the sweep and fill `stays`; returns False if some evaluation cannot be brought within the cap.
+
+    `time` is the second at which each evaluation begins, `room` the free bytes of the host at each position (empty for
+    no limit), `order` the gaps by their start.
+    """
     active = np.zeros(order.size, np.int64)
-    not_before = np.zeros(order.size)  # time before which the copy out of a gap is not done, as far as known
+    not_before = np.zeros(order.size)  # per gap: a lower bound on the end of its copy out
     count = entered = 0
     for position in range(live.size):
         while entered < order.size and gaps.start[order[entered]] < position:
@@ -164,7 +173,11 @@ def _choose(
 def _latest_read(
     gaps: Gaps, active: Ints, count: int, not_before: Floats, position: int, now: float
 ) -> tuple[int, int]:
-    """How many active gaps are left, and the place of the one that ends last and may be out by now, or -1."""
+    """Remove the gaps that have ended from `active`.
+
+    Returns the number left, and the index in `active` of the gap that ends last among those whose copy out may be done
+    by `now`, or -1.
+    """
     best = -1
     at = 0
     while at < count:
@@ -181,7 +194,7 @@ def _latest_read(
 
 @native_part
 def _last_begun(time: Floats, moment: float) -> int:
-    """The last evaluation that has begun at `moment`, -1 before the first."""
+    """The last evaluation that has begun at second `moment`, or -1 before the first."""
     low, high = 0, time.size
     while low < high:
         middle = (low + high) // 2
@@ -194,7 +207,10 @@ def _last_begun(time: Floats, moment: float) -> int:
 
 @native_part
 def _take_room(room: Ints, start: int, stop: int, size_bytes: int) -> bool:
-    """Take room on the host from `start` to before `stop`, if there is; no array: as much as one likes."""
+    """Take room on the host from `start` up to, not including, `stop`; returns False, and takes none, if it is short.
+
+    An empty `room` stands for no limit.
+    """
     if room.size == 0:
         return True
     for position in range(start, stop):
@@ -205,8 +221,8 @@ def _take_room(room: Ints, start: int, stop: int, size_bytes: int) -> bool:
 
 
 @native
-def _take_back(stays: Stays, size: Ints, live: Ints, cap_bytes: int, order: Ints) -> None:
-    """Give up, in `order`, stays that turned out not to be needed."""
+def _take_back(stays: GapOffloads, size: Ints, live: Ints, cap_bytes: int, order: Ints) -> None:
+    """Remove, in `order`, the offloads that are not needed to keep live bytes within the cap."""
     for gap in order:
         fits = True
         for position in range(stays.freed[gap], stays.fetch[gap]):
@@ -219,10 +235,10 @@ def _take_back(stays: Stays, size: Ints, live: Ints, cap_bytes: int, order: Ints
 
 
 @native
-def _loosen(stays: Stays, size: Ints, live: Ints, cap_bytes: int, fetched: Ints) -> None:
-    """Free later and fetch earlier where memory allows, so that slower transfers than planned stall less.
+def _loosen(stays: GapOffloads, size: Ints, live: Ints, cap_bytes: int, fetched: Ints) -> None:
+    """Free later and fetch earlier if memory allows, so that transfers slower than planned stall compute less.
 
-    `fetched` is the order of the queue back, which stays as it is.
+    `fetched` is the order of the copies back, which does not change.
     """
     for gap in fetched:
         while stays.freed[gap] < stays.fetch[gap] and live[stays.freed[gap]] + size[gap] <= cap_bytes:

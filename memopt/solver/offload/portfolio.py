@@ -1,7 +1,7 @@
-"""The portfolio with offload as a third choice: the best of keeping, recomputing and moving to the host.
+"""The portfolio of solvers that save, recompute and offload.
 
-As a rule what is offloaded hides behind compute entirely, as FlashNeuron (Bae et al., 2021) and POFO (Beaumont et al.,
-2021) have it; waiting is chosen where it costs less than recomputing.
+Most transfers hide behind compute entirely, as in FlashNeuron (Bae et al., 2021) and POFO (Beaumont et al., 2021);
+schedules in which compute waits are chosen if that costs less than recomputation.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from memopt.solver.simulator import simulate
 
 # Evaluations that the placements of a local search may go through: half a second's worth.
 _EXPLORED = 400_000
-# A plan this close to the lower bound, as a share of the step, is not searched any further.
+# The search ends when the best plan is this close to the lower bound, as a share of the step's seconds.
 _CLOSE_ENOUGH = 1e-4
 
 
 @dataclass(frozen=True)
 class OffloadSolution(Solution):
-    """A schedule within a budget over a link, judged by the simulator; `added_seconds` counts the waiting too."""
+    """A schedule within a budget over a link, as the simulator measured it; `added_seconds` includes all waits."""
 
     stall_seconds: float
     """Seconds for which compute waits for transfers."""
     host_bytes: int
-    """The most bytes on the host at any one time."""
+    """The most bytes on the host at one time."""
 
 
 class OffloadPortfolio:
     """Solves one problem at any number of budgets and links.
 
-    A solution fits its budget and the host's, and adds no more than the portfolio's without offload, and no more than
-    any solution found before for a smaller budget. Without bandwidth it is the portfolio's.
+    A solution fits its budget and the host's limit. It adds no more seconds than the portfolio's solution without
+    offloads, and no more than any solution found before for a smaller budget. Without bandwidth it is the portfolio's.
 
-    `portfolio` finds the schedules without offloads; None: a new one with the `solvers` of a user. What those propose
-    with offloads is judged here, what they propose without in the portfolio.
+    `portfolio` finds the schedules without offloads; None makes a new one with a user's `solvers`. The schedules with
+    offloads that these propose are offered here, the others in the portfolio.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class OffloadPortfolio:
     ) -> OffloadSolution:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`, over `link`.
 
-        `effort` is as in `Portfolio.solve`; "best" searches for up to `limit_seconds`, half of them with offload.
-        `plain` is what the portfolio found for this budget without offload; None: it is asked.
+        `effort` is as in `Portfolio.solve`; "best" searches for up to `limit_seconds`, half of them with offloads.
+        `plain` is the portfolio's solution for this budget without offloads; with None the portfolio is asked for it.
 
-        Raises `Infeasible` where none is found, with the smallest peak that works; `ValueError` for another effort.
+        Raises `Infeasible` if no schedule is found, with the smallest peak that works, and `ValueError` for another
+        effort.
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
@@ -107,7 +108,7 @@ class OffloadPortfolio:
         return self._judged(search.best, budget_bytes, link, bound)
 
     def smallest(self, link: Link) -> OffloadSolution:
-        """The schedule of the smallest peak found: with room on the host, what the neediest op alone takes."""
+        """The schedule with the smallest peak found: with enough room on the host, the largest need of one op."""
         return self.solve(self._smallest_peak(link), link, "fast")
 
     def _improve(
@@ -120,7 +121,7 @@ class OffloadPortfolio:
         bound: float,
         limit_seconds: float,
     ) -> None:
-        """Place offloads into many orders of evaluations, then search around the best."""
+        """Offer earlier solutions and plans for larger budgets, with offloads, then search around the best."""
         for found_for, plan in self._found:
             if found_for <= budget_bytes:
                 search.offer_again(plan)
@@ -136,10 +137,10 @@ class OffloadPortfolio:
     def _offer_proposed(
         self, search: OffloadSearch, name: str, schedule: Schedule, budget_bytes: int, link: Link
     ) -> None:
-        """Offer a schedule with offloads of a user's solver, if the simulator says that it fits."""
+        """Offer a user's schedule with offloads if it fits the budget and the host in the simulator."""
         try:
             simulation = simulate(self._problem, schedule, link)
-        except ValueError:  # more on the host than there is room for
+        except ValueError:  # it puts more bytes on the host than the link allows
             return
         if simulation.peak_bytes <= budget_bytes and math.isfinite(simulation.added_seconds):
             offloads = np.array([astuple(offload) for offload in schedule.offloads], np.int64)
@@ -156,7 +157,7 @@ class OffloadPortfolio:
         return search.best.added_seconds <= bound + _CLOSE_ENOUGH * self._problem.seconds
 
     def _smallest_peak(self, link: Link) -> int:
-        """The smallest peak in bytes at which offloads can be placed, found by bisection."""
+        """The smallest peak in bytes for which offloads can be placed, found by bisection."""
         high, low = self._portfolio.smallest().peak_bytes, transient_floor(self._problem)[0]
         if link.bytes_per_second == 0:
             return high
@@ -172,6 +173,7 @@ class OffloadPortfolio:
         return high
 
     def _judged(self, plan: OffloadCandidate, budget_bytes: int, link: Link, bound: float) -> OffloadSolution:
+        """The plan as a solution, simulated; the simulator must confirm that it fits."""
         schedule = Schedule(tuple(plan.evaluations.tolist()), tuple(Offload(*row) for row in plan.offloads.tolist()))
         simulation = simulate(self._problem, schedule, link)
         assert simulation.peak_bytes <= budget_bytes, "the solvers and the simulator disagree"
@@ -187,5 +189,6 @@ class OffloadPortfolio:
 
 
 def _without_offloads(solution: Solution) -> OffloadCandidate:
+    """The portfolio's solution as a candidate with no offloads."""
     nothing = np.zeros((0, 5), np.int64)
     return OffloadCandidate(solution.method, to_array(solution.schedule), nothing, solution.added_seconds)

@@ -1,4 +1,4 @@
-"""One direction of a link as a solver plans it: stretches of time in which it is busy, and where a transfer fits."""
+"""One direction of a link as a solver plans it: the times at which it is busy, and when a transfer fits."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from memopt.solver.native import native_part
 
 
 class Queue(NamedTuple):
-    """Busy stretches by time, in seconds of compute; those that touch are one."""
+    """The busy intervals in order of time, in seconds of compute; intervals that touch are merged."""
 
     begin: Floats
     end: Floats
     stretches: Ints
-    """How many there are, in one element."""
+    """The number of intervals, as an array of one element."""
 
 
 def empty_queue(most: int) -> Queue:
-    """An idle queue for at most `most` transfers."""
+    """An idle queue with room for `most` transfers."""
     return Queue(np.zeros(most + 1), np.zeros(most + 1), np.zeros(1, np.int64))
 
 
 @native_part
 def earliest_start(queue: Queue, release: float, seconds: float) -> float:
-    """The first moment from `release` on at which the queue is idle for `seconds`."""
+    """The earliest time, not before `release`, from which the queue is idle for `seconds`."""
     low, high = 0, queue.stretches[0]
     while low < high:
         middle = (low + high) // 2
@@ -43,7 +43,7 @@ def earliest_start(queue: Queue, release: float, seconds: float) -> float:
 
 @native_part
 def latest_start(queue: Queue, deadline: float, seconds: float) -> float:
-    """The last moment from which the queue is idle for `seconds` that are over by `deadline`; it may be before 0."""
+    """The latest time from which the queue is idle for `seconds` that end by `deadline`; it may be negative."""
     low, high = 0, queue.stretches[0]
     while low < high:
         middle = (low + high) // 2
@@ -61,7 +61,7 @@ def latest_start(queue: Queue, deadline: float, seconds: float) -> float:
 
 @native_part
 def book(queue: Queue, start: float, seconds: float) -> None:
-    """Make the queue busy for `seconds` from `start`, where it is idle."""
+    """Mark the queue as busy for `seconds` from `start`; it must be idle then."""
     begin, end, count = queue.begin, queue.end, queue.stretches[0]
     stop = start + seconds
     after = count

@@ -1,4 +1,4 @@
-"""Finds fast schedules with offloads within one cap: places offloads into many orders of evaluations."""
+"""Finds fast schedules with offloads within one cap, by placing offloads into many orders of evaluations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from memopt.solver.repair import repair
 from memopt.solver.ruin import ruin
 from memopt.solver.search import LENGTH_EXPONENTS, SAVE_ALL_POWERS
 
-# Transfers are planned this many times as fast as they are, until the plan fits: what is planned too fast stalls.
+# Transfers are planned as if the link were faster by these factors, in turn, until a plan fits; such plans may stall.
 _SPEEDUPS = (1.0, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0, 100.0, 1e6, float("inf"))
-# How many speedups are tried from the first whose plan fits: a plan made for a faster link may stall less.
+# The number of speedups with a plan that fits after which no more are tried: the second plan may stall less.
 _MOST_FITTING = 2
+# The most rounds of a local search.
 _MOST_ROUNDS = 600
 # Share of the local search's rounds that replay the whole plan; the others change it in one place.
 _REPAIRED = 0.3
@@ -27,17 +28,20 @@ _REPAIRED = 0.3
 
 @dataclass(frozen=True, eq=False)
 class OffloadCandidate:
-    """A schedule with its offloads (rows as `Placer.place` gives them), and what it costs."""
+    """A schedule with its offloads (rows as `Placer.place` returns them) and its added seconds."""
 
     method: str
     evaluations: Ints
     offloads: Ints
     added_seconds: float
-    """Of recomputation and of waiting."""
+    """Seconds of recomputation and of waits for transfers."""
 
 
 class OffloadSearch:
-    """The best schedule so far under one cap over one link. Deterministic: its noise has a fixed seed."""
+    """The best schedule so far under one cap and over one link. Deterministic: its noise has a fixed seed.
+
+    `transfer_seconds` are the seconds of each storage's transfer in one direction.
+    """
 
     def __init__(self, arrays: Arrays, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> None:
         self._arrays = arrays
@@ -47,27 +51,27 @@ class OffloadSearch:
         self._random = np.random.default_rng(0)
         self.best: OffloadCandidate | None = None
         self.spent = 0
-        """Evaluations that all placements went through: a measure of work that is the same in every run."""
+        """The length of all schedules into which offloads were placed: a measure of work, the same in every run."""
 
     def offer(self, plan: OffloadCandidate) -> bool:
-        """Take a plan that is known to fit if it is faster than the best."""
+        """Make `plan`, which must fit, the best if it is faster than the best; returns whether it was."""
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:
             return False
         self.best = plan
         return True
 
     def offer_again(self, plan: OffloadCandidate) -> bool:
-        """Take a plan that another search found for a cap no larger, timed over this search's link."""
+        """Offer a plan that another search found for a cap no larger than this one's, timed over this link."""
         host_bytes = most_on_host(self._arrays, plan.evaluations, plan.offloads)
         if self._host_bytes is not None and host_bytes > self._host_bytes:
             return False
         return self.offer(self._timed(plan.method, plan.evaluations, plan.offloads))
 
     def consider(self, method: str, evaluations: Ints, speedups: Sequence[float] = _SPEEDUPS) -> bool:
-        """Place offloads into this order, planned for each of `speedups` until some fit, and offer it.
+        """Place offloads into this order of evaluations and offer the results.
 
-        The less a transfer is planned to take, the more fits; the first plans that fit are timed as the link is. True
-        where the plan is the best now, and where the order recomputes too much to become that.
+        Offloads are planned for a link that is faster by each of `speedups`, until some plans fit; those are timed with
+        the link's real speed. Returns True if the best has changed, or if the order recomputes too much to become best.
         """
         recomputed = added_seconds(self._arrays, evaluations)
         if self.best is not None and recomputed >= self.best.added_seconds:
@@ -87,13 +91,14 @@ class OffloadSearch:
         return better
 
     def _timed(self, method: str, evaluations: Ints, offloads: Ints) -> OffloadCandidate:
+        """The schedule as a candidate, with its seconds of recomputation and of waits for this link."""
         waiting = stalled_seconds(self._arrays, evaluations, offloads, self._transfer_seconds)
         return OffloadCandidate(method, evaluations, offloads, added_seconds(self._arrays, evaluations) + waiting)
 
     def drop(self, evaluations: int) -> None:
-        """Do without one repeated evaluation at a time, the slowest first, where the link can take what is then held.
+        """Remove one recomputation at a time from the best plan, the slowest first, if more offloads make up for it.
 
-        Ends when its placements have gone through about as many `evaluations`.
+        Ends when the schedules tried have about `evaluations` evaluations together.
         """
         limit = self.spent + evaluations
         rank = 0
@@ -107,10 +112,10 @@ class OffloadSearch:
             rank += before is self.best
 
     def explore(self, evaluations: int) -> None:
-        """Local search: let a few values of the best plan go, polish it under a cap near to its own, and place anew.
+        """Local search: change the best plan's recomputations, polish it under a cap near its peak, place offloads.
 
-        Where compute waits for the link, what was let go is sometimes left at that: the link has less to move then.
-        Ends when its placements have gone through about as many `evaluations`, or after some hundreds of rounds.
+        If compute waits for the link, the polish is sometimes left out, so that the link has less to move. Ends when the
+        schedules tried have about `evaluations` evaluations together, or after some hundreds of rounds.
         """
         draw, arrays = self._random, self._arrays
         limit = self.spent + evaluations
@@ -131,7 +136,7 @@ class OffloadSearch:
             self.consider(f"{_root(self.best.method)}, local search", changed, self._likely_speedups())
 
     def _repaired(self, seed: Ints, cap_bytes: int) -> Ints:
-        """The seed replayed with noise under a cap that is a little smaller, or as it is where that gets stuck."""
+        """The seed repaired with noise under a somewhat smaller cap; the seed itself if the repair fails."""
         draw = self._random
         noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3)), self._arrays.size.size))
         rule = SAVE_ALL_POWERS[int(draw.integers(len(SAVE_ALL_POWERS)))]
@@ -140,14 +145,14 @@ class OffloadSearch:
         return seed if evaluations is None else evaluations
 
     def _likely_speedups(self) -> Sequence[float]:
-        """Around a plan that never waits, those that are better wait little at most."""
+        """The speedups worth trying near the best plan: only the smallest ones if that plan never waits."""
         assert self.best is not None
         waits = self.best.added_seconds > added_seconds(self._arrays, self.best.evaluations)
         return _SPEEDUPS if waits else _SPEEDUPS[:2]
 
 
 def _repeated(arrays: Arrays, evaluations: Ints) -> Ints:
-    """Positions of evaluations beyond each op's first, the slowest op's first."""
+    """Positions of all recomputations, those of the slowest ops first."""
     again = np.ones(evaluations.size, np.bool_)
     again[np.unique(evaluations, return_index=True)[1]] = False
     positions = np.flatnonzero(again)
@@ -155,5 +160,5 @@ def _repeated(arrays: Arrays, evaluations: Ints) -> Ints:
 
 
 def _root(method: str) -> str:
-    """The seed that a plan comes from."""
+    """The name of the solver that a plan comes from: its method without the improvements."""
     return method.split(",")[0]

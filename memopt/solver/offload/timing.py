@@ -1,4 +1,4 @@
-"""Compiled waiting times of schedules with offloads, for use inside the solvers; `simulator` judges what comes out."""
+"""Compiled timing of schedules with offloads, for use inside the solvers; the simulator checks the final schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from memopt.solver.native import native
 
 
 def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, transfer_seconds: Floats) -> float:
-    """Seconds for which compute waits; rows of `offloads` as `Placer.place` gives them, seconds per storage."""
+    """Seconds for which compute waits for transfers, as `time_line.stall_seconds` counts them.
+
+    The rows of `offloads` are as `Placer.place` returns them; `transfer_seconds` are per storage and direction.
+    """
     _, out_after, freed, fetch, stop = offloads.T
     outward, fetched = np.lexsort((freed, out_after)), np.lexsort((stop, fetch))
     by_freed, by_stop = np.argsort(freed, kind="stable"), np.argsort(stop, kind="stable")
@@ -18,7 +21,7 @@ def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, trans
 
 
 def most_on_host(arrays: Arrays, evaluations: Ints, offloads: IntTable) -> int:
-    """The most bytes on the host at any position."""
+    """The most bytes on the host at any position; an offload counts from `out_after` up to `back_before`."""
     change = np.zeros(evaluations.size + 1, np.int64)
     np.add.at(change, offloads[:, 1], arrays.size[offloads[:, 0]])
     np.add.at(change, offloads[:, 4], -arrays.size[offloads[:, 0]])
@@ -29,7 +32,10 @@ def most_on_host(arrays: Arrays, evaluations: Ints, offloads: IntTable) -> int:
 def _wait(
     compute: Floats, offloads: IntTable, seconds: Floats, outward: Ints, fetched: Ints, by_freed: Ints, by_stop: Ints
 ) -> float:
-    """The time line, with each of the four orders of events read once."""
+    """Seconds for which compute waits, from one pass over the positions with the four kinds of events in order.
+
+    The last four arguments are the offloads by issue of the copy out, by fetch, by freed position and by next read.
+    """
     count = seconds.size
     out_done, back_done = np.zeros(count), np.zeros(count)
     now = out_free = back_free = stalls = 0.0

@@ -22,9 +22,9 @@ def test_the_cut_is_the_cheapest_of_all_three_way_choices(number: int, price: fl
     offload_seconds = np.array([state.choice([0.0, 0.1, 1.0, 5.0, math.inf]) for _ in problem.storages])
     cut, value = CutNetwork(problem).cut_and_bound(price, offload_seconds)
     cheapest = min(three_way_choices(problem, needed_by_backward(problem), price, offload_seconds.tolist()))
-    stays = sum(offload_seconds[storage] for storage in cut.offloaded)
+    offload_price = sum(offload_seconds[storage] for storage in cut.offloaded)
     assert cut.offloaded <= cut.saved
-    assert cut.recompute_seconds + price * cut.saved_bytes + stays == pytest.approx(cheapest, abs=1e-6)
+    assert cut.recompute_seconds + price * cut.saved_bytes + offload_price == pytest.approx(cheapest, abs=1e-6)
     assert value <= cheapest + 1e-9
 
 

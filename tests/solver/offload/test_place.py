@@ -16,11 +16,13 @@ from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 
 
-def place(problem: RematProblem, schedule: Schedule, cap_bytes: int, link: Link, haste: float = 1.0) -> Schedule | None:
+def place(
+    problem: RematProblem, schedule: Schedule, cap_bytes: int, link: Link, speedup: float = 1.0
+) -> Schedule | None:
     """The schedule with offloads, planned for a link that many times as fast; checked against the simulator."""
     arrays, evaluations = arrays_of(problem), to_array(schedule)
     seconds = np.array([link.transfer_seconds(storage.bytes) for storage in problem.storages])
-    rows = Placer(arrays, evaluations).place(cap_bytes, seconds / haste, link.host_bytes)
+    rows = Placer(arrays, evaluations).place(cap_bytes, seconds / speedup, link.host_bytes)
     if rows is None:
         return None
     placed = Schedule(schedule.evaluations, tuple(Offload(*row) for row in rows.tolist()))
@@ -32,14 +34,14 @@ def place(problem: RematProblem, schedule: Schedule, cap_bytes: int, link: Link,
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.sampled_from([1.0, 3.0, 1e9]))
-def test_what_it_places_fits_and_hides(number: int, share: float, haste: float) -> None:
+def test_what_it_places_fits_and_hides(number: int, share: float, speedup: float) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(1, 10))
     schedule = random_schedule(state, problem)
     link = Link(state.choice([1.0, 10.0, 100.0]), state.choice([0.0, 0.2]), state.choice([None, 50]))
     cap_bytes = int(share * simulate(problem, schedule).peak_bytes)
-    placed = place(problem, schedule, cap_bytes, link, haste)
-    if placed is not None and haste == 1.0:
+    placed = place(problem, schedule, cap_bytes, link, speedup)
+    if placed is not None and speedup == 1.0:
         assert simulate(problem, placed, link).stall_seconds <= 1e-12
 
 
@@ -68,6 +70,6 @@ def test_a_host_without_room_and_a_link_that_is_too_slow_are_refused() -> None:
     assert place(problem, schedule, 60, Link(10.0, host_bytes=30)) is not None
     assert place(problem, schedule, 60, Link(10.0, host_bytes=29)) is None
     assert place(problem, schedule, 60, Link(1.0)) is None
-    late = place(problem, schedule, 60, Link(1.0), haste=100.0)
+    late = place(problem, schedule, 60, Link(1.0), speedup=100.0)
     assert late is not None
     assert simulate(problem, late, Link(1.0)).stall_seconds > 0

@@ -119,7 +119,7 @@ def test_a_faster_link_is_never_slower_whatever_budget_was_asked_first() -> None
 
 
 def test_most_placements_wait_no_longer_than_the_best_of_all() -> None:
-    """On one order of evaluations, against all choices of stays and positions."""
+    """On one order of evaluations, against all choices of offloads and positions."""
     tried = equal = 0
     for number in range(60):
         state = random.Random(number)
@@ -143,7 +143,7 @@ def test_most_placements_wait_no_longer_than_the_best_of_all() -> None:
 
 
 def test_most_tiny_graphs_are_solved_as_well_as_by_trying_everything() -> None:
-    """All saved sets, recomputed just in time, with all stays at all positions; plans may be better than these."""
+    """All saved sets, recomputed just in time, with all offloads at all positions; plans may be better than these."""
     tried = equal = 0
     for number in range(90):
         state = random.Random(number)
