@@ -26,7 +26,7 @@ class StageModel:
         over, and its memory is not limited."""
         self.model = LinearModel()
         self.impossible = False
-        """True if one op by itself needs more than the budget."""
+        """True if some op exceeds the budget even without the movable storages that it reads."""
         self._problem = problem
         held = Held(problem)
         self._movable = held.movable.tolist()

@@ -40,7 +40,7 @@ def measure(name: str, problem: RematProblem, shares: tuple[float, ...] = SHARES
                 f"(bound {plain.lower_bound_seconds / step:6.2f}, {between - started:.1f} s), with "
                 f"{solution.added_seconds / step:6.2f} (bound {solution.lower_bound_seconds / step:6.2f}, waits "
                 f"{solution.stall_seconds / step:.2f}, {seconds:.1f} s more), "
-                f"{solution.host_bytes / 1e9:.3f} GB of host, {offloads} stays [{solution.method}]",
+                f"{solution.host_bytes / 1e9:.3f} GB of host, {offloads} offloads [{solution.method}]",
                 flush=True,
             )
 

@@ -89,7 +89,7 @@ def test_a_limit_is_paid_for() -> None:
 
 def test_contradictions_are_refused() -> None:
     problem = problem_of(3, (ZERO, 2, INFINITE, 0), (2, ONE, INFINITE, 0))
-    with pytest.raises(ValueError, match="forced labels contradict labels other"):
+    with pytest.raises(ValueError, match="forced labels contradict each other"):
         LabelNetwork(problem).cut(1.0)
 
 

@@ -114,8 +114,8 @@ class OffloadSearch:
     def explore(self, evaluations: int) -> None:
         """Local search: change the best plan's recomputations, polish it under a cap near its peak, place offloads.
 
-        If compute waits for the link, the polish is sometimes left out, so that the link has less to move. Ends when the
-        schedules tried have about `evaluations` evaluations together, or after some hundreds of rounds.
+        If compute waits for the link, the polish is sometimes left out, so that the link has less to move. Ends when
+        the schedules tried have about `evaluations` evaluations together, or after some hundreds of rounds.
         """
         draw, arrays = self._random, self._arrays
         limit = self.spent + evaluations
