@@ -34,6 +34,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
+from memopt.rewrite.precision.screenings import Screenings
 from memopt.rewrite.user_passes import with_passes
 from memopt.training_state import TrainingState
 from passes.ops.fp8_history import histories_of
@@ -200,20 +201,31 @@ class CallPlanner:
         further = self.backend, pulled, sorted(self.proposing.allowed)
         return Job(self.model, call, situation, self.options, self.card, self.loss_fn, further)
 
+    @property
+    def screens(self) -> bool:
+        """Whether precision is decided by the values of a call."""
+        return bool(self._screenings)
+
+    @property
+    def _screenings(self) -> list[Screenings]:
+        deciders = (decide for decide in self.rewriting.deciders if isinstance(decide, DecidePrecision))
+        return [
+            decide.screenings for decide in deciders if decide.screenings is not None and not decide.left_to_autocast
+        ]
+
     def screen(self, call: Call, situation: Situation) -> None:
         """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
-        for decide in self.rewriting.deciders:
-            if isinstance(decide, DecidePrecision) and decide.screenings is not None and not decide.left_to_autocast:
-                here = self.options.hardware is None  # the budget is another device's if one was named
-                room = self.options.budget_bytes - self.account(call, situation).resident_bytes if here else None
-                decide.screenings.look(
-                    self.model,
-                    call,
-                    self.loss_fn,
-                    [levers.rewriting for levers in self.lever_sets],
-                    room_bytes=room,
-                    differentiate_all=self.differentiate_all,
-                )
+        for screenings in self._screenings:
+            here = self.options.hardware is None  # the budget is another device's if one was named
+            room = self.options.budget_bytes - self.account(call, situation).resident_bytes if here else None
+            screenings.look(
+                self.model,
+                call,
+                self.loss_fn,
+                [levers.rewriting for levers in self.lever_sets],
+                room_bytes=room,
+                differentiate_all=self.differentiate_all,
+            )
 
     def account(self, call: Call, situation: Situation) -> Account:
         """The bytes of the step that no schedule changes."""

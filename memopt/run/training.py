@@ -134,7 +134,8 @@ class TrainingCalls:
         """
         has_values = all(map(is_real, self.model.parameters())) and self.planner.proposing.narrowed is None
         given = all(map(is_real, tensors_in(call)))
-        if not has_values or not (given or self.options.kept):
+        runs_later = self.options.kept and not self.planner.screens
+        if not has_values or not (given or runs_later):
             return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
         with stage("capturing"):
             try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
 from memopt.capture.region import CapturedCall, RegionRun
-from memopt.capture.trace import trace, trace_call
+from memopt.capture.trace import accumulating, trace, trace_call
 from memopt.errors import CaptureError
 from passes import Pipeline
 from tests.capture.recorded import recorded
@@ -58,6 +58,6 @@ def test_hooked_parameters_are_left_to_autograd() -> None:
     model = Squares().train()
     call = CapturedCall.of(recorded(model, torch.randn(2, 4)))
     (joint,) = trace_call(call, NOTHING)
-    (hooked,) = trace_call(call, NOTHING, hooked={id(model.layer.weight)})
+    (hooked,) = accumulating((joint,), call, {id(model.layer.weight)})
     assert len(joint.parameter_inputs) == 2
     assert len(hooked.parameter_inputs) == 1

@@ -379,7 +379,7 @@ def train_after(model: nn.Module, batch: Batch, steps: int) -> None:
 def test_where_it_makes_no_sense() -> None:
     with pytest.raises(ValueError, match=r"allow steps before it is known whether all gradients are finite"):
         memopt.plan(small_gpt2(), 1, text(), precision="fp16", allow=EXACT)
-    with pytest.raises(BudgetError, match=r"not weighed: code that inductor compiles .* backend='aten'"):
+    with pytest.raises(BudgetError, match=r"not considered: code that inductor compiles .* backend='aten'"):
         memopt.optimize(small_gpt2(), 1e-4, example_inputs=text(), precision="fp32", allow=EXACT, backend="inductor")
 
 
