@@ -29,7 +29,7 @@ class RewritePattern(Pass, Generic[Found]):
 
     @abc.abstractmethod
     def match(self, node: Node) -> Found | None:
-        """Returns what `replace` needs to know of the pattern that ends at this call; None or False for no pattern.
+        """Returns the data that `replace` needs of the pattern that ends at this call; None or False for no pattern.
 
         Must not change the graph.
         """

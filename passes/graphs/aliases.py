@@ -86,7 +86,7 @@ class Aliases:
         return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of.get(source, ())))
 
     def made_by(self, node: Node) -> tuple[int, ...]:
-        """Returns the blocks that come to be when a node runs."""
+        """Returns the blocks that a node allocates."""
         return tuple(block for block in dict.fromkeys(self.of.get(node, ())) if self.blocks[block].maker is node)
 
     @cached_property

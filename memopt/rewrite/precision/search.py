@@ -122,7 +122,7 @@ def _gains(saves: Amounts) -> str:
 
 
 def _texts(saves: Amounts) -> tuple[str, str]:
-    """Returns texts of what is saved and of what is lost."""
+    """Returns two texts: the bytes and seconds that are saved, and those that are lost."""
     texts = [
         (saves.nbytes, size(round(abs(saves.nbytes))) if abs(saves.nbytes) >= 1 else ""),
         (saves.seconds, duration(abs(saves.seconds)) if abs(saves.seconds) >= 1e-9 else ""),
