@@ -1,8 +1,8 @@
 """Whether a mask that is added to attention's scores may mask every score of a row.
 
-It matters where the mask is a large negative number rather than -inf: softmax weighs all values of such a row alike,
-and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which the
-number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
+It matters where the mask is a large negative number rather than -inf: softmax gives all values of such a row the same
+weight, and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which
+the number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ class MaskRows:
         return known is not None and not (known.whole if where else known.empty)
 
     def _constant(self, node: Node) -> _Rows | None:
-        """Returns what is known of a node that depends on no input, by computing it on the CPU; None for others."""
+        """Returns the value of a node that depends on no input, computed on the CPU; None for others."""
         order = _ancestors(node)
         if order is None:
             return None

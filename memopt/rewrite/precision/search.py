@@ -82,7 +82,7 @@ class SearchPrecision:
 
 
 def _needs_all_bits(value: fx.Node) -> bool:
-    """Returns whether an operator on the fp32 lists, which needs all bits, reads a value, perhaps moved."""
+    """Returns whether an operator on the fp32 lists reads a value, directly or behind calls that only move data."""
     for reader in value.users:
         name = op_name(reader)
         if name in _IN_FP32 - op_lists.KERNELS_SUM_IN_FP32 or (follows_input(reader) and _needs_all_bits(reader)):
