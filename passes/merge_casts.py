@@ -133,7 +133,7 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
 
 
 def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
-    """Casts what is picked out of a value rather than the value, if that has fewer elements."""
+    """Casts the elements that are picked out of a value rather than the whole value, if they are fewer."""
     for node, source, dtype in _plain_casts(graph, written):
         movers = list(node.users)
         if not movers or any(_source(user) is not node for user in movers):

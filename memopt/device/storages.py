@@ -18,7 +18,7 @@ tensors_of = results_of
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """A block of memory: the node that makes it (a `placeholder` for what is there before the step) and its bytes."""
+    """A block of memory: the node that makes it (a `placeholder` if it exists before the step), and its bytes."""
 
     name: str
     bytes: int

@@ -1,6 +1,7 @@
 """The stages of a training call, in order: capture, rewrite, price, solve, emit, install.
 
-    capture ─▶ CapturedCall ─rewrite, price─▶ Captured ─solve─▶ Plan ─emit─▶ Emitted ─install─▶ region stubs
+    capture ─▶ CapturedCall ─rewrite─▶ JointGraph, one for each run ─price─▶ Captured (Joined) ─solve─▶ Plan
+    ─emit─▶ Emitted, one for each run ─install─▶ EmittedCall, which the stubs of regions run
 
 Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
 """

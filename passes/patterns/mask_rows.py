@@ -25,14 +25,14 @@ _SAME_ROWS = frozenset({"alias", "clone", "contiguous", "expand"})
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is known of a mask's elements: bools, or for numbers whether they are below `MASKS_BELOW`."""
+    """Facts about the elements of a mask: bools, or for numbers whether they are below `MASKS_BELOW`."""
 
     some: bool
-    """Whether any element is."""
+    """Whether any element is true."""
     whole: bool
-    """Whether all elements of some row are."""
+    """Whether all elements of some row are true."""
     empty: bool
-    """Whether no element of some row is."""
+    """Whether no element of some row is true."""
 
 
 class MaskRows:

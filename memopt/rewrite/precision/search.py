@@ -106,7 +106,7 @@ def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float)
 
 
 def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
-    """Returns the reason for a label, by what it saves over the other: `cut: saves 12 MB and 0.03 ms`."""
+    """Returns the reason for a label, by the bytes and seconds that it saves: `cut: saves 12 MB and 0.03 ms`."""
     if is_low:
         return f"cut: saves {_gains(saves)}"
     gains, losses = _texts(Amounts(-saves.seconds, -saves.nbytes))
