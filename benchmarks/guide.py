@@ -134,7 +134,7 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "# What fits which card",
         f"Written by `python -m benchmarks.guide`: do not edit. {how} Of each size up to the card's the largest model "
         "is named, with the smallest budget in GB of 1024³ bytes that has a plan, CUDA context included. Proposals "
-        "are pulled only where `allow` names them; with offload_optimizer the host holds 8 bytes a parameter, 2 with "
+        "are used only where `allow` names them; with offload_optimizer the host holds 8 bytes a parameter, 2 with "
         "low_bit_optimizer too.",
         "\n".join(lines),
         "The smallest budget of each model, in GB:",

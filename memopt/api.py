@@ -237,7 +237,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     call = planned_call_of(model)
     if call is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    return call.pulled.apply(model, optimizer)
+    return call.chosen.apply(model, optimizer)
 
 
 def remove(model: Model) -> Model:

@@ -24,7 +24,7 @@ BACKWARD = "must_be_in_backward"
 
 @dataclass(frozen=True)
 class ApplySchedule(Pass):
-    """Runs the calls in the order in which `evaluations` names them; a name that comes again is recomputed there.
+    """Runs the calls in the order in which `evaluations` names them; a repeated name is recomputed there.
 
     `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
     constants) are derived from the latest version of what they read. The first `boundary` evaluations and the first

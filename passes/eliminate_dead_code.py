@@ -10,7 +10,7 @@ from passes.graphs.node_facts import is_pure
 
 @dataclass(frozen=True)
 class EliminateDeadCode(Pass):
-    """Removes pure calls and constants that nothing uses; random ones stay, since they advance the generator.
+    """Removes pure calls and constants that nothing uses; random ones are kept, since they advance the generator.
 
     Before:
         mul: f32[4] = aten.mul.Tensor(primals_1, 2.0)

@@ -100,7 +100,7 @@ def _is_made_here(block: Block) -> bool:
 
 
 def _bytes(block: Block) -> int | None:
-    """None where a size is a symbol."""
+    """Returns the bytes of a block; None where a size is symbolic."""
     size = block.value.numel() * block.value.element_size()
     return size if isinstance(size, int) else None
 

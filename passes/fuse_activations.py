@@ -56,8 +56,8 @@ def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
 class FuseActivations(Pass):
     """Replaces GELU (with erf or its tanh approximation) and SiLU that are written out by `gelu` and `silu`.
 
-    They are recognised by what they compute, in whatever order. Formulas with other constants, or of which something
-    else reads a part, are left alone: see `find_activations`. Results differ by rounding.
+    They are recognised by the function that they compute, in any order of operations. Formulas with other constants, or
+    of which something else reads a part, are left alone: see `find_activations`. Results differ by rounding.
 
     Before:
         mul: f32[2, 8] = aten.mul.Tensor(hidden, 0.5)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """A softmax that weighs values, and whether `FuseAttention` can rewrite it."""
+    """A softmax whose result multiplies values, and whether `FuseAttention` can rewrite it."""
 
     name: str
     """The name of the softmax's node."""
@@ -74,7 +74,7 @@ class FuseAttention(Pass):
     """Rewrite attention with dropout as well: same distribution, other random numbers."""
     whole_rows: bool = False
     """Rewrite as well where a mask that is added may mask every score of a row with a finite number, as padding does.
-    Such a row weighs all values alike, as in the plain model, but its scores get no gradient."""
+    Such a row averages all values, as in the plain model, but its scores get no gradient."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen value that takes a graph module and returns another one, and checks itself."""
+"""The base class of passes: frozen values that take a graph module, return another one, and check it."""
 
 import abc
 import copy
@@ -21,12 +21,12 @@ GraphKind: TypeAlias = Literal["operators", "joint"]
 
 `"operators"`: the forward in ATen operators as its author called them. `linear`, `layer_norm` and attention are whole,
 and nothing is differentiated yet. `"joint"`: forward and backward as one canonical, functional ATen graph, before it is
-decided what is saved and what recomputed.
+decided which values are saved and which are recomputed.
 """
 
 
 class PassError(ValueError):
-    """A pass cannot take a graph, or has made one that contradicts itself: which pass, which node, and the mend."""
+    """A pass cannot take a graph, or has made one that contradicts itself: the pass, the node, and how to mend it."""
 
     def __init__(self, pass_name: str, node: str | None, problem: str, mend: str) -> None:
         where = f"node {node}: " if node else ""
@@ -45,7 +45,7 @@ class Pass(abc.ABC):
     is well formed and keeps its inputs and outputs. The module given is never modified. Constants and submodules are
     shared with it, and so are the values in `node.meta`.
 
-    A pass of one's own goes to `memopt.plan(..., passes=[MyPass()])`; `graph` says which graphs it is for.
+    A user's own pass goes to `memopt.plan(..., passes=[MyPass()])`; `graph` says which graphs it is for.
     """
 
     graph: ClassVar[GraphKind] = "operators"
@@ -164,7 +164,7 @@ class Pipeline(Pass):
 def passes_for(graph: GraphKind, passes: Iterable[Pass]) -> tuple[Pass, ...]:
     """Returns those of the passes that are for one kind of graph, in order; a `Pipeline` counts as the passes in it.
 
-    Raises TypeError for what is no pass, and ValueError for a pass whose `graph` is no kind of graph.
+    Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph.
     """
     flat = list(_flat(tuple(passes)))
     for listed in flat:

@@ -133,7 +133,7 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
 
 
 def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
-    """Casts what is picked out of a value rather than the value, if that has fewer elements."""
+    """Casts the elements that are picked out of a value rather than the whole value, if they are fewer."""
     for node, source, dtype in _plain_casts(graph, written):
         movers = list(node.users)
         if not movers or any(_source(user) is not node for user in movers):
@@ -154,7 +154,7 @@ def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
 
 
 def _source(node: Node) -> Node | None:
-    """What a call moves the data of, if that is its only floating-point operand and it has one tensor as result."""
+    """Returns the operand whose data a call moves; None if others are floating-point too or it returns no tensor."""
     if not moves_data(node) or not isinstance(node.meta["val"], torch.Tensor) or not isinstance(node.args[0], Node):
         return None
     floating = [source for source in node.all_input_nodes if _is_floating(source.meta["val"])]

@@ -19,7 +19,7 @@ _NO_OPERATIONS = frozenset(
 class RemoveDetach(RewritePattern[Node]):
     """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
-    One that is returned stays if its input is returned or an input of the graph: they must remain two tensors.
+    One that is returned is kept if its input is returned or an input of the graph: they must remain two tensors.
 
     Before:
         tanh: f32[4] = aten.tanh(primals_1)

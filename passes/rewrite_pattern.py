@@ -1,4 +1,4 @@
-"""The base of peephole passes: find a small pattern that ends at a node, and put something else in its place."""
+"""The base class of peephole passes, which find a small pattern that ends at a node, and replace it."""
 
 import abc
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ Found = TypeVar("Found")
 class RewritePattern(Pass, Generic[Found]):
     """A pass that replaces calls one by one. A subclass says which (`match`) and by what (`replace`).
 
-    Each call is matched when the walk comes to it, so `match` always sees the graph with all replacements before it
-    done. Calls that `replace` makes are not visited again. What only the replaced call has read goes with it, if pure.
+    Calls are visited in the graph's order, each after all replacements before it. Calls that `replace` makes are not
+    visited. Pure calls that only the replaced call read are erased with it.
 
     Before:
         pow_1: f32[4] = aten.pow.Tensor_Scalar(x, 2)
@@ -29,14 +29,14 @@ class RewritePattern(Pass, Generic[Found]):
 
     @abc.abstractmethod
     def match(self, node: Node) -> Found | None:
-        """Returns what `replace` needs to know of the pattern that ends at this call; None or False for no pattern.
+        """Returns the data that `replace` needs of the pattern that ends at this call; None or False for no pattern.
 
         Must not change the graph.
         """
 
     @abc.abstractmethod
     def replace(self, node: Node, found: Found) -> Node:
-        """Returns the node whose value takes the place of `node`'s; or `node` itself, changed, to leave it there.
+        """Returns the node whose value all users of `node` read from now on; or `node` itself, which may be changed.
 
         `found` is what `match` returned. New calls are inserted in front of `node`, and `new_call` makes them.
         """

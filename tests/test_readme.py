@@ -1,4 +1,4 @@
-"""What README and docs say is true: README's program runs and prints its plan, links and commands exist.
+"""README and docs are true: README's program runs and prints its plan, links and commands exist.
 
 `EXPECTTEST_ACCEPT=1` writes the plan that is printed into README in place of the one that is there.
 """

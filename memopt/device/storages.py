@@ -18,7 +18,7 @@ tensors_of = results_of
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """A block of memory: the node that makes it (a `placeholder` for what is there before the step) and its bytes."""
+    """A block of memory: the node that makes it (a `placeholder` if it exists before the step), and its bytes."""
 
     name: str
     bytes: int
@@ -33,13 +33,13 @@ class Storages:
 
     @cached_property
     def infos(self) -> tuple[StorageInfo, ...]:
-        """What each storage is, by its index."""
+        """The description of every storage, in the order of their indices."""
         blocks = self.aliases.blocks
         return tuple(StorageInfo(block.maker.name, storage_bytes(block.value), block.maker) for block in blocks)
 
     @property
     def of(self) -> dict[fx.Node, tuple[int, ...]]:
-        """By node the index of the storage of each tensor that it returns."""
+        """By node, the indices of the storages of the tensors that it returns."""
         return self.aliases.of
 
     @property
@@ -56,7 +56,7 @@ class Storages:
         return self.aliases.read_by(node)
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the storages that come to be when a node runs."""
+        """Returns the storages that a node allocates."""
         return self.aliases.made_by(node)
 
 

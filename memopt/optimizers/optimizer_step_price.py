@@ -86,7 +86,7 @@ def _price_of_one(
     device: str,
 ) -> OptimizerStepPrice:
     """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
-    what the third added."""
+    as much as the third."""
     make = _maker(optimizer, [parameter], wrap)
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
     known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))

@@ -134,7 +134,8 @@ class Parameterwise(WrappedOptimizer):
             kept.copy_(value)
 
     def _open_other(self, parameter: torch.Tensor, kept: Any, piece: Piece) -> Any:
-        """A state value of another shape than the parameter, like the step number, which every piece increases."""
+        """The value that a piece gets of a state value of another shape than the parameter, like the step number, which
+        every piece increases."""
         return kept.clone() if isinstance(kept, torch.Tensor) and not piece.last else kept
 
     def _close_other(self, parameter: torch.Tensor, kept: Any, value: Any) -> Any:

@@ -37,7 +37,7 @@ class PricedProposal:
     name: str
     """Its name in `allow`."""
     changes: str
-    """What it changes, in a sentence."""
+    """The change that it makes, in a sentence."""
     before: StepBytes
     after: StepBytes
     host_bytes: int

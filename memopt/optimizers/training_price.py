@@ -25,7 +25,7 @@ from memopt.optimizers.training_facts import TrainingFacts, trained
 
 @dataclass(frozen=True)
 class TrainingPrice:
-    """What training with some proposals holds, and the seconds of `optimizer.step()`."""
+    """The bytes that training with some proposals holds, and the seconds of `optimizer.step()`."""
 
     device: StepBytes
     host_bytes: int

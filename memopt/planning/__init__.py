@@ -1,1 +1,1 @@
-"""From a captured call to its plan: rungs weighed, schedules solved for, and what is said of them."""
+"""Makes the plan of a captured call: chooses levers, solves for a schedule, and words the refusal where none fits."""

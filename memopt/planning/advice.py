@@ -1,4 +1,4 @@
-"""What would make a refused step fit that is not memopt's to do: said with its figure."""
+"""Suggests changes that only the user can make and with which a refused step would fit, each with its budget."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _Look = Callable[[], Iterator[tuple[str, int]]]
 
 
 def _unless_it_fails(look: _Look) -> list[tuple[str, int]]:
-    """What one look finds: nothing where it fails, since advice is given on the way to a refusal, which must come."""
+    """The suggestions of one look; none where it fails, since the refusal must be raised all the same."""
     try:
         return list(look())
-    except Exception as failure:  # of whatever kind: it plans models and optimisers that nobody has tried
+    except Exception as failure:  # any exception: it plans models and optimisers that were never tried
         _log.debug("no advice from one look", exc_info=failure)
         return []
 
 
 class Advice:
-    """On one call that was refused. Each piece is looked for only where its figure may come within the budget."""
+    """Suggestions for one refused call. Each method yields a text and the bytes of the smallest budget with it."""
 
     def __init__(self, planner: CallPlanner, call: Call, situation: Situation) -> None:
         self.planner, self.call, self.situation = planner, call, situation
         self.options = planner.options
 
     def __call__(self, steps: Sequence[Candidate]) -> list[str]:
-        """A sentence each; `steps` is what every rung makes of the call."""
+        """A sentence for each suggestion that fits the budget; `steps` holds the candidate of every lever set."""
         looks = (
             partial(self.in_growing_segments, steps),
             partial(self.by_fused_kernels, steps),
@@ -55,10 +55,11 @@ class Advice:
         return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
 
     def fits(self, nbytes: int) -> bool:
+        """Whether a smallest budget is within the one that was given."""
         return nbytes <= self.options.budget_bytes
 
     def in_microbatches(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
-        """One sample at a time, the least that `TrainStep` can make of a batch."""
+        """The batch in microbatches of one sample, the smallest that `TrainStep` can split it into."""
         batch: Any = self.call[0] or self.call[1]
         try:
             samples = samples_of(batch)
@@ -74,37 +75,37 @@ class Advice:
         yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
 
     def in_growing_segments(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
-        """The same step on a card, with fewer holes between the blocks of torch's allocator."""
+        """Expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
         if steps[0][2].context and not expandable_segments():
             words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
             yield words, self.smallest_of(steps, expandable=True)
 
     def by_fused_kernels(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
-        """The same optimiser without temporaries."""
+        """The fused kernels of the same optimiser, which need no temporaries."""
         other = fused(self.options.optimizer)
         if other is not None:
             words = "with fused=True in the optimizer, whose step then holds nothing beside its state,"
             yield words, self.with_optimizer(other, steps)
 
     def without_state(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
-        """An optimiser that keeps nothing."""
+        """An optimiser without state."""
         if steps[0][2].optimizer_state:
             words = "with a stateless optimizer, torch.optim.SGD without momentum, which learns otherwise,"
             yield words, self.with_optimizer(torch.optim.SGD, steps)
 
     def with_optimizer(self, optimizer: Any, steps: Sequence[Candidate]) -> int:
-        """The smallest budget with another one."""
+        """The smallest budget in bytes with another optimiser."""
         account = self.like(self.planner, optimizer=optimizer).account(self.call, self.situation)
-        return self.smallest_of([(rung, captured, account) for rung, captured, _ in steps])
+        return self.smallest_of([(levers, captured, account) for levers, captured, _ in steps])
 
     @staticmethod
     def smallest_of(steps: Sequence[Candidate], *, expandable: bool | None = None) -> int:
-        """The smallest budget of all rungs."""
+        """The smallest budget in bytes of all candidates; `expandable` is as for `on_card`."""
         joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
-        return min(smallest(each, account, expandable=expandable)[0] for each, account in joined)
+        return min(smallest(problem, account, expandable=expandable)[0] for problem, account in joined)
 
     def with_low_rank(self) -> Iterator[tuple[str, int]]:
-        """Adapters on a frozen model."""
+        """Low-rank adapters on the frozen model."""
         if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
             return
         twin, number = with_low_rank(self.planner.model)
@@ -118,12 +119,12 @@ class Advice:
 
     @staticmethod
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
-        """One that plans another model, or with other options."""
+        """A planner for another model, or with other options."""
         other = replace(planner.options, **options)
         return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
 
     def least(self, planner: CallPlanner, call: Call, situation: Situation) -> int:
-        """The smallest budget for a call, found on fakes."""
+        """The smallest budget in bytes for a call, found on fake tensors."""
         planner = self.like(planner)
         with planner.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)

@@ -1,4 +1,4 @@
-"""What is known of a model's training calls before they run, and the stages of planning one: rewrite, price, solve."""
+"""Plans the training calls of a model in three stages: rewrite, price, solve."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from memopt.training_state import TrainingState
 from passes.ops.fp8_history import histories_of
 
 LOSS_OUTSIDE = (
-    "the loss is computed outside of the model: what that holds is not planned; give optimize the loss_fn, or have the "
-    "model return its loss"
+    "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "
+    "have the model return its loss"
 )
 
 NOT_FUSED = (
@@ -50,11 +50,11 @@ NOT_FUSED = (
 )
 
 _MOST_STEPS = 24
-"""How many traced steps are remembered: each holds the graphs of one capture under one set of levers."""
+"""The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
 
 
 class CallPlanner:
-    """Plans the training calls of one model; `plain` is the call of the plain model."""
+    """Plans the training calls of one model; `plain` runs the plain model's forward."""
 
     def __init__(
         self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
@@ -63,11 +63,11 @@ class CallPlanner:
         self._traces: Recent[tuple[int, int], tuple[CapturedCall, tuple[JointGraph, ...]]] = Recent(_MOST_STEPS)
         """Joint graphs, by the `id` of a captured call and the number of the lever set."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
-        """Priced steps, by the same and the parameters with hooks: another situation traces and prices nothing."""
+        """Priced steps, by the same key and the parameters with hooks: other situations share them."""
         self._data_sizes: dict[str, DataSizes] = {}
-        """Sizes that depend on data, by the fingerprint of the region that they are of."""
+        """Data-dependent sizes, by the fingerprint of their region."""
         self.histories = histories_of(model).prefix
-        """What the names begin with under which the model's 8-bit layers remember magnitudes."""
+        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
 
     def candidates(
         self,
@@ -78,10 +78,10 @@ class CallPlanner:
         *,
         lowering_bytes: int = 0,
     ) -> Iterator[Candidate]:
-        """A captured call rewritten and priced with more and more levers, each set when it is asked for.
+        """A captured call rewritten and priced under lever sets with more and more levers, each when it is asked for.
 
-        `search` is told of sets whose newest lever has no work. `lowering_bytes` are what compiled code is known to
-        hold beyond what is planned. Raises `CaptureError`.
+        Sets whose newest lever finds nothing to rewrite are reported to `search`. `lowering_bytes` are the bytes that
+        compiled code holds beyond its plan. Raises `CaptureError`.
         """
         account = self.account(call, situation)
         account = replace(account, lowering=lowering_bytes, between_regions=captured.between_bytes)
@@ -94,9 +94,9 @@ class CallPlanner:
                 search.skip(levers, nothing.notes)
 
     def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
-        """A captured call with some levers pulled: rewritten, differentiated, priced for the card.
+        """The captured call under a lever set: rewritten, differentiated, and priced for the card.
 
-        Raises `CaptureError`, and `NothingToRewrite` where the newest of the levers has no work.
+        Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
         """
         traced = id(captured), self.lever_sets.index(levers) if levers != self.bare else -1
         if traced not in self._traces:
@@ -115,7 +115,7 @@ class CallPlanner:
                 raise CaptureError(cannot_capture(self.model, str(failure))) from failure
 
     def forget_sizes(self) -> None:
-        """Have calls priced again: a batch had more of something than was planned for."""
+        """Have calls priced again, after a batch whose data-dependent sizes exceed those that were planned for."""
         self._steps.clear()
 
     def _priced(
@@ -145,7 +145,8 @@ class CallPlanner:
         )
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
-        """Sizes that depend on data: seen by running the call's forward without gradients; unknown for fakes."""
+        """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
+        fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.model.parameters(), *tensors_in(call)))):
             return DataSizes()
@@ -160,7 +161,7 @@ class CallPlanner:
         return self._data_sizes.get(region.fingerprint, DataSizes())
 
     def search(self, situation: Situation, *, advise: bool = True) -> PlanSearch:
-        """What weighs plans with other levers against each other; `advise`: and names what is not allowed."""
+        """The search over lever sets for calls in a situation; `advise`: a refusal also names proposals not allowed."""
         proposing = self.proposing
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
@@ -168,8 +169,8 @@ class CallPlanner:
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
     def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[LeverSet], Candidate | None]:
-        """What gives the call with some levers as it will be once the parameters are in bf16; None where its code
-        cannot mix the dtypes that it then meets."""
+        """A function that returns the candidate of a lever set for the call with parameters in bf16; None where the
+        model's code cannot be captured so."""
         captures: list[CapturedCall] = []
 
         def step(levers: LeverSet) -> Candidate | None:
@@ -184,7 +185,7 @@ class CallPlanner:
         return step
 
     def capture_on_fakes(self, call: Call, narrowed: Narrowed | None) -> CapturedCall:
-        """A call captured without values. Raises `CaptureError`."""
+        """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError`."""
         with stage("capturing"):
             return capture_on_fakes(
                 self.model,
@@ -196,9 +197,9 @@ class CallPlanner:
             )
 
     def job(self, call: Call, situation: Situation) -> Job:
-        """What plans for a call are kept by."""
-        pulled = self.proposing.pulled.names if self.proposing.pulled else ()
-        further = self.backend, pulled, sorted(self.proposing.allowed)
+        """Everything that the plan of a call depends on, which makes the key that it is kept under."""
+        chosen = self.proposing.chosen.names if self.proposing.chosen else ()
+        further = self.backend, chosen, sorted(self.proposing.allowed)
         return Job(self.model, call, situation, self.options, self.card, self.loss_fn, further)
 
     @property
@@ -214,7 +215,7 @@ class CallPlanner:
         ]
 
     def screen(self, call: Call, situation: Situation) -> None:
-        """Have the decider of precision see the values of a call, once for calls like it, where it asks for them."""
+        """Show the values of a call to the decider of precision if it needs them, once for calls of the same kind."""
         for screenings in self._screenings:
             here = self.options.hardware is None  # the budget is another device's if one was named
             room = self.options.budget_bytes - self.account(call, situation).resident_bytes if here else None
@@ -234,8 +235,8 @@ class CallPlanner:
         return self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
 
     def device(self) -> torch.device:
-        """Where the model is, or, for one on "meta", where it would run here: tracing must see a device with kernels,
-        since "meta" picks other attention kernels and lacks some gradients."""
+        """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
+        other attention kernels and lacks some gradients."""
         home = next(self.model.parameters()).device
         if home.type != "meta":
             return home
@@ -243,22 +244,23 @@ class CallPlanner:
 
     @cached_property
     def backend(self) -> str:
-        """What compiles planned graphs: "aten" or "inductor"."""
+        """The backend that runs planned graphs: "aten" or "inductor"."""
         return backend_for(self.options.backend, self.device().type)
 
     @property
     def fuses(self) -> bool:
-        """Whether elementwise operators become one kernel with those that read them, without memory in between."""
+        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
+        memory."""
         return self.backend == "inductor"
 
     @cached_property
     def proposing(self) -> Proposing:
-        """Which proposals about the optimiser there are, and which was pulled."""
+        """The optimiser proposals that are possible for the model, and those that were chosen."""
         return Proposing(self.model, self.options, self.card, self.rewriting.autocast, self.fuses)
 
     @cached_property
     def card(self) -> Hardware:
-        """What the step is planned for: the card that was named, or the device at hand."""
+        """The hardware that the step is planned for: the card that was named, or the device at hand."""
         if self.options.calibrate:
             with stage("timing the device"):
                 return calibrated_hardware(self.device())
@@ -266,18 +268,18 @@ class CallPlanner:
 
     @cached_property
     def rewriting(self) -> Rewriting:
-        """What is done to each region's operator graph whatever levers are pulled."""
+        """The rewriting that every lever set includes: precision, and whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
     def bare(self) -> LeverSet:
-        """No levers, and no passes of the user's own: the call as captured."""
+        """The lever set with no levers and none of the user's passes: the call as captured."""
         return LeverSet((), self.rewriting)
 
     @property
     def lever_sets(self) -> tuple[LeverSet, ...]:
-        """What is done to it with more and more levers pulled, the cheapest first, and the user's passes in all."""
+        """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
         drop_logits = self.options.outputs == "loss_only"
         found = lever_sets(
             self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
@@ -295,10 +297,10 @@ class CallPlanner:
         )
 
     def types(self) -> AbstractContextManager[None]:
-        """The caller's autocast is off in the model where the plan has types of its own."""
+        """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
         return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
 
     @property
     def differentiate_all(self) -> bool:
-        """Whether gradients may come to all outputs of the model, not to the loss alone."""
+        """Whether all outputs of the model may get gradients, not the loss alone."""
         return self.options.outputs == "all"

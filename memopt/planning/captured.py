@@ -1,4 +1,4 @@
-"""The regions of one training call, and all of them priced and joined into one problem."""
+"""A captured training call, rewritten and ready to be priced, and the problem that its regions make together."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from passes.graphs.node_facts import is_tangent
 
 @dataclass(eq=False)
 class Captured:
-    """The regions of one training call, in the order of their forwards, and the card that they are priced for.
+    """The joint graphs of one training call, in the order of their forwards, and the device that they are priced for.
 
-    It owns the problems and prices that were made of them: a handful, since each differs by a few flags.
+    It owns the prices and the problems that are made from them: a few, since they differ by a few flags only.
     """
 
     model_name: str
@@ -40,27 +40,27 @@ class Captured:
     notes: tuple[str, ...] = ()
     data_sizes: DataSizes = field(default_factory=DataSizes)
     timed: bool = False
-    """Whether ops are timed here, where that can be done."""
+    """Whether operators are timed on this machine where that is possible, rather than estimated."""
     rewriting: Rewriting = NOTHING
-    """What was done to the regions' operator graphs."""
+    """The rewriting by which the operator graphs of the regions were changed."""
     recompute: bool = True
-    """Whether anything may be evaluated again."""
+    """Whether operators may be recomputed."""
     link: Link | None = None
-    """The road over which activations may wait on the host; None: they may not."""
+    """The link over which activations may be offloaded to the host; None where they may not be."""
     stepping: Stepping | None = None
-    """How the optimiser steps within the backward; None: after it."""
+    """How the optimiser steps within the backward; None where it steps after it."""
     solvers: tuple[Solver, ...] = ()
-    """The user's own solvers, asked beside memopt's."""
+    """The user's own solvers, whose schedules compete with those of memopt's."""
     base: Captured | None = field(default=None, repr=False, compare=False)
-    """The same without `stepping`: what prices are known of."""
+    """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
     _node_prices: dict[bool, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
-    """By whether data-dependent sizes are as seen."""
+    """The prices of nodes, by whether data-dependent sizes are those of the batch at hand."""
     _joined: dict[tuple[bool, bool, frozenset[int], bool], Joined] = field(default_factory=dict, init=False, repr=False)
-    """By the arguments of `joined`."""
+    """The problems, by the arguments of `joined`."""
 
     def stepping_by(self, stepping: Stepping | None) -> Captured:
-        """The same call with the optimiser stepping so; the same object for the same way."""
+        """The same call with the optimiser stepping as `stepping` says; equal arguments return the same object."""
         base = self.base or self
         if stepping is None:
             return base
@@ -69,35 +69,41 @@ class Captured:
         return base._siblings[stepping]
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> Captured:
-        """With all inputs left to the end of their region's backward but those, which a plan steps before."""
+        """The same call with only the inputs of `steps`, one sequence of input numbers per region, stepped earlier than
+        at the end of their region's backward."""
         if self.stepping is None:
             return self
-        inside = {number for each in steps for number in each}
+        inside = {number for numbers_of_region in steps for number in numbers_of_region}
         numbers = {number for region in self.regions for number in region.parameter_inputs}
         return self.stepping_by(self.stepping.leaving(numbers - inside))
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """What was done to each region of a call in several: no decision had to have work in every one."""
+        """The rewriting for a call of several regions, which need not find something to rewrite in every one."""
         return replace(self.rewriting, needed="")
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What a reader of the plan should know of the capture, of each region's passes, and of sizes."""
+        """The notes for the plan on the capture, on the passes of each region, and on data-dependent sizes."""
         regions = (note for region in self.regions if region.operators for note in region.operators.notes)
         return self.notes + tuple(dict.fromkeys(regions)) + self.data_sizes.notes()
 
     @property
     def operators(self) -> tuple[Operators, ...]:
-        """What passes did to each region that has an operator graph."""
+        """The operator graphs, with the stages of their passes, of the regions whose operator graphs were rewritten."""
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     def joined(
         self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset(), reinplace: bool = True
     ) -> Joined:
-        """The regions as one problem; `accumulating`: with gradients added to an existing `.grad`; `as_seen`: with
-        data-dependent sizes as they were on the batch at hand rather than the most that is allowed; `left`: with more
-        parameters that are stepped at the backward's end only; `reinplace`: with results written over operands."""
+        """The regions as one problem, which is made once for the same arguments.
+
+        Args:
+            accumulating: gradients are added to an existing `.grad`.
+            as_seen: data-dependent sizes are those of the batch at hand rather than the largest that are allowed.
+            left: the numbers of further parameters that are stepped at the end of the backward only.
+            reinplace: results may be written over operands.
+        """
         key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed, left, reinplace)
         if key not in self._joined:
             with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
@@ -114,7 +120,7 @@ class Captured:
         return self._joined[key]
 
     def _given(self) -> tuple[int, ...]:
-        """Bytes of what the regions are given: parameters, buffers and inputs."""
+        """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call."""
         nodes = (node for region in self.regions for node in region.module.graph.find_nodes(op="placeholder"))
         given = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
         return tuple(map(storage_bytes, given))
@@ -142,7 +148,7 @@ class Captured:
         ]
 
     def _steps(self, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-        """The parameters that are stepped in the backward of a region: before its end only where there is no other."""
+        """The parameters that are stepped in the backward of a region; before its end only where there is no other."""
         if self.stepping is None:
             return ParameterSteps()
         given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
@@ -157,47 +163,49 @@ class Captured:
 
 @dataclass(eq=False)
 class Joined:
-    """Several regions as one problem: all forwards in order, then the backwards from the last region to the first.
+    """The regions of a call as one problem: all forwards in order, then the backwards from the last to the first.
 
-    It owns the solutions that were found of it, one for each budget that was asked for.
+    It owns the solutions that were found for it, one for each budget and effort that was asked for.
     """
 
     problem: RematProblem
     owner: tuple[tuple[int, int], ...]
-    """For each op, its region and its index there."""
+    """By op the number of its region, and its index in that region's problem."""
     prices: tuple[PricedGraph, ...]
     recompute: bool = True
-    """Whether anything may be evaluated again."""
+    """Whether operators may be recomputed."""
     link: Link | None = None
-    """The road over which activations may wait on the host; None: they may not."""
+    """The link over which activations may be offloaded to the host; None where they may not be."""
     solvers: tuple[Solver, ...] = ()
-    """The user's own solvers, asked beside memopt's."""
+    """The user's own solvers, whose schedules compete with those of memopt's."""
     given: tuple[int, ...] = ()
-    """Bytes of each tensor that the regions are given."""
+    """The bytes of each tensor that the regions take as input."""
     major: int = 0
-    """Of the card's compute capability."""
+    """The major number of the card's compute capability; 0 for other devices."""
 
     left: frozenset[int] = frozenset()
-    """Numbers of the inputs that are stepped at the backward's end only, for the schedules' sake."""
+    """The numbers of the inputs that are stepped at the end of the backward only, since schedules read them late."""
     leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
-    """Gives the same problem with more inputs left so."""
+    """Returns the same problem with further inputs stepped at the end of the backward only."""
     on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
-    """What `on_card` found, by what it was asked."""
+    """The results of `on_card`, by its arguments."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
-    """What `portfolio` found, by what the graph may hold and how hard it was looked for; None: nothing fits."""
+    """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
+    where no schedule fits."""
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The ops that stand for steps of parameters within the backward: those of the one region, in its numbers."""
+        """The ops that stand for steps of parameters within the backward, by their index; none for several regions."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
     def portfolio(self) -> Portfolio | SaveAll:
+        """The solvers of schedules without offloads."""
         return (Portfolio if self.recompute else SaveAll)(self.problem, self.solvers)
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """What weighs waiting on the host too. Where nothing may be evaluated again, it looks at ops that cannot be."""
+        """The solvers of schedules with offloads. Where nothing may be recomputed, all ops are marked as such."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -205,12 +213,13 @@ class Joined:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The schedule of the smallest peak found."""
+        """The solution with the smallest peak found."""
         return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
 
 
 def join(prices: Sequence[PricedGraph]) -> Joined:
-    """One problem out of the regions' own. What one region hands to the next is an output of the first: kept."""
+    """One problem from those of the regions. A value that one region passes to the next is an output of the first, and
+    is saved."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]
@@ -228,7 +237,7 @@ def join(prices: Sequence[PricedGraph]) -> Joined:
 
     for region, priced in enumerate(prices):
         add(region, range(priced.problem.forward_ops))
-    # The last region's tangents come between its forward and its backward: nothing is evaluated before they are there.
+    # The last region's tangents come between its forward and its backward: nothing runs before they are there.
     forward_ops = len(ops) + _tangents(prices[-1].problem)
     for region, priced in reversed(list(enumerate(prices))):
         add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
@@ -237,6 +246,6 @@ def join(prices: Sequence[PricedGraph]) -> Joined:
 
 
 def _tangents(problem: RematProblem) -> int:
-    """How many ops at the start of the backward only receive the gradients of the outputs."""
+    """The number of ops at the start of the backward that only receive the gradients of the outputs."""
     backward = problem.ops[problem.forward_ops :]
     return next((number for number, op in enumerate(backward) if not is_receipt(op)), len(backward))

@@ -57,8 +57,8 @@ class PlanSearch:
         self._notes |= dict.fromkeys(self.notes)
 
     def fastest(self, candidates: Iterable[Candidate]) -> Plan:
-        """The fastest plan of the lever sets, which are asked for only until a plan adds next to no time, and of the
-        proposals. Raises `BudgetError` where none fits."""
+        """The plan with the shortest step, over lever sets and, where none of these fits, proposals. Further candidates
+        are not taken once a plan adds next to no time. Raises `BudgetError` where none fits."""
         for candidate in candidates:
             plan = self.consider(*candidate)
             if plan is not None:

@@ -191,15 +191,15 @@ def split(joined: Joined, captured: Captured, schedule: Schedule) -> tuple[Regio
             if remaining[region] == 0:
                 boundaries[region] = len(evaluations[region])
         seen.add(index)
-    stays = _host_stays(joined, schedule)
+    offloads = _region_offloads(joined, schedule)
     steps = tuple(sorted(step.number for step in joined.steps.values()))
     return tuple(
-        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(stays.get(number, ())), steps)
+        RegionSchedule(region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps)
         for number, (region, names, boundary) in enumerate(zip(captured.regions, evaluations, boundaries, strict=True))
     )
 
 
-def _host_stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
+def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
     """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
 
     An event while another region runs moves to the end of this region's forward or to the start of its backward: the
@@ -214,10 +214,10 @@ def _host_stays(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]
         for region in regions:
             before[region].append(before[region][-1] + (region == owner and bool(joined.prices[owner].nodes[local])))
     values = [(region, value) for region in regions for value in joined.prices[region].values]
-    stays: dict[int, list[HostStay]] = {}
+    offloads: dict[int, list[HostStay]] = {}
     for offload in schedule.offloads:
         region, value = values[offload.storage]
         own = before[region]
         later = (own[offload.freed_before], own[offload.fetch_from], own[offload.back_before])
-        stays.setdefault(region, []).append(HostStay(value, own[offload.out_after + 1] - 1, *later))
-    return stays
+        offloads.setdefault(region, []).append(HostStay(value, own[offload.out_after + 1] - 1, *later))
+    return offloads

@@ -44,15 +44,15 @@ class Proposing:
     low: torch.dtype | None
     fused: bool = False
     """Whether calls are compiled by a backend that orders kernels itself."""
-    pulled: ProposalSet | None = None
-    """The chosen proposals, on which every plan is based; None without any."""
+    chosen: ProposalSet | None = None
+    """The chosen proposals, on which every plan is based; None where none is chosen."""
     decided: bool = False
     """Whether the choice is final, because the optimiser may exist by now."""
 
     def decide(self, names: Collection[str]) -> None:
         """Base every further plan on exactly these proposals."""
         levers = Proposals.named(names)
-        self.pulled = ProposalSet.of(self.facts, levers) if names else None
+        self.chosen = ProposalSet.of(self.facts, levers) if names else None
         self.decided = True
 
     @property
@@ -82,7 +82,7 @@ class Proposing:
     def combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """All possible combinations, allowed or not, the cheapest first; empty once some are chosen. `gradients_held`:
         for a call that adds to existing gradients."""
-        return combinations_of(self.facts, self._possible(gradients_held)) if self.pulled is None else ()
+        return combinations_of(self.facts, self._possible(gradients_held)) if self.chosen is None else ()
 
     def allowed_combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
         """The combinations of allowed proposals, the cheapest first."""
@@ -107,12 +107,12 @@ class Proposing:
 
     def adjusted(self, account: Account) -> Account:
         """The account of the step with the chosen proposals."""
-        return account if self.pulled is None else self.pulled.adjusted(account)
+        return account if self.chosen is None else self.chosen.adjusted(account)
 
     @property
     def stepping(self) -> Stepping | None:
         """How the optimiser steps within the backward under the chosen proposals; None where it steps after it."""
-        return None if self.pulled is None else self.pulled.stepping
+        return None if self.chosen is None else self.chosen.stepping
 
     def as_kept(self, captured: Captured, plan: Plan) -> Captured:
         """A captured call with the proposals of `plan`, a plan from the cache."""
@@ -124,7 +124,7 @@ class Proposing:
     @property
     def narrowed(self) -> Narrowed | None:
         """The cast of parameters and inputs under the chosen proposals; None where they keep their dtype."""
-        return self.narrowing() if self.pulled is not None and self.pulled.narrows else None
+        return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> Narrowed:
         """The cast of parameters and inputs under the proposal for bf16 parameters."""

@@ -14,7 +14,7 @@ GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 @dataclass(frozen=True)
 class NodePrice:
-    """What one evaluation of a node costs: seconds, and the bytes of its kernel's own temporaries."""
+    """The cost of one evaluation of a node: seconds, and the bytes of its kernel's own temporaries."""
 
     seconds: float
     workspace_bytes: int

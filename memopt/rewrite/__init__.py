@@ -1,6 +1,6 @@
 """The levers that rewrite a captured step, and the sets of levers that a plan is sought with.
 
-What belongs here decides: each lever looks at a graph and returns the passes to apply. The passes lie in `passes`.
+A lever inspects a graph and returns the passes to apply; the passes themselves are in `passes`.
 """
 
 from memopt.rewrite.fp8 import FP8_LEVERS

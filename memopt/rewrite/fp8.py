@@ -1,4 +1,4 @@
-"""The levers that compute and save in 8 bits. They are only pulled if named, since they change the numbers."""
+"""The levers that compute and save in 8 bits; used only if `allow` names them, since they change the numbers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes behind all others. Raises `TypeError` for what is no `Pass`."""
+    """The rewriting with the user's passes behind all others. Raises `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))

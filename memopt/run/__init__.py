@@ -1,1 +1,1 @@
-"""The training calls of a model: captured and planned when they come, then run as planned."""
+"""Captures and plans the training calls of a model when they are made, and runs them as planned."""

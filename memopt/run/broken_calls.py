@@ -29,16 +29,16 @@ from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 
 _MOST_PLANS = 64
-"""Calls, by their signature and situation, whose plans are kept."""
+"""The number of plans that are kept, one for each signature and situation of a call."""
 _MOST_VARIANTS = 1024
-"""Regions whose code is kept, by schedule."""
+"""The number of emitted regions that are kept, one for each region and schedule."""
 
 
 class BrokenCalls:
-    """Calls with graph breaks.
+    """Plans and runs calls with graph breaks.
 
-    The runs of a forward are counted, and each has a schedule of its own, also where Dynamo compiles one region for all
-    of them (a block called in a loop).
+    The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
+    region for several of them (a block that is called in a loop).
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BrokenCalls:
         self._compiled = compile_call(to_capture(), recording(self, differentiate_all=True), whole=False)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
-        """Run a call once to see its regions: those without gradients, what lies between as it is; all is undone.
+        """Record the regions of a call by running it once without gradients; changes to the model are then undone.
 
-        `reason` says why it is not one region. Raises `CaptureError`.
+        `reason` says why the call is not one region. Raises `CaptureError`.
         """
         self._rehearsal = Rehearsal()
         try:
@@ -65,16 +65,16 @@ class BrokenCalls:
             self._rehearsal = None
 
     def planned(self, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have runs of calls like this go by a plan."""
+        """Have further calls with the signature and the situation of this one run by a plan."""
         self._plans[_signature(call), situation] = plan
 
     def forget(self) -> None:
-        """Have all calls planned again."""
+        """Drop all plans and emitted regions, so that every call is planned again."""
         self._plans.clear()
         self._emitted.clear()
 
     def run(self, under_way: UnderWay, capture: Callable[[], CapturedCall]) -> Any:
-        """Run a call by its plan, which is made first if there is none; `capture` gives its regions then.
+        """Run a call by its plan. Where there is none, `capture` records the regions, and the plan is made first.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -88,7 +88,7 @@ class BrokenCalls:
             self._forward = None
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
-        """One region of the call under way: as planned for this run of it, or as a rehearsal runs it."""
+        """Run one region of the present call: by the plan of this run, or, while the call is captured, unplanned."""
         if self._rehearsal is not None:
             return self._rehearsal.run(region, inputs)
         if not region.differentiable:
@@ -104,7 +104,7 @@ class BrokenCalls:
         return hand_out(emitted.run(*inputs), frozenset(), self._forward.pending)
 
     def _next(self, region: RecordedRegion, forward: _Forward) -> Emitted:
-        """The code of the run that begins now. Raises `CaptureError` where it was not planned."""
+        """The emitted region for the run that begins now. Raises `CaptureError` where that run was not planned."""
         joint, schedule = forward.next_run(region)
         key = region, schedule, joint.parameter_inputs
         if key not in self._emitted:
@@ -120,7 +120,7 @@ class BrokenCalls:
 
 @dataclass
 class _Forward:
-    """One forward of a planned call, run by run."""
+    """The state of one planned forward: how many runs of regions it has begun."""
 
     plan: Plan
     pending: PendingForward
@@ -145,5 +145,5 @@ class _Forward:
 
 
 def _signature(call: Call) -> str:
-    """What plans of two calls can differ by."""
+    """A text that is equal for calls that may share a plan: shapes, dtypes and the state of autocast."""
     return f"{call_signature(call)} {autocast_state()}"

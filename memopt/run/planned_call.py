@@ -75,9 +75,10 @@ class PlannedCall:
         return self.forward.planner.rewriting.autocast
 
     @property
-    def pulled(self) -> Proposals:
+    def chosen(self) -> Proposals:
         """The chosen optimiser proposals, on which plans are based."""
-        return chosen.chosen if (chosen := self.forward.planner.proposing.pulled) else Proposals()
+        proposals = self.forward.planner.proposing.chosen
+        return proposals.chosen if proposals else Proposals()
 
     @property
     def latest(self) -> Plan | None:

@@ -1,4 +1,4 @@
-"""What Dynamo's compiled code calls in place of a region."""
+"""The stub that Dynamo's compiled code calls in place of a region."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from memopt.capture.region import RecordedRegion
 
 
 class RunsRegions(Protocol):
-    """The call that is under way: decides what is run in place of a region."""
+    """Runs the regions of the present call."""
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
-        """The region's outputs."""
+        """Run a region on its inputs, and return its outputs."""
 
 
 class RegionStub:
-    """Stands in Dynamo's compiled code for a region, and hands each of its runs to whoever runs the call.
+    """Takes the place of a region in Dynamo's compiled code, and passes every run of it to its owner.
 
     Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time.
     """

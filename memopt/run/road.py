@@ -1,6 +1,7 @@
-"""The road: a training call is captured, rewritten, priced, solved, emitted, and installed where Dynamo's code runs it.
+"""The stages of a training call, in order: capture, rewrite, price, solve, emit, install.
 
-    capture ─▶ CapturedCall ─rewrite, price─▶ Captured ─solve─▶ Plan ─emit─▶ Emitted ─install─▶ region stubs
+    capture ─▶ CapturedCall ─rewrite─▶ JointGraph, one for each run ─price─▶ Captured (Joined) ─solve─▶ Plan
+    ─emit─▶ Emitted, one for each run ─install─▶ EmittedCall, which the stubs of regions run
 
 Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all regions of a call together.
 """
@@ -28,7 +29,7 @@ from memopt.planning.situation import Situation
 
 @dataclass(frozen=True, eq=False)
 class EmittedCall:
-    """A planned call that can be run: what is installed in the stubs of its regions."""
+    """A planned call that can be run: its plan, and the functions that the stubs of its regions call."""
 
     plan: Plan
     runs: tuple[Emitted, ...]
@@ -36,13 +37,15 @@ class EmittedCall:
 
 
 class Road:
-    """Takes the calls of one model from capture to code."""
+    """Takes the captured calls of one model through all later stages, and keeps their plans on disk."""
 
     def __init__(self, planner: CallPlanner, accumulation: Accumulation) -> None:
         self.planner, self.accumulation = planner, accumulation
 
     def plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
-        """The first part of the road, ahead of a call's first run; `advise`: a refusal says what would help.
+        """The plan of a captured call, made ahead of its first run or read from disk.
+
+        `advise`: a refusal names changes that would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -62,11 +65,10 @@ class Road:
     def travel(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
     ) -> EmittedCall:
-        """From a captured call to code that runs within the budget, which its caller installs; `planned` is its plan,
-        if it was planned ahead.
+        """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
 
-        Compiled code may hold other bytes than planned: it is then planned again, tighter or looser, a few times.
-        Raises `BudgetError`, `CaptureError`.
+        Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
+        most. Raises `BudgetError`, `CaptureError`.
         """
         key = self._key(captured, call, situation)
         if (planned is None or self.planner.fuses) and (kept := self._emitted_by_kept(key, captured, call, situation)):
@@ -102,7 +104,7 @@ class Road:
         *,
         lowering_bytes: int = 0,
     ) -> Plan:
-        """The fastest plan within the budget, over sets of levers; each is rewritten and priced when the search asks.
+        """The plan with the shortest step that fits; a lever set is rewritten and priced when the search asks for it.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -110,7 +112,7 @@ class Road:
         return search.fastest(candidates)
 
     def sketch(self, call: Call, situation: Situation) -> str | None:
-        """The key of a call that is not captured yet; None where plans are not kept."""
+        """The key on disk of a call that is not captured yet; None where plans are not kept."""
         return self.planner.job(call, situation).sketch() if self._keeps() else None
 
     def _key(self, captured: CapturedCall, call: Call, situation: Situation) -> str | None:
@@ -123,7 +125,7 @@ class Road:
         return self.planner.options.kept and plan_cache.is_on()
 
     def keep(self, key: str | None, plan: Plan, emitted: EmittedCall | None = None) -> None:
-        """Keep a plan on disk for the next start, unless it goes by data-dependent sizes that were seen."""
+        """Keep a plan on disk for the next start, unless it depends on data-dependent sizes of the batch at hand."""
         captured = plan.captured
         assert captured is not None
         rewritings = [levers.rewriting for levers in self.planner.lever_sets]
@@ -132,7 +134,7 @@ class Road:
             plan_cache.keep(key, Kept(plan, rewritings.index(captured.rewriting), footprint))
 
     def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
-        """A plan from disk for this captured call; None where it is another call's."""
+        """A plan from disk with the graphs of this captured call; None where it was made for other graphs."""
         planner = self.planner
         if kept.lever_set >= len(planner.lever_sets):
             return None
@@ -148,7 +150,7 @@ class Road:
     def _emitted_by_kept(
         self, key: str | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> EmittedCall | None:
-        """A call emitted by the plan that was kept for it, if there is one and it still is this call's."""
+        """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
         kept = plan_cache.find(key)
         if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None

@@ -1,4 +1,4 @@
-"""Runs a model's training calls as planned: plans each new situation, refuses what would not fit."""
+"""Runs a model's training calls as planned: plans each new situation, and refuses calls that would not fit."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from memopt.training_state import generator_states, set_generators
 class TrainingCalls:
     """The planned training calls of one model.
 
-    What Dynamo records of a call does not depend on the situation that it is made in (are gradients held, what do
-    forwards in waiting hold, what is hooked): each situation has a plan, and code, of its own.
+    A call is recorded by Dynamo once for all situations (whether gradients are held, the bytes of forwards whose
+    backward is still to come, which parameters have hooks), and planned and emitted once for each of them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TrainingCalls:
         self.latest: Plan | None = None
         self.unplanned = False
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
-        """Why calls break into regions, by their signature."""
+        """The reason why a call breaks into regions, by its signature."""
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class TrainingCalls:
             return self._run_once(under_way)
 
     def _run_once(self, under_way: UnderWay) -> Any:
-        """Run a call as one region, or, where it is none, region by region."""
+        """Run a call as one region; region by region where it has graph breaks."""
         call = under_way.call
         reason = self._breaks.get(call_signature(call)) if len(self._breaks) else None
         if reason is None:
@@ -107,8 +107,8 @@ class TrainingCalls:
         return result
 
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
-        """Plan a call ahead of its first run; `gradients_held`: as one that adds to gradients; `advise`: have a refusal
-        say what else would help.
+        """Plan a call ahead of its first run; `gradients_held`: as one that adds to existing gradients; `advise`: a
+        refusal names changes that would help.
 
         Raises `BudgetError`, `CaptureError`.
         """
@@ -128,9 +128,9 @@ class TrainingCalls:
         return self.latest
 
     def _capture(self, call: Call) -> CapturedCall:
-        """Record a call without running it, so that a run of a call like it finds it recorded.
+        """Record a call without running it, so that the first run of such a call finds it recorded.
 
-        On fakes where the model has no values, or is planned for in another dtype. Raises `CaptureError`.
+        Recorded on fake tensors where the model has no values, or will have another dtype. Raises `CaptureError`.
         """
         has_values = all(map(is_real, self.model.parameters())) and self.planner.proposing.narrowed is None
         given = all(map(is_real, tensors_in(call)))
@@ -148,7 +148,7 @@ class TrainingCalls:
         return self._capture_broken(call, reason)
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call: on its values where they are there, and may be used; else on fakes."""
+        """Record the regions of a call: on its values where there are any and plans are kept, else on fake tensors."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
         if not real or not self.options.kept:
             return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
@@ -156,7 +156,7 @@ class TrainingCalls:
             return self._broken.capture(call, reason)
 
     def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
-        """What captures and traces the graphs that a kept plan is for, once."""
+        """A function that captures and traces, at its first call, the graphs that a plan from disk is for."""
         hollow = on_meta(call)
 
         @cache
@@ -171,7 +171,7 @@ class TrainingCalls:
         return captured
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of the plain model."""
+        """Run the plain model's forward, and its loss function if there is one."""
         run: Any = self.own_call or plain_call(self.model)
         return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
@@ -185,7 +185,8 @@ class TrainingCalls:
 
     @property
     def _recorders(self) -> tuple[WholeCalls, BrokenCalls]:
-        """What records calls, by the dtype that inputs are given to the model in: that changes once, if at all."""
+        """The recorders of calls with one region and with several, for the dtype in which the model takes inputs; they
+        are made again when that dtype changes, which it does once at most."""
         floats = self.planner.proposing.floats
         if floats not in self._recorders_by_dtype:
             to_capture = partial(training_call, self.model, self.loss_fn, floats)
@@ -213,7 +214,8 @@ class TrainingCalls:
         )
 
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
-        """Forwards in waiting were not planned for the gradients that this call's backward will leave."""
+        """Raise `BudgetError` where a forward that waits for its backward has no room for the gradients that the
+        backward of this call will leave."""
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         for forward in waiting:
             planned = forward.plan
@@ -222,7 +224,7 @@ class TrainingCalls:
                 raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
 
     def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
-        """A forward begins that runs as planned."""
+        """Register a forward that runs by a plan, which thereby becomes the latest one."""
         self.latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
@@ -233,4 +235,4 @@ class TrainingCalls:
 
 
 _MOST_BREAKS = 256
-"""How many kinds of calls are remembered to break into regions."""
+"""The number of signatures that are remembered to break into regions."""

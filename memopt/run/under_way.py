@@ -13,24 +13,24 @@ from memopt.run.pending import PendingForward
 
 @dataclass(frozen=True, eq=False)
 class UnderWay:
-    """A call and the situation that it is made in."""
+    """A training call that is being run, and its situation."""
 
     call: Call
     situation: Situation
-    """Without the forwards that wait for their backward."""
+    """The situation of the call, without the forwards that wait for their backward."""
     waiting_bytes: int
-    """What those forwards hold."""
+    """The bytes that those forwards hold."""
     begin_forward: Callable[[Plan, Situation], PendingForward]
 
     @property
     def crowded(self) -> Situation:
-        """The situation with the forwards in waiting."""
+        """The situation with the forwards that wait for their backward."""
         return replace(self.situation, other_forwards=self.waiting_bytes)
 
     def is_too_tight(self, plan: Plan) -> bool:
-        """Whether a plan leaves no room for the forwards in waiting."""
+        """Whether a plan leaves too little room for the forwards that wait for their backward."""
         return plan.ceiling_bytes - plan.account.other_forwards + self.waiting_bytes > plan.budget_bytes
 
     def begin(self, plan: Plan) -> PendingForward:
-        """Account for the forward that begins now, as planned."""
+        """Register the forward that begins now and runs by the plan."""
         return self.begin_forward(plan, self.situation)

@@ -19,7 +19,7 @@ from memopt.run.under_way import UnderWay
 
 
 class _Captured(Exception):
-    """The region was recorded and is not to run."""
+    """Ends a call in which a region was to be recorded and not run."""
 
     def __init__(self, region: RecordedRegion) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class _Captured(Exception):
 
 
 class WholeCalls:
-    """Calls without graph breaks.
+    """Plans and runs calls without graph breaks.
 
-    Dynamo's compiled code guards shapes and everything else that a recorded region depends on, and then calls the
-    region's stub; which situation the call is in is looked at there, so that another situation needs no new capture.
+    Dynamo's compiled code checks its guards on shapes and everything else that a recorded region depends on, and then
+    calls the region's stub. The stub selects the code for the situation, so that a new one needs no new capture.
     """
 
     def __init__(self, to_capture: Callable[[], Callable[..., Any]], road: Road, *, differentiate_all: bool) -> None:
         self.to_capture, self.road, self.differentiate_all = to_capture, road, differentiate_all
         self.under_way: UnderWay | None = None
         self._plans: Recent[tuple[RecordedRegion, Situation], Plan] = Recent(_MOST)
-        """What was planned ahead."""
+        """The plans that were made before the first run of their call."""
         self._emitted: Recent[tuple[RecordedRegion, Situation], EmittedCall] = Recent(_MOST)
         self._captured: Recent[RecordedRegion, CapturedCall] = Recent(_MOST)
         self._compiled = self._compile()
@@ -60,16 +60,16 @@ class WholeCalls:
         return None
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
-        """Have the first run in this situation go by a plan that was made ahead."""
+        """Have the first run in this situation use a plan that was made ahead."""
         self._plans[captured.runs[0].region, situation] = plan
 
     def forget(self) -> None:
-        """Have all calls planned again; what was recorded stays."""
+        """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
         self._plans.clear()
         self._emitted.clear()
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
-        """The region of the call under way, as planned for the situation that the call is in."""
+        """Run the region of the present call by the plan for its situation, and return its outputs."""
         if self.under_way is None:
             raise _Captured(region)
         if not region.differentiable:
@@ -111,4 +111,4 @@ class WholeCalls:
 
 
 _MOST = 512
-"""Regions and situations whose code is kept: more sets of shapes than Dynamo keeps."""
+"""The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""

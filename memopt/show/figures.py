@@ -1,4 +1,4 @@
-"""What tables and pictures read of the values given to them: `memopt.Plan` and `memopt.Frontier` have all of it."""
+"""The attributes that tables and pictures read, as protocols that `memopt.Plan` and `memopt.Frontier` fulfil."""
 
 from __future__ import annotations
 

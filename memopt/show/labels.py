@@ -76,7 +76,7 @@ def place(
 
 @dataclass
 class Room:
-    """What is drawn in the frame of a picture so far, in pixels."""
+    """The places in the frame of a picture that are already taken, in pixels."""
 
     inside: Box
     points: Sequence[Point]
@@ -93,7 +93,7 @@ class Room:
         return next((place for place in places if self._is_free(place[0], point, place[1])), least)
 
     def _covers(self, box: Box) -> float:
-        """The area of what is drawn that a label in the box would cover."""
+        """The area of curve, dots and labels that a label in the box would cover."""
         return sum(_common(box, other) for other in (*self.drawn, *self.written))
 
     def _is_free(self, box: Box, point: Point, distance: float) -> bool:

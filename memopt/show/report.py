@@ -93,7 +93,7 @@ def _module_table(plan: PlanFigures) -> Table:
 
 
 def receipt_table(rows: Sequence[ReceiptRow]) -> Table:
-    """A row per lever: the step's peak and time with it and all before it, and what it changed."""
+    """A row per lever: the step's peak and time with it and all levers before it, and the changes that it made."""
     table = Table(title="Levers in use", title_justify="left")
     table.add_column("lever")
     for title in ("peak", "less", "time", "added"):

@@ -83,7 +83,7 @@ def unit_of(frontier: CurveFigures) -> tuple[str, float]:
 
 
 def sizes(frontier: CurveFigures) -> Callable[[float], str]:
-    """What formats GB in the curve's unit, with as many digits as tell its points apart."""
+    """A function that formats GB in the curve's unit, with enough digits to tell its points apart."""
     unit, scale = unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale
     digits = max(3 - math.floor(math.log10(width)), 0) if width else 3

@@ -85,16 +85,16 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Raise `ValueError` where the model's plan counts on proposals that the optimisers do not have."""
     planned = planned_call_of(unwrapped(model))
-    pulled = planned.pulled.names if planned is not None else ()
-    if OPTIMIZER_IN_BACKWARD in pulled:
+    chosen = planned.chosen.names if planned is not None else ()
+    if OPTIMIZER_IN_BACKWARD in chosen:
         raise ValueError(
             f"the plan of this {type(unwrapped(model)).__name__} counts on {OPTIMIZER_IN_BACKWARD}, and TrainStep "
             "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "
             "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave it out of allow"
         )
-    if pulled and not all(isinstance(optimizer, Parameterwise) for optimizer in optimizers):
+    if chosen and not all(isinstance(optimizer, Parameterwise) for optimizer in optimizers):
         raise ValueError(
-            f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(pulled)}: give TrainStep "
+            f"the plan of this {type(unwrapped(model)).__name__} counts on {' and '.join(chosen)}: give TrainStep "
             "memopt.wrap_optimizer(model, optimizer)"
         )
 

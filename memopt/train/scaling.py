@@ -91,7 +91,7 @@ def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.Grad
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise `TypeError` for what is neither a `GradScaler` nor None."""
+    """Raise `TypeError` for an object that is neither a `GradScaler` nor None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"scaler must be a torch.amp.GradScaler, or None for the one that the precision needs, not {scaler!r}"

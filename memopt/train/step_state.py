@@ -18,7 +18,7 @@ StateDict = dict[str, Any]
 KEYS = frozenset(
     {"number", "accumulate", "optimizers", "schedulers", "scaler", "effective_batch", "gradients", "generators"}
 )
-"""What every state has. `"fp8_histories"` may be missing, from a version that did not save them."""
+"""The keys that every state has. `"fp8_histories"` is missing in states of versions that did not save them."""
 
 
 class Stateful(Protocol):

@@ -1,1 +1,1 @@
-"""What passes share: graphs as text, differences, facts about nodes, aliases, edits, checks."""
+"""Tools that passes share: graphs as text, differences, facts about nodes, aliases, edits, checks."""

@@ -62,7 +62,7 @@ def results_of(node: Node) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of memory: the node that makes it (an input for what is there before), and the fake tensor made."""
+    """A block of memory: the node that makes it (an input if it exists before the run), and the fake tensor made."""
 
     maker: Node
     value: torch.Tensor
@@ -70,7 +70,7 @@ class Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered as they are made, and which nodes look at them."""
+    """The blocks of memory of a graph, numbered as they are made, and which nodes lie in them."""
 
     graph: Graph
     blocks: list[Block] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Aliases:
         return tuple(dict.fromkeys(block for source in node.all_input_nodes for block in self.of.get(source, ())))
 
     def made_by(self, node: Node) -> tuple[int, ...]:
-        """Returns the blocks that come to be when a node runs."""
+        """Returns the blocks that a node allocates."""
         return tuple(block for block in dict.fromkeys(self.of.get(node, ())) if self.blocks[block].maker is node)
 
     @cached_property
@@ -124,7 +124,7 @@ def find_aliases(
 ) -> Aliases:
     """Follows every tensor of a functional ATen graph to the memory that holds it.
 
-    Views and aliases, by their schema, lie in the memory of what they view. Every other tensor is a block of its own.
+    Views and aliases, by their schema, lie in the memory of their argument. Every other tensor is a block of its own.
 
     Args:
         graph: nodes carry fake tensors in `meta["val"]`; sizes may be symbolic.

@@ -1,4 +1,4 @@
-"""Edits that many passes make: a new call that comes from where an old one does, one node in place of another."""
+"""Edits that passes share: adding a call, replacing a node, and erasing nodes that nothing reads."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +17,9 @@ _ORIGIN = (
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:
     """Returns a new call of an operator, made at the insertion point of `like`'s graph.
 
-    It is said to come from the module, the line of code and the half of the graph that `like` does. Its value is what
-    the operator gives for the values of its arguments, which needs `on_stored_values` around it. `node_name` is the
-    name to ask for; by default that of the operator without its overload.
+    The module, the line of code and the half of the graph in its metadata are those of `like`. Its stored value is
+    computed from those of its arguments, which needs `on_stored_values` around it. It gets a name like `node_name`, by
+    default that of the operator without its overload.
     """
     name = node_name or target.__name__.partition(".")[0]
     node = like.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -35,7 +35,7 @@ def replace_node(node: Node, by: Node) -> None:
 
 
 def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that are pure and that nothing reads, and then, likewise, what only they have read."""
+    """Erases those of the nodes that are pure and unread, and then their inputs that have become so."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:

@@ -1,7 +1,7 @@
-"""What a pass may know about a node without running it: whether it is pure, random, or part of the backward.
+"""Facts about a node that a pass needs without running it: whether it is pure, random, or part of the backward.
 
-Purity is a list of what is known to be pure, not of what is known to be impure: a custom operator may draw random
-numbers or print, and nothing in its schema says so. Calls that are not known are never moved or removed.
+Purity is decided by a list of operators that are known to be pure, not of impure ones: a custom operator may draw
+random numbers or print, and nothing in its schema says so. Calls that are not known are never moved or removed.
 """
 
 import operator

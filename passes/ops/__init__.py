@@ -1,1 +1,1 @@
-"""Operators of memopt's own, and what they compute."""
+"""The operators that memopt defines, and their kernels."""

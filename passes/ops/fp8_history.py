@@ -52,7 +52,7 @@ class Histories:
 
     @property
     def magnitudes(self) -> dict[str, Tensor]:
-        """A copy of what is remembered. The names are the same for another copy of the model, in any process."""
+        """A copy of the histories by name. The names are the same for another copy of the model, in any process."""
         return dict(self._magnitudes)
 
     @magnitudes.setter

@@ -1,9 +1,9 @@
 """8-bit matrix products on the units of a CUDA card: by torch, or by torchao where `MEMOPT_FP8=torchao` asks for it.
 
-Each takes what `Operand` describes, [m, k] and [k, n], and wants it laid out in its own way. A kernel is trusted on a
-card when it has given there, once, what a product of wider copies gives: which versions of CUDA, cuBLAS and Triton have
-which kernel on which card, and in which layout of scales, is not to be found out otherwise, and one that takes scales
-for those of other tiles gives wrong gradients in silence.
+Each takes what `Operand` describes, [m, k] and [k, n], and wants it laid out in its own way. A kernel is used on a
+card once it has computed a test product there that equals one of wider copies. There is no other way to find out which
+versions of CUDA, cuBLAS and Triton have which kernel on which card, and in which layout of scales; a wrong layout gives
+wrong gradients in silence.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[m, k] · [k, n] + [n] → [m, n] in `dtype`; operands that are to be transposed are given as [k, m] and [n, k]."""
+    """Returns [m, k] · [k, n] + [n] → [m, n] in `dtype`; operands to be transposed are given as [k, m] and [n, k]."""
     left, right = Operand.of(a, a_scale, turn_a), Operand.of(b, b_scale, turn_b)
     kernel = kernel_for(left, right, dtype)
     if kernel is None:

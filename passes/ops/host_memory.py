@@ -32,7 +32,7 @@ class Block:
         """The compute stream that reads `arriving`."""
 
     def let_go(self) -> None:
-        """Drops a copy back that nothing has waited for."""
+        """Forgets a copy back to the device that nothing has waited for."""
         if self.arriving is not None and self.home is not None:
             self.home.wait_event(self.done)
         self.arriving = self.home = None

@@ -1,8 +1,9 @@
 """The operators that can write their result over an operand: same kernel, same bits, no new memory.
 
-A list of what is known, not of what looks possible: many `out=` variants are generated ones that compute a new result
-and copy it, and not every kernel that is elementwise by name reads each element before it writes it. The gradients of
-softmax sum over a row before they write any of it, and then read each element where they write it, on CPU and CUDA.
+The list has the variants that are known to work, not all that look possible: many `out=` variants are generated ones
+that compute a new result and copy it, and not every kernel that is elementwise by name reads each element before it
+writes it. The gradients of softmax sum over a row before they write any of it, and then read each element where they
+write it, on CPU and CUDA.
 """
 
 from collections.abc import Iterator, Mapping

@@ -120,4 +120,4 @@ AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(
 """Compute waits until the copy back is done. Returns `value`, which can be read from here on."""
 
 TRANSFERS = frozenset({COPY_OUT, AWAIT_OUT, COPY_BACK, AWAIT_BACK})
-"""All four."""
+"""The four operators of offloading."""

@@ -1,4 +1,4 @@
-"""The calls between a linear layer and a loss: which of them keep the rows of logits apart, and what they compute."""
+"""The calls between a linear layer and a loss: whether they keep rows of logits apart, and what they compute."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -58,7 +58,7 @@ def losses(graph: Graph) -> Iterator[Node]:
 
 
 def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
-    """Returns what a loss is computed from. Raises `NoMatch`, with the reason, if it cannot be computed in chunks."""
+    """Returns the operands and options of a loss. Raises `NoMatch`, with the reason, if it cannot go in chunks."""
     picked = find_picked(loss)
     if picked is not None:
         return _match_picked(loss, picked, drop_logits)

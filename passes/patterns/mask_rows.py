@@ -1,8 +1,8 @@
 """Whether a mask that is added to attention's scores may mask every score of a row.
 
-It matters where the mask is a large negative number rather than -inf: softmax weighs all values of such a row alike,
-and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which the
-number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
+It matters where the mask is a large negative number rather than -inf: softmax gives all values of such a row the same
+weight, and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which
+the number has swallowed the sum: the gradients of that row are wrong by as much as there are keys (torch 2.13, CPU).
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ _SAME_ROWS = frozenset({"alias", "clone", "contiguous", "expand"})
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is known of a mask's elements: bools, or for numbers whether they are below `MASKS_BELOW`."""
+    """Facts about the elements of a mask: bools, or for numbers whether they are below `MASKS_BELOW`."""
 
     some: bool
-    """Whether any element is."""
+    """Whether any element is true."""
     whole: bool
-    """Whether all elements of some row are."""
+    """Whether all elements of some row are true."""
     empty: bool
-    """Whether no element of some row is."""
+    """Whether no element of some row is true."""
 
 
 class MaskRows:
@@ -87,7 +87,7 @@ class MaskRows:
         return known is not None and not (known.whole if where else known.empty)
 
     def _constant(self, node: Node) -> _Rows | None:
-        """Returns what is known of a node that depends on no input, by computing it on the CPU; None for others."""
+        """Returns the value of a node that depends on no input, computed on the CPU; None for others."""
         order = _ancestors(node)
         if order is None:
             return None

@@ -18,7 +18,7 @@ T: Polynomial = {(0, 1): 1.0}
 _SAME = frozenset({"alias", "clone", "contiguous", "lift_fresh_copy"})
 _MOST_TERMS = 16
 _EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
-"""Of calls on constants."""
+"""The functions that compute calls on constants."""
 
 
 class Unknown(Exception):

@@ -1,4 +1,4 @@
-"""What the allocator holds for a schedule: a sequence worked out by hand, and bounds that hold for any problem."""
+"""The bytes that the allocator holds for a schedule: one sequence by hand, and bounds for any problem."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_what_is_taken_from_the_card_for_a_block(asked: int, segment: int, expan
 
 
 def test_a_large_block_is_split_only_where_more_than_a_megabyte_would_remain() -> None:
-    """12.5 MB lie in a segment of 14: what remains of it, 1.5 MB, is cut off; of 13.5 MB's 14 nothing is."""
+    """A block of 12.5 MB leaves 1.5 MB of a segment of 14, which are split off; one of 13.5 MB leaves too little."""
     allocator = CachingAllocator()
     allocator.malloc(25 * MB // 2)
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (25 * MB // 2, 14 * MB)
@@ -110,7 +110,7 @@ def test_within_a_limit_whole_segments_go_back_to_the_card() -> None:
 
 
 def test_within_a_limit_whole_pages_of_an_expandable_segment_go_back() -> None:
-    """Blocks at 0, 25 and 35 MB, of which the middle one stays: 40 MB find no place, so that its page alone is kept."""
+    """Of blocks at 0, 25 and 35 MB the middle one is live: 40 MB do not fit, so that all pages but its own go back."""
     allocator = CachingAllocator(expandable_segments=True, limit_bytes=66 * MB)
     first, middle, last = (allocator.malloc(nbytes * MB) for nbytes in (25, 10, 25))
     assert allocator.reserved_bytes == 60 * MB

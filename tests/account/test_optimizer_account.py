@@ -1,4 +1,4 @@
-"""Optimiser accounts against what the meter sees of real steps."""
+"""Optimiser accounts against the metered bytes of real steps."""
 
 from __future__ import annotations
 

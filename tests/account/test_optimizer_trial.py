@@ -1,4 +1,4 @@
-"""Optimisers on stand-ins: what is copied of an instance, what is read of its state, and what is refused."""
+"""Optimisers tried on stand-in parameters: which parts of an instance are copied, and which optimisers are refused."""
 
 from __future__ import annotations
 

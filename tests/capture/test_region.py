@@ -1,4 +1,4 @@
-"""What a recorded region holds, and the facts that are derived from it later."""
+"""The contents of a recorded region, and the facts that are derived from them later."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 A private name is one that begins with a single underscore. Found are imports (`from torch._dynamo import config`),
 names read through a torch module (`torch._C._current_graph_task_id`), and private attributes of any object that the
-file does not define itself (`node.target._schema`, `getattr(optimizer, "_step_supports_amp_scaling")`), since an
-object's type cannot be told from the syntax. Names of operators under `torch.ops` are public, whatever they begin with.
+file does not define itself (`node.target._schema`, `getattr(optimizer, "_step_supports_amp_scaling")`), since the
+syntax does not show its type. Operators under `torch.ops` are public, whatever their names begin with.
 """
 
 from __future__ import annotations

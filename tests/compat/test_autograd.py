@@ -16,7 +16,7 @@ from memopt.compat.autograd import (
 
 
 class Probe(torch.autograd.Function):
-    """The identity on its first input; its backward notes what the functions of memopt.compat.autograd say."""
+    """The identity on its first input; its backward records the results of the functions of memopt.compat.autograd."""
 
     seen: dict[str, Any]
 

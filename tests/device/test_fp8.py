@@ -23,7 +23,7 @@ ROWS, INNER, COLUMNS = 512, 768, 256
 
 
 def product(dtype: torch.dtype, tiles: tuple[str, str] = (WHOLE, WHOLE)) -> tuple[Any, ...]:
-    """Of operands that are both by rows: the second is turned, and so are its tiles."""
+    """A product of two operands that are stored by rows: the second is transposed, with its tiles."""
     a = quantize(torch.randn(ROWS, INNER), E4M3, tiles[0])
     b = quantize(torch.randn(COLUMNS, INNER), E4M3, turned(tiles[1]))
     return *a, *b, None, False, True, dtype
@@ -62,7 +62,7 @@ def node(turn_a: bool, turn_b: bool) -> fx.Node:
 @pytest.mark.parametrize("turn_a", [False, True])
 @pytest.mark.parametrize("turn_b", [False, True])
 def test_what_a_product_computes_and_moves(turn_a: bool, turn_b: bool) -> None:
-    """What lies in another way than kernels take it is read and written once more."""
+    """An operand that is not in the layout of the kernel is read and written once more."""
     found = node(turn_a, turn_b)
     assert node_flops(found) == 2 * ROWS * INNER * COLUMNS
     turned = 2 * (ROWS * INNER * turn_a + INNER * COLUMNS * (not turn_b))

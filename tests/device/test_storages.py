@@ -15,7 +15,7 @@ from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resn
 
 
 def describe(module: GraphModule) -> str:
-    """A line a node: what it makes, with bytes, and what it only looks at."""
+    """A line for each node: the storages that it makes, with bytes, and those that it views."""
     found = find_storages(module.graph)
     lines = []
     for node, indices in found.of.items():
@@ -128,7 +128,7 @@ def test_sizes_that_depend_on_data_count_as_the_largest() -> None:
 
 @pytest.mark.parametrize("model", [gpt2, resnet, dynamic_mlp, rows_above_zero])
 def test_real_graphs_agree_with_their_fake_tensors(model: Callable[[], Captured]) -> None:
-    """What shares a storage by the schemas shares one in the trace, and what does not does not."""
+    """Two values share a storage by the schemas exactly if their fake tensors do."""
     module = CANONICAL(model().graph_module)
     found = find_storages(module.graph)
     nodes = [node for node in found.of if isinstance(node.meta.get("val"), torch.Tensor)]

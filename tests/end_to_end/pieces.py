@@ -95,7 +95,7 @@ def tight(model: nn.Module, batch: Any, **options: Any) -> float:
 
 
 def check(model: nn.Module, piece: Piece, budget_gb: float, batch: Any, **options: Any) -> Trained:
-    """Optimise `model`; assert that a piece of training gives the plain model's bits and stays within the budget."""
+    """Optimise `model`; assert that a piece of training is bitwise the plain model's and within the budget."""
     plain = run(copy.deepcopy(model), piece, batch)
     memopt.optimize(model, budget_gb, **{"optimizer": None, "precision": "fp32", "allow": {"recompute"}, **options})
     trained = run(model, piece, batch)

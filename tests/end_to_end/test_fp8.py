@@ -86,7 +86,7 @@ def test_gradients_are_near_and_the_step_is_within_a_smaller_budget(allow: set[s
     assert abs(float(step.loss - expected.loss)) < 0.01 * float(expected.loss)
 
 
-def test_not_pulled_unless_memory_asks_for_it_or_it_is_faster() -> None:
+def test_not_used_unless_memory_asks_for_it_or_it_is_faster() -> None:
     """A CPU is no faster in 8 bits."""
     plan = memopt.plan(llama(), 1000, BATCH, optimizer=None, precision="bf16", allow={"fp8", "fp8_activations"})
     assert plan.levers == ()
@@ -183,8 +183,8 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     tokens, card = torch.zeros(4, 2048, dtype=torch.long), hardware("h100")
     call = ((), {"input_ids": tokens, "labels": tokens})
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
-    pulled = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
-    (region,) = trace_call(captured, replace(pulled.rewriting, needed=""))
+    used = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
+    (region,) = trace_call(captured, replace(used.rewriting, needed=""))
     problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `pytest tests/end_to_end/test_gpu.py` on a machine with one; skipped elsewhere."""
+"""Tests that need a GPU: `pytest tests/end_to_end/test_gpu.py` on a machine with one; skipped elsewhere."""
 
 from __future__ import annotations
 

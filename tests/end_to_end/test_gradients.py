@@ -1,4 +1,4 @@
-"""All ways to ask for gradients and to look at them: autograd.grad, some inputs, frozen parameters, hooks."""
+"""All ways to ask for gradients and to observe them: autograd.grad, some inputs, frozen parameters, hooks."""
 
 from __future__ import annotations
 

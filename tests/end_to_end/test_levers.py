@@ -167,7 +167,7 @@ def test_all_together(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
 def test_reinplace(name: str) -> None:
-    """The smallest budget falls, the step stays within it, and loss and gradients are bitwise the plain model's."""
+    """The smallest budget falls, the step keeps it, and loss and gradients are bitwise the plain model's."""
     allow = frozenset({"recompute", "reinplace"})
     least = smallest_gb(name, allow)
     assert least < 0.8 * smallest_gb(name, frozenset({"recompute"}))
@@ -177,7 +177,7 @@ def test_reinplace(name: str) -> None:
     assert_equal(step, plain(name), ROUNDING if name == "llama" else 0.0)
 
 
-def test_no_lever_is_pulled_that_is_not_needed() -> None:
+def test_no_lever_is_used_that_is_not_needed() -> None:
     plan, step = train("gpt2", {"recompute", *LEVERS}, planned("gpt2", {"recompute"}, 1000).plain_peak_gb)
     assert (plan.levers, plan.added_time) == ((), 0.0)
     assert_equal(step, plain("gpt2"))

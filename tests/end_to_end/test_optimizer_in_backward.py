@@ -54,7 +54,9 @@ def pull(model: nn.Module, names: Collection[str] = (NAME,), optimizer: Any = op
     return model
 
 
-def pulled(make: Callable[[], nn.Module] = small_gpt2, **options: Any) -> tuple[nn.Module, optim.Optimizer]:
+def stepping_in_backward(
+    make: Callable[[], nn.Module] = small_gpt2, **options: Any
+) -> tuple[nn.Module, optim.Optimizer]:
     model = pull(make(), **options)
     return model, memopt.wrap_optimizer(model, optim.AdamW(model.parameters(), 1e-2))
 
@@ -168,7 +170,7 @@ def products() -> nn.Module:
 
 
 def trained_products(monkeypatch: pytest.MonkeyPatch | None = None) -> list[Tensor]:
-    model, optimizer = pulled(products)
+    model, optimizer = stepping_in_backward(products)
     if monkeypatch is not None:
         monkeypatch.setattr(partition_module, "nodes_before_steps", lambda *_: {0: set(), 1: set(), 2: set()})
     train(model, optimizer, {"x": normals(8, 16)})
@@ -227,14 +229,14 @@ def test_frozen_parameters_and_one_with_a_hook() -> None:
 
     plain = prepared()
     expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), text())
-    model, optimizer = pulled(prepared)
+    model, optimizer = stepping_in_backward(prepared)
     assert train(model, optimizer, text()) == expected
     assert same(values(model.parameters()), values(plain.parameters()))
     assert stepped_inside(model) == 26
 
 
 def test_a_hook_that_comes_late() -> None:
-    model, optimizer = pulled()
+    model, optimizer = stepping_in_backward()
     plain = small_gpt2()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
@@ -246,7 +248,7 @@ def test_a_hook_that_comes_late() -> None:
 
 
 def test_autograd_grad_steps_nothing() -> None:
-    model, _ = pulled()
+    model, _ = stepping_in_backward()
     plain, before = small_gpt2(), values(model.parameters())
     found = torch.autograd.grad(model(**text()).loss, list(model.parameters()))
     expected = torch.autograd.grad(plain(**text()).loss, list(plain.parameters()))
@@ -255,7 +257,7 @@ def test_autograd_grad_steps_nothing() -> None:
 
 
 def test_backward_into_some_parameters_steps_these() -> None:
-    model, optimizer = pulled()
+    model, optimizer = stepping_in_backward()
     plain = small_gpt2()
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
@@ -267,7 +269,7 @@ def test_backward_into_some_parameters_steps_these() -> None:
 
 def test_two_forwards_of_one_backward() -> None:
     """Gradients of tied weights are summed before the parameter is stepped."""
-    model, optimizer = pulled()
+    model, optimizer = stepping_in_backward()
     plain = pull(small_gpt2(), ())
     late = OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2))
     for trained, stepping in ((model, optimizer), (plain, late)):
@@ -277,7 +279,7 @@ def test_two_forwards_of_one_backward() -> None:
 
 
 def test_a_graph_is_not_gone_through_twice() -> None:
-    model, optimizer = pulled()
+    model, optimizer = stepping_in_backward()
     loss = model(**text()).loss
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -286,7 +288,7 @@ def test_a_graph_is_not_gone_through_twice() -> None:
 
 
 def test_a_loss_that_reads_parameters_by_itself() -> None:
-    model, _ = pulled()
+    model, _ = stepping_in_backward()
     penalty = sum(parameter.sum() for parameter in model.parameters())
     with pytest.raises(ValueError, match=r"a second backward .* have the loss read parameters within the model's own"):
         (model(**text()).loss + penalty).backward()
@@ -306,7 +308,7 @@ def test_an_optimizer_that_is_not_wrapped() -> None:
 
 
 def test_held_gradients_are_refused() -> None:
-    model, _ = pulled()
+    model, _ = stepping_in_backward()
     weight = model.get_parameter("lm_head.weight")
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(ValueError, match=r"gradients are held from before.*call optimizer\.zero_grad\(\) first"):
@@ -314,7 +316,7 @@ def test_held_gradients_are_refused() -> None:
 
 
 def test_train_step_is_refused() -> None:
-    model, _ = pulled()
+    model, _ = stepping_in_backward()
     with pytest.raises(ValueError, match=r"counts on optimizer_in_backward, and TrainStep looks at all gradients"):
         memopt.TrainStep(model, optim.AdamW(model.parameters()))
 
@@ -325,7 +327,7 @@ def test_a_forward_that_breaks() -> None:
     batch = {"x": x, "labels": labels}
     plain = odd_make(GraphBreak)
     expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-2)), batch)
-    model, optimizer = pulled(lambda: odd_make(GraphBreak))
+    model, optimizer = stepping_in_backward(lambda: odd_make(GraphBreak))
     assert train(model, optimizer, batch) == expected
     assert same(values(model.parameters()), values(plain.parameters()))
     assert len(memopt.plan_of(model).regions) > 1
@@ -355,7 +357,7 @@ class AliasInBuffer(Alias):
 def test_memory_under_another_name() -> None:
     """For a buffer the parameter is stepped at the end; other tensors that share memory are refused."""
     batch = {"x": normals(4, 8)}
-    model, optimizer = pulled(AliasInBuffer)
+    model, optimizer = stepping_in_backward(AliasInBuffer)
     plain = AliasInBuffer()
     plain.load_state_dict(model.state_dict())
     plain.alias = plain.linear.weight.detach()
@@ -363,7 +365,7 @@ def test_memory_under_another_name() -> None:
     assert stepped_inside(model) == 1
     train_after(plain, batch, 2)
     assert same(values(model.parameters()), values(plain.parameters()))
-    model, _ = pulled(Alias)
+    model, _ = stepping_in_backward(Alias)
     with pytest.raises(ValueError, match=r"shape \(8, 8\) shares its memory with another tensor"):
         model(**batch)
 
@@ -408,7 +410,7 @@ def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 
 def test_a_plan_is_saved_with_its_steps(tmp_path: Any) -> None:
-    model, optimizer = pulled()
+    model, optimizer = stepping_in_backward()
     train(model, optimizer, text(), 1)
     plan = memopt.plan_of(model)
     plan.save(tmp_path / "plan.json")

@@ -60,7 +60,7 @@ def test_a_refusal_names_proposals_that_make_it_fit() -> None:
     assert between.value.smallest_gb == plain
 
 
-def test_what_is_pulled_is_kept_to() -> None:
+def test_chosen_proposals_are_kept_to() -> None:
     model, budget = make(), 1.001 * refusal(allow=LOW_BIT).smallest_gb
     memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)
     plan = memopt.plan_of(model)
@@ -78,7 +78,7 @@ def test_what_is_pulled_is_kept_to() -> None:
     assert memopt.plan_of(model).account.optimizer_state == plan.account.optimizer_state
 
 
-def test_not_pulled_where_the_step_fits_without() -> None:
+def test_not_chosen_where_the_step_fits_without() -> None:
     budget = 1.001 * refusal().smallest_gb
     assert memopt.plan(make(), budget, batch(), allow=LOW_BIT, **OPTIONS).proposals == ()
 
@@ -107,7 +107,7 @@ def test_proposals_are_decided_before_the_first_step() -> None:
         memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
 
 
-def test_nothing_is_pulled_once_the_optimizer_is_made() -> None:
+def test_nothing_is_chosen_once_the_optimizer_is_made() -> None:
     """A larger batch cannot use a proposal later: the optimiser that exists holds its state in full."""
     large = {name: tokens.repeat(8, 1) for name, tokens in batch().items()}
     least, model = refusal().smallest_gb, make()

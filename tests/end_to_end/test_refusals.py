@@ -1,4 +1,4 @@
-"""What memopt refuses: one clear sentence that names the value and what to change, and an unchanged model."""
+"""Refusals: one clear sentence that names the value and the change to make, and an unchanged model."""
 
 from __future__ import annotations
 

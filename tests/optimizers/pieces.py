@@ -52,7 +52,7 @@ def text(vocabulary: int = 61, samples: int = 4, length: int = 16, seed: int = 1
 
 
 def some_parameters(seed: int = 0) -> list[nn.Parameter]:
-    """Of odd shapes; one lies in memory as a channels-last weight does."""
+    """Parameters of odd shapes; one has the strides of a channels-last weight."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((37, 53), (101,), (8, 3, 5, 5), (1,), ())
     made = [torch.randn(shape, generator=generator) for shape in shapes]

@@ -40,7 +40,7 @@ def capture_operators(call: Callable[..., Any], *args: Any, dynamic: bool = Fals
 
 
 def outputs_and_gradients(graph_module: GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:
-    """What a graph returns, and the gradients of its first scalar in those inputs that require any; seeded."""
+    """The results of a graph, and the gradients of the first scalar among them by its inputs; seeded."""
     torch.manual_seed(0)
     outputs = list(graph_module(*inputs))
     loss = next(output for output in outputs if isinstance(output, Tensor) and output.dim() == 0)

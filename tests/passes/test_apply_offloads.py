@@ -91,14 +91,14 @@ def test_other_passes_leave_what_is_copied_alone() -> None:
 
 
 def test_each_half_does_its_own_part() -> None:
-    """What is free where the forward ends is free in the forward; what is fetched there is fetched in the backward."""
+    """At the boundary, memory is freed in the forward half, and values are fetched in the backward half."""
     after = offloaded(HostStay("getitem", 2, 4, 4, 4))
     tags = {node.name: node.meta["partitioner_tag"] for node in after.graph.nodes if node.op == "call_function"}
     assert tags["getitem_out"] == tags["getitem_host"] == FORWARD
     assert tags["getitem_fetched"] == tags["getitem_back"] == BACKWARD
 
 
-def test_what_is_evaluated_again_replaces_what_was_fetched() -> None:
+def test_what_is_recomputed_replaces_what_was_fetched() -> None:
     again = "addmm relu native_dropout sum_1 mul addmm relu native_dropout mm neg"
     after = offloaded(HostStay("getitem_1", 2, 3, 4, 4), HostStay("getitem", 2, 4, 5, 5), evaluations=again)
     text = format_graph(after)
@@ -107,7 +107,7 @@ def test_what_is_evaluated_again_replaces_what_was_fetched() -> None:
     assert_bitwise_equal(with_inputs(layer()), layer(), after)
 
 
-def test_two_stays_of_one_value() -> None:
+def test_two_offloads_of_one_value() -> None:
     after = offloaded(HostStay("getitem_1", 2, 3, 4, 4), HostStay("getitem_1", 4, 5, 5, 6))
     assert "getitem_1_out_1: b8[8] = memopt.copy_out(getitem_1_back)" in format_graph(after)
     assert_bitwise_equal(with_inputs(layer()), layer(), after)

@@ -152,7 +152,7 @@ return (sum_1, neg)""",
 
 
 def plain_schedule(captured: Captured) -> tuple[GraphModule, ApplySchedule, tuple[str, ...]]:
-    """The canonical graph, every op of it once, and the names of those that may be evaluated again."""
+    """The canonical graph, a schedule with every op once, and the names of the ops that may be recomputed."""
     module = CANONICAL(captured.graph_module)
     priced = price(module, captured.forward_outputs, lambda _: NodePrice(1.0, 0))
     ops = [

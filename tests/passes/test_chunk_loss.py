@@ -255,7 +255,7 @@ def test_left_alone_and_said(form: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", "bert", "t5"])
 def test_real_models(name: str) -> None:
-    """Their logits come back empty; the tolerance is what a whole model makes of a difference in the last digit."""
+    """Their logits are returned empty; the tolerance allows for rounding that a whole model amplifies."""
     family = BY_NAME[name]
     captured = capture_operators(family.make(), **family.batch("usual"))
     after = ChunkLoss(drop_logits=True)(captured.graph_module)

@@ -176,7 +176,7 @@ def _number(captured: Operators, name: str) -> int:
 @pytest.mark.parametrize("number", [LEAST, -1e9])
 @pytest.mark.parametrize("where", [False, True])
 def test_a_row_that_is_masked_whole_with_a_number(number: float, where: bool) -> None:
-    """It weighs all values alike, and its scores get no gradient."""
+    """It gives all values the same weight, and its scores get no gradient."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) -> Tensor:
         rows = padded[:, None, :, None]

@@ -122,7 +122,7 @@ def two_products() -> GraphModule:
 
 
 def test_among_others() -> None:
-    """Only over what one of them makes, by one of them."""
+    """Only results of the named nodes are written over, and only by the named nodes."""
     graph = two_products()
     second, product = (node for node in graph.graph.nodes if node.name in ("mm_1", "mul"))
     assert reused(graph) == ["mul: over mm", "relu: over mul"]
@@ -226,7 +226,7 @@ def graphs(draw: Any) -> GraphModule:
 @settings(max_examples=100, deadline=None)
 @given(graphs())
 def test_equal_bits_on_any_graph(before: GraphModule) -> None:
-    """What is returned, and the inputs behind, are the same to the bit."""
+    """The results, and the inputs after the run, are bitwise the same."""
     assert_bitwise_equal(with_inputs(before), before, Reinplace()(before))
 
 

@@ -1,4 +1,4 @@
-"""What a refusal says that the user may do: its figures prove true when he does."""
+"""The changes that a refusal suggests to the user: their figures hold once they are made."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ON_H100: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"re
 
 
 def test_growing_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave fewer holes between the blocks of torch's allocator."""
+    """Expandable segments leave fewer holes between the blocks of torch's allocator."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     found = []
     for setting in ("", "expandable_segments:True"):

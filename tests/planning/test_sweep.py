@@ -1,4 +1,4 @@
-"""What every curve keeps: within its budgets, above its bound, and never worse for more memory."""
+"""Every curve is within its budgets, above its bound, and never slower for more memory."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def priced(joint: JointGraph, *numbers: int, workspace: int = 100) -> PricedGrap
 
 
 def test_each_step_is_behind_the_last_op_that_reads_the_weight() -> None:
-    """Of the second layer that is the gradient of its input, of the first its own."""
+    """The second weight is last read for its layer's input gradient; the first is stepped after its own gradient."""
     found = priced(region(2), 0, 1)
     names = [op.name for op in found.problem.ops]
     assert names[names.index("tangents_1") + 1 :] == [

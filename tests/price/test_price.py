@@ -1,4 +1,4 @@
-"""The problem that a joint graph becomes: what is read and made, kept, resident, and what may be evaluated again."""
+"""The problem of a joint graph: what its ops read and make, what is kept or resident, which ops may be recomputed."""
 
 import operator
 
@@ -18,7 +18,7 @@ ONE = NodePrice(1.0, 0)
 
 
 def describe(problem: RematProblem) -> str:
-    """A line an op: what it makes (`!` where that is kept), what it reads, and whether it may be evaluated again."""
+    """A line for each op: what it makes (`!` for kept storages), what it reads, and whether it may be recomputed."""
     lines = []
     for index, op in enumerate(problem.ops):
         made = [f"{problem.storages[s].bytes} B{'!' if problem.storages[s].kept else ''}" for s in op.makes]
@@ -68,7 +68,7 @@ hand_over_gradients() -> nothing; once""",
 
 
 def test_a_result_over_an_operand_makes_nothing() -> None:
-    """Nor can that memory wait on the host, where the next result would not find it."""
+    """Nor can that memory be offloaded, since the next result is written into it."""
     sketch = Sketch()
     x, tangent = sketch.input("primals_1", 4, 4), sketch.input("tangents_1")
     relu = sketch.call(aten.relu.default, x)

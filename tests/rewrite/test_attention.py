@@ -1,4 +1,4 @@
-"""What is decided about attention that is written out."""
+"""The decisions on attention that is written out."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BASE = Rewriting((), autocast=torch.bfloat16)
 NAMES = {"fp8", "fp8_delayed", "fp8_block", "mxfp8", "fp8_activations"}
 
 
-def test_none_is_pulled_unless_named() -> None:
+def test_none_is_used_unless_named() -> None:
     assert LEVERS.keys() >= NAMES
     assert not DEFAULT_LEVERS & NAMES
 
@@ -26,15 +26,15 @@ def test_first_of_all_where_it_is_faster_and_last_where_it_is_not() -> None:
     names = tuple(OPERATOR_LEVERS)
     allow = {*OPERATOR_LEVERS, "fp8", "fp8_activations"}
     quick = lever_sets(BASE, allow, drop_logits=False, card=H100)
-    assert [rung.levers for rung in quick][:3] == [(), ("fp8",), ("fp8", names[0])]
-    assert [rung.next_is_faster for rung in quick] == [True] + [False] * (len(quick) - 1)
+    assert [levers.levers for levers in quick][:3] == [(), ("fp8",), ("fp8", names[0])]
+    assert [levers.next_is_faster for levers in quick] == [True] + [False] * (len(quick) - 1)
     assert quick[-1].levers == ("fp8", *names, "fp8_activations")
     slow = lever_sets(BASE, allow, drop_logits=False, card=CPU)
-    assert [rung.levers for rung in slow][-2:] == [(*names, "fp8"), (*names, "fp8", "fp8_activations")]
-    assert not any(rung.next_is_faster for rung in slow)
+    assert [levers.levers for levers in slow][-2:] == [(*names, "fp8"), (*names, "fp8", "fp8_activations")]
+    assert not any(levers.next_is_faster for levers in slow)
 
 
-def test_the_deciders_of_each_rung() -> None:
+def test_the_deciders_of_each_lever_set() -> None:
     *_, fp8, top = lever_sets(BASE, {"fp8", "fp8_activations"}, drop_logits=False, card=CPU, histories="3/")
     assert fp8.rewriting.deciders == (DecideFp8(CPU, histories="3/"),)
     assert (fp8.rewriting.needed, fp8.rewriting.joint) == ("fp8", None)
@@ -54,7 +54,7 @@ def test_two_ways_to_scale_are_refused() -> None:
 
 def test_the_users_rules_are_known() -> None:
     base = precision_rewriting({"default": "bf16", "q_proj": "bf16"}, CPU)
-    (_, rung) = lever_sets(base, {"fp8"}, drop_logits=False, card=CPU)
-    decide = rung.rewriting.deciders[-1]
+    (_, levers) = lever_sets(base, {"fp8"}, drop_logits=False, card=CPU)
+    decide = levers.rewriting.deciders[-1]
     assert isinstance(decide, DecideFp8)
     assert decide.rules.dtypes == (("q_proj", torch.bfloat16),)

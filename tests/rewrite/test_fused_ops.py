@@ -1,4 +1,4 @@
-"""What is decided about activations and norms that are written out."""
+"""The decisions on activations and norms that are written out."""
 
 from __future__ import annotations
 

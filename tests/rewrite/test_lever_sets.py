@@ -1,4 +1,4 @@
-"""Which levers are pulled together, and in which order their deciders are asked."""
+"""Which levers are used together, and in which order their deciders run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided about cross entropies of linear layers."""
+"""The decisions on cross entropies of linear layers."""
 
 from __future__ import annotations
 

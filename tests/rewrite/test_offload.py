@@ -1,4 +1,4 @@
-"""Which road activations may take to the host, and what plans make of it."""
+"""The link over which activations may be offloaded, and the plans that use it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def least(step: Captured) -> int:
     return smallest(step.joined(accumulating=False), ACCOUNT)[0]
 
 
-def climb(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
+def plan_over(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     for lever_set, step in steps:
         taken = found.consider(lever_set, step, ACCOUNT)
@@ -54,7 +54,7 @@ def climb(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
 
 @pytest.fixture(scope="module")
 def tight() -> Plan:
-    return climb(least(step(None)), (GROUND, step()))
+    return plan_over(least(step(None)), (GROUND, step()))
 
 
 def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
@@ -66,23 +66,23 @@ def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
 
 
 def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
-    alone = climb(tight.budget_bytes, (GROUND, step(None)))
+    alone = plan_over(tight.budget_bytes, (GROUND, step(None)))
     assert alone.moved_bytes == 0 < tight.moved_bytes
     assert tight.added_seconds < alone.added_seconds
     assert tight.levers == ("offload_activations",)
     assert tight.predicted_peak_bytes <= tight.budget_bytes
-    roomy = climb(ROOMY, (GROUND, step()))
+    roomy = plan_over(ROOMY, (GROUND, step()))
     assert (roomy.moved_bytes, roomy.levers) == (0, ())
 
 
 def test_small_values_stay() -> None:
     """Those of the layers have 64 kB, and a card moves none below 1 MB unless told otherwise."""
     large = replace(step(), hardware=hardware("h100"))
-    assert climb(least(step(None)), (GROUND, large)).moved_bytes == 0
+    assert plan_over(least(step(None)), (GROUND, large)).moved_bytes == 0
 
 
 def test_over_a_slow_link_recomputation_is_faster() -> None:
-    plan = climb(int(1.3 * least(step(None))), (GROUND, step(SLOW)))
+    plan = plan_over(int(1.3 * least(step(None))), (GROUND, step(SLOW)))
     assert plan.added_time > 0
     assert (plan.moved_bytes, plan.levers) == (0, ())
 
@@ -91,39 +91,39 @@ def test_the_smallest_budget_counts_it() -> None:
     once = replace(step(), recompute=False)
     assert least(once) < least(replace(once, link=None))
     with pytest.raises(BudgetError) as error:
-        climb(2**10, (GROUND, once))
+        plan_over(2**10, (GROUND, once))
     assert error.value.smallest_bytes == least(once)
-    assert climb(error.value.smallest_bytes, (GROUND, once)).predicted_peak_bytes == error.value.smallest_bytes
+    assert plan_over(error.value.smallest_bytes, (GROUND, once)).predicted_peak_bytes == error.value.smallest_bytes
     with pytest.raises(BudgetError):
-        climb(error.value.smallest_bytes - 1, (GROUND, once))
+        plan_over(error.value.smallest_bytes - 1, (GROUND, once))
 
 
 def test_room_on_the_host_is_not_exceeded() -> None:
     budget = least(step(None))
-    free = climb(budget, (GROUND, step()))
-    little = climb(budget, (GROUND, step(replace(FAST, host_bytes=free.host_bytes // 2))))
+    free = plan_over(budget, (GROUND, step()))
+    little = plan_over(budget, (GROUND, step(replace(FAST, host_bytes=free.host_bytes // 2))))
     assert little.host_bytes <= free.host_bytes // 2
     assert little.added_seconds > free.added_seconds
 
 
-def test_on_the_rung_where_the_step_is_the_shortest() -> None:
-    """A lever that halves the step is pulled, and offload on top of it; neither is where the other alone is faster."""
+def test_with_the_levers_of_the_shortest_step() -> None:
+    """A lever that halves the step is used together with offloading; either alone where that is faster."""
     lean = replace(layers(128), link=FAST)
     budget = least(step(None)) * 2 // 3
-    plan = climb(budget, (GROUND, step()), (ONE, lean))
+    plan = plan_over(budget, (GROUND, step()), (ONE, lean))
     assert plan.levers[:1] == ("one",)
     slow = replace(layers(2048), link=None)
-    plan = climb(least(step(None)), (GROUND, step()), (ONE, slow))
+    plan = plan_over(least(step(None)), (GROUND, step()), (ONE, slow))
     assert plan.levers == ("offload_activations",)
 
 
 def test_nothing_is_evaluated_again_where_only_offload_is_allowed(tight: Plan) -> None:
-    plan = climb(tight.budget_bytes, (GROUND, replace(step(), recompute=False)))
+    plan = plan_over(tight.budget_bytes, (GROUND, replace(step(), recompute=False)))
     assert plan.moved_bytes > 0
     assert plan.schedule is not None
     assert not plan.schedule.recomputed()
     with pytest.raises(BudgetError):
-        climb(tight.budget_bytes, (GROUND, replace(step(None), recompute=False)))
+        plan_over(tight.budget_bytes, (GROUND, replace(step(None), recompute=False)))
 
 
 def test_the_receipt_has_a_row(tight: Plan) -> None:

@@ -77,7 +77,7 @@ def points(samples: int = 8, seed: int = 2) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Record:
-    """What a run did, call by call, as Python numbers."""
+    """The figures of a run, call by call, as Python numbers."""
 
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)

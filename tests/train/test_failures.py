@@ -1,4 +1,4 @@
-"""What a call that fails leaves behind."""
+"""The state of step, model and gradients after a call that fails."""
 
 from __future__ import annotations
 

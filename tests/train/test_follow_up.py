@@ -1,4 +1,4 @@
-"""What follows an effective batch, also when its verdict is known late."""
+"""Schedulers and warnings after an effective batch, also when its verdict is known late."""
 
 from __future__ import annotations
 

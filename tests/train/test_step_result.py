@@ -1,4 +1,4 @@
-"""What a result says, and when it asks the device."""
+"""The figures of a step result, and when they are read from the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch weighs: against the losses of real models, whose sums are known."""
+"""The token count of a batch, against the losses of real models, whose sums are known."""
 
 from __future__ import annotations
 

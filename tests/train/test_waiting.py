@@ -1,4 +1,4 @@
-"""What a step reads from the device: nothing but what `GradScaler` itself reads."""
+"""A step reads nothing from the device but the values that `GradScaler` itself reads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_counting_tokens_reads_nothing() -> None:
 
 
 def test_fused_optimizers_read_the_flag_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is on a GPU it stays there: schedulers wait for the next call."""
+    """The flag remains on the GPU: schedulers step in the next call."""
     monkeypatch.setattr("memopt.train.step_result.Verdict.on_host", False)
     model = regression()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

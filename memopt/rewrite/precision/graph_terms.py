@@ -31,7 +31,7 @@ _NOTHING = OpPrice()
 
 @dataclass
 class _Readers:
-    """The labels of the calls that read a value or its views, and what their backwards read of it."""
+    """The labels of the calls that read a value or its views, and the bytes of it that their backwards read."""
 
     low: list[int] = field(default_factory=list)
     """Labels of calls that read a 16-bit copy where their label is 1 and the value's is 0."""
@@ -40,7 +40,7 @@ class _Readers:
     widening: list[int] = field(default_factory=list)
     """Labels of calls that read 16 bits and return fp32 without a copy, so that only the gradient is cast."""
     kept: list[tuple[int, Kept, Kept]] = field(default_factory=list)
-    """For each call its label, and what it saves of the value in fp32 and in 16 bits."""
+    """For each call its label, and the bytes of the value that it saves in fp32 and in 16 bits."""
 
     @property
     def rounded(self) -> bool:

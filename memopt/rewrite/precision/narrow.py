@@ -36,7 +36,7 @@ LEAST_BYTES = 64 * 1024
 def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
     """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
 
-    `exact` holds the names of the operator graph's nodes whose types are the author's or the user's choice.
+    `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
     """
     return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 

@@ -27,7 +27,7 @@ CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"}
 
 
 class Kept(Enum):
-    """What the backward of an operator reads of an operand or of the result."""
+    """The bytes of an operand or a result that are saved because the backward of an operator reads them."""
 
     NOTHING = 0
     ROUNDED = 1
@@ -42,7 +42,7 @@ class OpPrice:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     operands: tuple[Kept, ...] = ()
-    """What is saved of the operands, in the order of `operands(node)`."""
+    """The saved part of every operand, in the order of `operands(node)`."""
     result: Kept = Kept.NOTHING
     inner_bytes: int = 0
     """Bytes that are saved besides operands and result: statistics of rows, masks, log-probabilities."""

@@ -29,7 +29,7 @@ class PrecisionPlan:
 
     @property
     def assignment(self) -> dict[str, torch.dtype]:
-        """What `passes.InsertCasts` takes."""
+        """The dtypes by node name, as `passes.InsertCasts` takes them."""
         return {name: choice.dtype for name, choice in self.choices.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What sample batches have shown of a model's regions, and what fp16 may compute therefore."""
+"""The ranges of values that a model's regions had on sample batches, and which operators fp16 may compute by them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class SearchPrecision:
 
 
 def _needs_all_bits(value: fx.Node) -> bool:
-    """Returns whether an operator on the fp32 lists, which needs all bits, reads a value, perhaps moved."""
+    """Returns whether an operator on the fp32 lists reads a value, directly or behind calls that only move data."""
     for reader in value.users:
         name = op_name(reader)
         if name in _IN_FP32 - op_lists.KERNELS_SUM_IN_FP32 or (follows_input(reader) and _needs_all_bits(reader)):
@@ -106,7 +106,7 @@ def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float)
 
 
 def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
-    """Returns the reason for a label, by what it saves over the other: `cut: saves 12 MB and 0.03 ms`."""
+    """Returns the reason for a label, by the bytes and seconds that it saves: `cut: saves 12 MB and 0.03 ms`."""
     if is_low:
         return f"cut: saves {_gains(saves)}"
     gains, losses = _texts(Amounts(-saves.seconds, -saves.nbytes))
@@ -122,7 +122,7 @@ def _gains(saves: Amounts) -> str:
 
 
 def _texts(saves: Amounts) -> tuple[str, str]:
-    """Returns texts of what is saved and of what is lost."""
+    """Returns two texts: the bytes and seconds that are saved, and those that are lost."""
     texts = [
         (saves.nbytes, size(round(abs(saves.nbytes))) if abs(saves.nbytes) >= 1 else ""),
         (saves.seconds, duration(abs(saves.seconds)) if abs(saves.seconds) >= 1e-9 else ""),

@@ -20,7 +20,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def described(aliases: Aliases) -> dict[str, list[str]]:
-    """By node the makers of the blocks that it looks at."""
+    """By node the nodes that make the blocks in which its value lies."""
     return {node.name: [aliases.blocks[block].maker.name for block in blocks] for node, blocks in aliases.of.items()}
 
 

@@ -24,8 +24,8 @@ from passes.ops.fp8_formats import (
     turned,
 )
 
-# Half of the distance between neighbours, of a number with so many bits behind the leading one; below the smallest
-# normal number (2^-6 and 2^-14) the distance no longer shrinks.
+# Half of the relative distance between neighbouring numbers of the format; below the smallest normal number
+# (2^-6 and 2^-14) the distance no longer shrinks.
 HALF_STEP = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
 
 

@@ -1,4 +1,4 @@
-"""What 8-bit layers with delayed scaling remember, who owns it, and that it is saved and loaded."""
+"""The scale histories of 8-bit layers with delayed scaling: their owner, and how they are saved and loaded."""
 
 import gc
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from passes.ops.fp8_history import Histories, fp8_delayed_scale, histories_of, h
 
 
 def asking(histories: Histories) -> Callable[[float], float]:
-    """What a value is scaled by, as the magnitude that becomes the format's largest number."""
+    """The scale of a value, as the magnitude that becomes the format's largest number."""
     name = f"{histories.prefix}layer"
     return lambda value: float(fp8_delayed_scale(torch.tensor([value, -1.0]), E4M3, name) * 448)
 

@@ -43,7 +43,7 @@ PAIRS: dict[tuple[str, str], Kernel] = {
 
 
 def operands(tiles: tuple[str, str], *, turn: bool = False) -> tuple[Operand, Operand]:
-    """Of values whose size differs from block to block; `turn`: both lie in memory the other way."""
+    """Operands whose values differ in size from block to block; `turn`: both are stored transposed."""
     torch.manual_seed(0)
     found = []
     for (rows, columns), tile in zip(((ROWS, INNER), (INNER, COLUMNS)), tiles, strict=True):
@@ -249,7 +249,7 @@ for right in ("128x128", "128x1"):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_on_a_card(scaling: str) -> None:
-    """What its entry in the hardware table says, it multiplies; and results are those of wider copies."""
+    """The card has the 8-bit units that the hardware table names, and products are those of wider copies."""
     by = SCALINGS[scaling]
     for right in {turned(by.weights), turned(by.values)}:
         a, b = (

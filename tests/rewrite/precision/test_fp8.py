@@ -27,7 +27,7 @@ class Network(Sketch):
 
 
 def attention(rows: int = 8192, width: int = 4096) -> GraphModule:
-    """Three layers of one input, one of what comes of them, and one on top: linear, linear_1, …, linear_4."""
+    """Three layers with one input, one layer on their attention, and one behind it: linear, linear_1, …, linear_4."""
     network = Network()
     x = network.input("x", rows, width, dtype=BF16)
     q, k, v = network.layer(x, width), network.layer(x, width), network.layer(x, width)
@@ -81,7 +81,7 @@ def test_microscaled_layers_have_sizes_of_32_and_gradients_in_e4m3() -> None:
 
 
 def test_layers_of_one_input_are_decided_on_together() -> None:
-    """One that is too small by itself is taken with large ones, whose copy of the input it shares."""
+    """A layer that is too small by itself is rewritten with large ones, whose 8-bit input it shares."""
 
     def module(*columns: int) -> GraphModule:
         network = Network()
@@ -141,7 +141,7 @@ def test_layers_of_one_input_share_its_copy() -> None:
 
 
 def _sources(node: Node) -> set[str]:
-    """What a copy is of: views aside."""
+    """The nodes that copies are made from, behind views."""
     found, node = set(), node.all_input_nodes[0]
     while node.op != "placeholder" and "view" in node.name:
         node = node.all_input_nodes[0]

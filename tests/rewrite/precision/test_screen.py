@@ -1,4 +1,4 @@
-"""fp16 screening: what is looked at, what stays out of fp16, and that nothing else changes."""
+"""fp16 screening: which values are recorded, which operators are kept in fp32, and that nothing else changes."""
 
 from __future__ import annotations
 

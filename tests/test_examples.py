@@ -1,0 +1,68 @@
+"""The short examples of a pass and a solver of one's own run as they are printed, and do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memopt
+from examples.custom_solver import NoisyPrices
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def printed_by(example: str) -> str:
+    """Run an example in a process of its own, with one thread, and return the text that it prints."""
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEMOPT_CACHE": "0"}
+    command = [sys.executable, str(EXAMPLES / example)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=surroundings, cwd=ROOT).stdout
+
+
+@pytest.mark.parametrize(("example", "most"), [("custom_pass.py", 40), ("custom_solver.py", 60)])
+def test_they_are_short(example: str, most: int) -> None:
+    assert len((EXAMPLES / example).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_the_pass_is_in_the_receipt_and_the_diff_and_lowers_the_peak() -> None:
+    without, with_pass = printed_by("custom_pass.py").split("GPT2LMHeadModel, planned for ")[1:]
+    peaks = [float(re.findall(r"peak ([\d.]+) MB", text)[0]) for text in (without, with_pass)]
+    assert peaks[1] < 0.9 * peaks[0]
+    assert "TanhAsSigmoid" not in without
+    assert re.search(r"^│ TanhAsSigmoid +│ [\d.]+ MB │ [\d.]+ MB │", with_pass, re.MULTILINE), "no row in the receipt"
+    assert re.search(r"^- *tanh", with_pass, re.MULTILINE), "no removed call in the diff"
+    assert re.search(r"^\+ *sigmoid", with_pass, re.MULTILINE), "no added call in the diff"
+
+
+def test_the_solver_betters_a_plan() -> None:
+    """The example's model at the first of its budgets."""
+    config = GPT2Config(vocab_size=256, n_embd=256, n_head=8, n_layer=4, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config).train()
+        ids = torch.zeros(8, 512, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    own, custom = (
+        memopt.plan(
+            model, 0.9191, batch, optimizer=None, precision="fp32", allow={"recompute"}, device="h100", solvers=solvers
+        )
+        for solvers in ([], [NoisyPrices()])
+    )
+    assert custom.method.startswith("noisy prices")
+    assert own.bound <= custom.added_time < own.added_time
+    assert custom.predicted_peak_gb <= 0.9191
+
+
+@pytest.mark.slow  # three budgets, a minute
+def test_the_solver_betters_a_plan_at_one_budget_at_least() -> None:
+    plans = re.findall(r"^  ([\d.]+)% by ([^;]+);", printed_by("custom_solver.py"), re.MULTILINE)
+    pairs = [(plans[number], plans[number + 1]) for number in range(0, len(plans), 2)]
+    assert len(pairs) == 3
+    assert any(float(custom[0]) < float(own[0]) and "noisy prices" in custom[1] for own, custom in pairs)
+    assert all(float(custom[0]) <= float(own[0]) for own, custom in pairs)
