@@ -1,0 +1,46 @@
+"""Small models and the objects that their calls go through, for tests of the road."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.planning.options import check_options
+from memopt.run.training import TrainingCalls
+
+
+class Blocks(nn.Module):
+    """A few layers, in one region, or in two where `breaks`."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.breaks = breaks
+
+    def half(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        for layer in self.layers[start : start + 2]:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.half(x, 0)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.half(x, 2).pow(2).mean()
+
+
+def make(*, breaks: bool = False) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks(breaks=breaks).train()
+
+
+def calls_of(model: nn.Module, budget_gb: float = 1.0, **options: Any) -> TrainingCalls:
+    """The training calls of a model, planned in fp32 and run as plain operators."""
+    exact: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None, **options}
+    return TrainingCalls(model, check_options(budget_gb, **exact), None, None)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))

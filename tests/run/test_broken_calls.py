@@ -1,0 +1,41 @@
+"""Calls in several regions: each run of a region has its place in the plan."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.run.pieces import calls_of, gradients, make
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+CALL = ((X,), {})
+
+
+def test_the_capture_sees_both_regions_in_the_order_of_the_forward() -> None:
+    model = make(breaks=True)
+    call = calls_of(model)._broken.capture(CALL, "a break")
+    assert not call.whole
+    first, second = (set(run.parameter_ids.values()) for run in call.runs)
+    assert first == {id(parameter) for layer in model.layers[:2] for parameter in layer.parameters()}
+    assert second == {id(parameter) for layer in model.layers[2:] for parameter in layer.parameters()}
+
+
+def test_both_regions_run_by_one_plan_with_the_plain_gradients() -> None:
+    model = make(breaks=True)
+    calls = calls_of(model)
+    for _ in range(2):
+        loss = calls(X)
+        assert len(calls.latest.regions) == 2  # type: ignore[union-attr]
+        for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_a_plan_that_was_forgotten_is_made_again() -> None:
+    model = make(breaks=True)
+    calls = calls_of(model)
+    calls(X)
+    plan = calls.latest
+    assert plan is not None
+    calls._broken.forget()
+    calls(X)
+    assert calls.latest is not plan  # planned again from the regions that are recorded
+    assert calls.latest == plan

@@ -1,0 +1,47 @@
+"""Calls that are one region: recorded once, emitted for each situation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memopt.capture.dynamo import GraphBreak
+from tests.run.pieces import calls_of, gradients, make
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+CALL = ((X,), {})
+
+
+def test_capture_records_a_call_and_does_not_run_it() -> None:
+    model = make()
+    call = calls_of(model)._whole.capture(CALL)
+    assert call is not None
+    assert call.whole
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_run_after_the_capture_finds_the_call_recorded() -> None:
+    model = make()
+    calls = calls_of(model)
+    call = calls._whole.capture(CALL)
+    loss = calls(X)
+    assert calls._whole.capture(CALL) is call
+    for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_another_situation_gets_code_of_its_own() -> None:
+    model = make()
+    calls = calls_of(model)
+    plans = []
+    for _ in range(3):
+        calls(X).backward()
+        plans.append(calls.latest)
+    assert not plans[0].account.gradients_held  # type: ignore[union-attr]
+    assert plans[1].account.gradients_held  # type: ignore[union-attr]
+    assert plans[1] is plans[2]
+
+
+def test_a_graph_break_is_said_and_nothing_runs() -> None:
+    with pytest.raises(GraphBreak):
+        calls_of(make(breaks=True))._whole.capture(CALL)
