@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of, plain_symbol
+from memopt.training_state import TrainingState
 
 MARGIN = 1.25
 """Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
@@ -58,12 +59,17 @@ class SizeOutgrown(Exception):
     """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
 
 
-def observe(run: Callable[[], Any]) -> tuple[Observed, ...]:
-    """Run a forward without gradients and return the results of its data-dependent operators in order. The run changes
-    buffers and random generators; the caller restores them."""
-    recorder = _Recorder()
-    with plain_tensors(), torch.no_grad(), recorder:
-        run()
+def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[Observed, ...]:
+    """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
+
+    Buffers and random generators are afterwards as before, also where the forward raises.
+    """
+    state, recorder = TrainingState.of(model), _Recorder()
+    try:
+        with plain_tensors(), torch.no_grad(), recorder:
+            run()
+    finally:
+        state.undo_forward()
     return tuple(recorder.observed)
 
 

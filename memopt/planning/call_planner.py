@@ -36,7 +36,6 @@ from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.rewrite.precision.screenings import Screenings
 from memopt.rewrite.user_passes import with_passes
-from memopt.training_state import TrainingState
 from passes.ops.fp8_history import histories_of
 
 LOSS_OUTSIDE = (
@@ -64,7 +63,7 @@ class CallPlanner:
         """Joint graphs, by the `id` of a captured call and the number of the lever set."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the same key and the parameters with hooks: other situations share them."""
-        self._data_sizes: dict[str, DataSizes] = {}
+        self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
         self.histories = histories_of(model).prefix
         """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
@@ -150,15 +149,10 @@ class CallPlanner:
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        state = TrainingState.of(self.model)
-        try:
-            observed = observe(lambda: self.plain(*call[0], **call[1]))
-        finally:
-            state.undo_forward()
-        seen = match(region.module.graph, observed)
+        seen = match(region.module.graph, observe(self.model, lambda: self.plain(*call[0], **call[1])))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
-        return self._data_sizes.get(region.fingerprint, DataSizes())
+        return self._data_sizes.get(region.fingerprint) or DataSizes()
 
     def search(self, situation: Situation, *, advise: bool = True) -> PlanSearch:
         """The search over lever sets for calls in a situation; `advise`: a refusal also names proposals not allowed."""

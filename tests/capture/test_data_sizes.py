@@ -1,0 +1,42 @@
+"""Sizes that depend on data: what a run observes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.capture.data_sizes import observe
+
+
+class Picks(nn.Module):
+    """Draws, writes to a buffer, picks rows by a mask, and then raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fails = nn.BatchNorm1d(4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.dropout(x, 0.5, train=True))
+        if self.fails:
+            raise ZeroDivisionError
+        return x[torch.arange(len(x)) > 1].sum()
+
+
+def test_the_results_of_data_dependent_operators_are_observed() -> None:
+    model = Picks().train()
+    (picked,) = observe(model, lambda: model(torch.randn(8, 4)))
+    assert (picked.op, picked.result) == ("aten.index.Tensor", (6, 4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_and_generators_are_as_before_also_where_the_forward_raises(fails: bool) -> None:
+    model = Picks().train()
+    model.fails = fails
+    mean, state = model.norm.running_mean.clone(), torch.get_rng_state()  # type: ignore[union-attr]
+    try:
+        observe(model, lambda: model(torch.randn(8, 4)))
+    except ZeroDivisionError:
+        assert fails
+    assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
