@@ -70,8 +70,9 @@ class Road:
         Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
         most. Raises `BudgetError`, `CaptureError`.
         """
-        key = self._key(captured, call, situation)
-        if (planned is None or self.planner.fuses) and (kept := self._emitted_by_kept(key, captured, call, situation)):
+        settled = planned is not None and not self.planner.fuses
+        key = None if settled else self._key(captured, call, situation)  # a plan made ahead is kept already
+        if kept := self._emitted_by_kept(key, captured, call, situation):
             return kept
         refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
         for _ in range(ROUNDS):

@@ -13,10 +13,11 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dynamo import GraphBreak, loss_call, training_call
+from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
+from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
@@ -145,7 +146,13 @@ class TrainingCalls:
                 reason = PASSED_OVER
             except GraphBreak as broken:
                 reason = str(broken)
-        return self._capture_broken(call, reason)
+        try:
+            return self._capture_broken(call, reason)
+        except ValueError:  # ours, CaptureError among them
+            raise
+        except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
+            error = f"{reason}; running past it failed: {in_brief(failure)}"
+            raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
         """Record the regions of a call: on its values where there are any and plans are kept, else on fake tensors."""
