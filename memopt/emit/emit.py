@@ -17,27 +17,18 @@ from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 
 
-def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
-    """The regions of a planned call as functions, one per run; runs of one region with the same schedule share a
-    function.
+def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
+    """The one region of a planned call as a function.
 
     `accumulation` says in each backward whether gradients may be added to `.grad` one by one. Raises `CaptureError`
-    where inductor fails to compile a region.
+    where inductor fails to compile the region.
     """
     captured = plan.captured
     assert captured is not None, "a plan from a file has no graphs to emit"
-    made: dict[tuple[int, frozenset[int], RegionSchedule], Emitted] = {}
-    for joint, schedule in zip(captured.regions, plan.regions, strict=True):
-        key = id(joint.trace), joint.parameter_inputs, schedule
-        if key not in made:
-            # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
-            adds = plan.account.gradients_held or not joint.fused
-            sizes = captured.data_sizes.allowed if len(plan.regions) == 1 else {}
-            made[key] = emit_region(joint, schedule, accumulation if adds else None, sizes)
-    return tuple(
-        made[id(joint.trace), joint.parameter_inputs, schedule]
-        for joint, schedule in zip(captured.regions, plan.regions, strict=True)
-    )
+    (joint,), (schedule,) = captured.regions, plan.regions
+    # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
+    adds = plan.account.gradients_held or not joint.fused
+    return emit_region(joint, schedule, accumulation if adds else None, captured.data_sizes.allowed)
 
 
 def emit_region(

@@ -29,11 +29,11 @@ from memopt.planning.situation import Situation
 
 @dataclass(frozen=True, eq=False)
 class EmittedCall:
-    """A planned call that can be run: its plan, and the functions that the stubs of its regions call."""
+    """A planned call that can be run: its plan, and the function that the stub of its one region calls."""
 
     plan: Plan
-    runs: tuple[Emitted, ...]
-    """One function for each run of a region, in the order of the forward."""
+    region: Emitted
+    """Runs the one region of the call."""
 
 
 class Road:
@@ -86,7 +86,7 @@ class Road:
                 break
             planned = None
             emitted = EmittedCall(plan, emit_plan(plan, self.accumulation))
-            footprint = emitted.runs[0].footprint
+            footprint = emitted.region.footprint
             if footprint is None:
                 self.keep(key, plan)
                 return emitted
@@ -94,7 +94,7 @@ class Road:
                 break
         plan, emitted = refit.best()
         self.keep(key, plan, emitted)
-        return EmittedCall(plan, emitted.runs)
+        return EmittedCall(plan, emitted.region)
 
     def _rewrite_price_solve(
         self,
@@ -131,7 +131,7 @@ class Road:
         assert captured is not None
         rewritings = [levers.rewriting for levers in self.planner.lever_sets]
         if not captured.data_sizes.allowed and captured.rewriting in rewritings:
-            footprint = emitted.runs[0].footprint if emitted else None
+            footprint = emitted.region.footprint if emitted else None
             plan_cache.keep(key, Kept(plan, rewritings.index(captured.rewriting), footprint))
 
     def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
@@ -156,8 +156,8 @@ class Road:
         if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None
         plan = self._by_kept(kept, captured, call, situation)
-        runs = emit_plan(plan, self.accumulation) if plan else ()
-        if plan is None or runs[0].footprint != kept.footprint:
+        region = emit_plan(plan, self.accumulation) if plan else None
+        if plan is None or region is None or region.footprint != kept.footprint:
             plan_cache.drop(key)
             return None
-        return EmittedCall(plan, runs)
+        return EmittedCall(plan, region)

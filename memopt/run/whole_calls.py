@@ -78,7 +78,7 @@ class WholeCalls:
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
-        return hand_out(emitted.runs[0].run(*inputs), region.undifferentiated, forward)
+        return hand_out(emitted.region.run(*inputs), region.undifferentiated, forward)
 
     def _emitted_for(self, region: RecordedRegion, under_way: UnderWay) -> EmittedCall:
         emitted = self._emitted_in(region, under_way.call, under_way.situation)

@@ -30,7 +30,7 @@ def test_the_code_that_the_road_ends_with_has_the_plain_gradients() -> None:
     calls = calls_of(model)
     call = captured(calls)
     emitted = calls.road.travel(call, CALL, Situation())
-    (loss,) = emitted.runs[0].run(*inputs(model, call))
+    (loss,) = emitted.region.run(*inputs(model, call))
     assert torch.equal(loss, model(X))
     for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
         assert torch.equal(found, expected)
