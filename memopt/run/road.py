@@ -70,8 +70,9 @@ class Road:
         Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
         most. Raises `BudgetError`, `CaptureError`.
         """
-        settled = planned is not None and not self.planner.fuses
-        key = None if settled else self._key(captured, call, situation)  # a plan made ahead is kept already
+        # A plan made ahead is kept already, but for one with proposals: those are part of the key once they are used.
+        settled = planned is not None and not planned.proposals and not self.planner.fuses
+        key = None if settled else self._key(captured, call, situation)
         if kept := self._emitted_by_kept(key, captured, call, situation):
             return kept
         refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
