@@ -70,6 +70,10 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         outputs: "loss" (default): only scalars are differentiated, and a gradient into another output raises an error;
             "all": all outputs are; "loss_only": as "loss", and logits that only the loss needs come back empty where
             the loss is computed in chunks.
+        dynamic: sizes that change from batch to batch, nested like the batch as in `torch.export`: `{"input_ids": {1:
+            Dim("length", max=2048)}}`. The call is then captured once and planned for the largest sizes; smaller ones
+            run by the same plan, or by one of a few for smaller batches. Without it, a size becomes such a one when a
+            second value of it is seen, and is planned for up to what was seen and a quarter more.
         passes: your own passes (`passes.Pass`), run on the graphs that they ask for, checked and priced.
         solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; the simulator judges their
             schedules beside those of memopt's own.

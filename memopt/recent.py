@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import ItemsView
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
@@ -34,6 +35,9 @@ class Recent(Generic[Key, Value]):
 
     def get(self, key: Key) -> Value | None:
         return self[key] if key in self._values else None
+
+    def items(self) -> ItemsView[Key, Value]:
+        return self._values.items()
 
     def clear(self) -> None:
         self._values.clear()

@@ -32,14 +32,16 @@ class Observed:
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Values of a graph's data-dependent symbols by name: `seen` holds the observed values, `allowed` the upper limits
-    that the plan accounts for.
+    """Values of a graph's symbols by name: `seen` holds those of the batch at hand, `allowed` the upper limits that the
+    plan accounts for.
 
-    Symbols in neither mapping count as their largest possible value.
+    Data-dependent symbols in neither mapping count as their largest possible value.
     """
 
     seen: Mapping[str, int] = field(default_factory=dict)
     allowed: Mapping[str, int] = field(default_factory=dict)
+    changing: Mapping[str, str] = field(default_factory=dict)
+    """What the symbols are that are sizes of inputs, like "input_ids.shape[1]", by name; the others depend on data."""
 
     @classmethod
     def of(cls, seen: Mapping[str, int], before: DataSizes | None = None) -> DataSizes:
@@ -47,12 +49,24 @@ class DataSizes:
         least = before.allowed if before else {}
         return cls(seen, {name: max(math.ceil(size * MARGIN), least.get(name, 0)) for name, size in seen.items()})
 
+    def __or__(self, other: DataSizes) -> DataSizes:
+        """The symbols of both."""
+        return DataSizes({**self.seen, **other.seen}, {**self.allowed, **other.allowed}, {**self.changing, **other.changing})
+
     def notes(self) -> tuple[str, ...]:
-        """Notes for the plan about the sizes that it allows for; empty without data-dependent sizes."""
-        if not self.allowed:
-            return ()
-        sizes = ", ".join(f"{name} ≤ {most} (seen {self.seen.get(name)})" for name, most in self.allowed.items())
-        return (f"sizes that depend on data are planned for up to {sizes}; a batch with more is planned again",)
+        """Notes for the plan about the sizes that it allows for; empty where all are fixed."""
+        return (
+            *self._note("sizes of the inputs that change between batches", changing=True),
+            *self._note("sizes that depend on data", changing=False),
+        )
+
+    def _note(self, which: str, *, changing: bool) -> tuple[str, ...]:
+        limits = ", ".join(
+            f"{self.changing.get(name, name)} ≤ {most} (seen {self.seen.get(name)})"
+            for name, most in self.allowed.items()
+            if (name in self.changing) == changing
+        )
+        return (f"{which} are planned for up to {limits}; a batch with more is planned again",) if limits else ()
 
 
 class SizeOutgrown(Exception):

@@ -108,17 +108,20 @@ def _drop_freed() -> None:
         drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
 
 
-def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> Callable[..., Any]:
+def compile_call(
+    call: Callable[..., Any], backend: Backend, *, whole: bool, symbols: bool = False
+) -> Callable[..., Any]:
     """`call`, compiled region by region with `backend`, or with `whole` as one region; the result raises `GraphBreak`
     where that is impossible.
 
-    It also raises what `backend` raises, and `TooManyShapes`.
+    With `symbols`, sizes that differ between calls become symbols of one region, else each set of shapes makes another
+    one. It also raises what `backend` raises, and `TooManyShapes`.
     """
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()
     compilations = _Compilations(backend)
-    compiled = compile_with(_weak_backend(compilations), call, whole=whole)
+    compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function

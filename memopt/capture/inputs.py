@@ -45,6 +45,12 @@ def tensors_in(call: Call) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
 
 
+def leaf_name(call: Call, number: int) -> str:
+    """The name of a tensor of the call, by its number in `tensors_in`: its keyword, else "input 0" and so on."""
+    wanted = list(tensors_in(call))[number]
+    return next((name for name, value in call[1].items() if value is wanted), f"input {number}")
+
+
 def call_signature(call: Call) -> str:
     """A text that differs between calls that may be captured differently: shapes, strides, dtypes and devices of
     tensors, and all other arguments."""
@@ -84,7 +90,7 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
 
 def on_meta(call: Call) -> Call:
     """The same arguments with "meta" tensors in place of tensors; a tensor given twice gets one replacement."""
-    return _with_replacements(
+    return replaced_tensors(
         call, lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     )
 
@@ -99,13 +105,13 @@ def with_zeros(call: Call, device: torch.device) -> Call:
         zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
         return zeros.requires_grad_(tensor.requires_grad)
 
-    return _with_replacements(call, values)
+    return replaced_tensors(call, values)
 
 
 def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
     """The same arguments with fake tensors in place of tensors, "meta" ones on `device`; a tensor given twice gets one
     fake."""
-    return _with_replacements(
+    return replaced_tensors(
         call, lambda tensor: to_fake(mode, tensor, device if tensor.device.type == "meta" else tensor.device)
     )
 
@@ -117,7 +123,7 @@ def same_tensors(call: Call) -> list[int]:
     return [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(call)]
 
 
-def _with_replacements(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+def replaced_tensors(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:
     """The call with `make(tensor)` in place of each tensor, made once per distinct tensor."""
     made: dict[int, torch.Tensor] = {}
 

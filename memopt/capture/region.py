@@ -6,15 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import autocast_state
+from memopt.capture.data_sizes import DataSizes
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.compat.symbols import AssumedSizes, plain_symbol
+
+Sizes: TypeAlias = tuple[int, ...]
+"""Values of a region's changing sizes, in the order of `RecordedRegion.changing`; empty where all sizes are fixed."""
 
 
 @dataclass(eq=False)
@@ -70,6 +76,25 @@ class RecordedRegion:
         """The fake inputs that Dynamo traced the region with."""
         return [node.meta["example_value"] for node in self.graph_module.graph.find_nodes(op="placeholder")]
 
+    @cached_property
+    def changing(self) -> dict[int, str]:
+        """Input number → symbol, for the inputs that are sizes which differ between calls."""
+        symbols = ((number, value) for number, value in enumerate(self.inputs) if isinstance(value, torch.SymInt))
+        return {number: name for number, value in symbols if (name := plain_symbol(value)) is not None}
+
+    def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
+        """The changing sizes of a run on these inputs."""
+        return tuple(inputs[number] for number in self.changing)
+
+    def allows(self, sizes: Sizes) -> bool:
+        """Whether the region's graphs are valid for these sizes."""
+        return self._assumed.hold(sizes)
+
+    @cached_property
+    def _assumed(self) -> AssumedSizes:
+        inputs = self.inputs
+        return AssumedSizes([inputs[number] for number in self.changing])
+
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A context in which the region can be traced and compiled as inside Dynamo's callback."""
@@ -121,6 +146,10 @@ class CapturedCall:
     """Why the forward breaks into several regions; empty for a call that is one region."""
     between_bytes: int = 0
     """The peak of the bytes that eager code between the regions holds."""
+    sizes: DataSizes = field(default_factory=DataSizes)
+    """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
+    more_input_bytes: int = 0
+    """The bytes by which the inputs of the largest sizes exceed those of the call."""
 
     @property
     def whole(self) -> bool:
@@ -137,9 +166,20 @@ class CapturedCall:
         )
 
     @classmethod
-    def of(cls, region: RecordedRegion) -> CapturedCall:
-        """A call that is one region."""
-        return cls((RegionRun(region, region.parameter_ids),))
+    def of(cls, region: RecordedRegion, sizes: DataSizes | None = None, more_input_bytes: int = 0) -> CapturedCall:
+        """A call that is one region, of changing sizes where `sizes` are given."""
+        run = RegionRun(region, region.parameter_ids)
+        return cls((run,), sizes=sizes or DataSizes(), more_input_bytes=more_input_bytes)
+
+    @property
+    def ceiling(self) -> Sizes:
+        """The largest changing sizes that the call is planned for."""
+        return tuple(self.sizes.allowed.values())
+
+    @property
+    def regions(self) -> tuple[RecordedRegion, ...]:
+        """The region of each run."""
+        return tuple(run.region for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
         """For each run, the numbers of the parameters whose gradients it may add to `.grad` itself: those that no hook

@@ -85,12 +85,18 @@ def capture_settings() -> ExitStack:
     return stack
 
 
-def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:
-    """`call` compiled by `backend`, one graph for each set of shapes. With `whole`, a graph break is an error."""
+def compile_with(
+    backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool, symbols: bool = False
+) -> Callable[..., Any]:
+    """`call` compiled by `backend`. With `whole`, a graph break is an error.
+
+    There is one graph for each set of shapes; with `symbols`, sizes that differ between calls become symbols of one
+    graph.
+    """
     from torch._dynamo.eval_frame import cached_backends
 
     known = set(cached_backends)
-    compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=whole)
+    compiled = torch.compile(call, backend=backend, dynamic=None if symbols else False, fullgraph=whole)
     # Dynamo keeps every backend forever so that torch._dynamo.reset() can reset it; ours has no such state.
     for added in set(cached_backends) - known:
         del cached_backends[added]

@@ -1,13 +1,14 @@
-"""Symbolic sizes: their values, bounds and names.
+"""Symbolic sizes: their values, bounds and names, and the conditions on them that a trace assumed.
 
 No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`),
-`ShapeEnv.bound_sympy`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and
-symbolic_shapes themselves, which takes a third of a second.
+`ShapeEnv.bound_sympy`, `guards`, `produce_guards_expression` and `evaluate_guards_expression`,
+`symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and symbolic_shapes themselves,
+which takes a third of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,14 +18,22 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 
-__all__ = ["data_symbols_of", "known_sizes", "plain_symbol", "rebind_data_sizes", "upper_bound"]
+__all__ = [
+    "AssumedSizes",
+    "data_symbols_of",
+    "known_sizes",
+    "limit_of",
+    "plain_symbol",
+    "rebind_data_sizes",
+    "upper_bound",
+]
 
 _known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
 
 
 @contextmanager
 def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Context in which `upper_bound` takes these values for data-dependent symbols, given by name."""
+    """Context in which `upper_bound` takes these values for symbols, given by name."""
     token = _known_sizes.set(sizes)
     try:
         yield
@@ -35,16 +44,16 @@ def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
 def upper_bound(size: torch.SymInt) -> int:
     """The largest value that a symbolic size may take.
 
-    It is the size's hint if it has one, else follows from `known_sizes` and from the bounds of the remaining symbols.
-    Raises `ValueError` if a symbol has no bound.
+    It follows from `known_sizes` where these name its symbols, else from its hint if it has one, else from the bounds
+    of the symbols. Raises `ValueError` if a symbol has no bound.
     """
     import sympy
 
     node: Any = size.node
-    if node.has_hint():
-        return int(node.hint)
     known = _known_sizes.get() or {}
     values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
+    if not values and node.has_hint():
+        return int(node.hint)
     expression = sympy.sympify(node.expr.xreplace(values))
     bound = node.shape_env.bound_sympy(expression).upper
     if not bound.is_Integer:
@@ -80,3 +89,37 @@ def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
+
+
+def limit_of(size: torch.SymInt) -> int | None:
+    """The largest value that the conditions found so far allow for a size; None where they set no limit."""
+    node: Any = size.node
+    upper = node.shape_env.bound_sympy(node.expr).upper
+    return int(upper) if upper.is_Integer else None
+
+
+class AssumedSizes:
+    """The conditions on the sizes of a region that hold in its graphs, those found by later tracing included.
+
+    Dynamo checks only the conditions that it knows when its callback returns.
+    """
+
+    def __init__(self, sizes: Sequence[torch.SymInt]) -> None:
+        self._sizes = sizes
+        self._known = -1
+        self._condition: str | None = None
+
+    def hold(self, values: Sequence[int]) -> bool:
+        """Whether the conditions hold for these values of the sizes, in the same order."""
+        if not self._sizes:
+            return True
+        shape_env: Any = self._sizes[0].node.shape_env  # type: ignore[attr-defined]
+        if self._known != len(shape_env.guards):
+            self._known = len(shape_env.guards)
+            self._condition = shape_env.produce_guards_expression(list(self._sizes))
+        return not self._condition or bool(shape_env.evaluate_guards_expression(self._condition, list(values)))
+
+    def __str__(self) -> str:
+        """The conditions that tracing found, with the line that each comes from."""
+        shape_env: Any = self._sizes[0].node.shape_env  # type: ignore[attr-defined]
+        return "; ".join(f"{guard.expr} ({guard.sloc})" for guard in shape_env.guards)

@@ -18,7 +18,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.capture.region import CapturedCall
+from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import accumulating, trace_call
 from memopt.compat.dispatch import without_autocast
@@ -59,10 +59,11 @@ class CallPlanner:
         self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
     ) -> None:
         self.model, self.options, self.loss_fn, self.plain = model, options, loss_fn, plain
-        self._traces: Recent[tuple[int, int], tuple[CapturedCall, tuple[JointGraph, ...]]] = Recent(_MOST_STEPS)
-        """Joint graphs, by the `id` of a captured call and the number of the lever set."""
+        self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
+        """Joint graphs, by the regions of a captured call and the number of the lever set."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
-        """Priced steps, by the same key and the parameters with hooks: other situations share them."""
+        """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks: other
+        situations share them."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
         self.histories = histories_of(model).prefix
@@ -83,7 +84,12 @@ class CallPlanner:
         compiled code holds beyond its plan. Raises `CaptureError`.
         """
         account = self.account(call, situation)
-        account = replace(account, lowering=lowering_bytes, between_regions=captured.between_bytes)
+        account = replace(
+            account,
+            inputs=account.inputs + captured.more_input_bytes,
+            lowering=lowering_bytes,
+            between_regions=captured.between_bytes,
+        )
         if self.options.passes:
             search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
         for levers in self.lever_sets:
@@ -97,12 +103,13 @@ class CallPlanner:
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
         """
-        traced = id(captured), self.lever_sets.index(levers) if levers != self.bare else -1
+        number = self.lever_sets.index(levers) if levers != self.bare else -1
+        traced = captured.regions, number
         if traced not in self._traces:
-            self._traces[traced] = captured, self._trace(captured, levers.rewriting)
-        key = *traced, situation.hooked
+            self._traces[traced] = self._trace(captured, levers.rewriting)
+        key = id(captured), number, situation.hooked
         if key not in self._steps:
-            joints = accumulating(self._traces[traced][1], captured, situation.hooked)
+            joints = accumulating(self._traces[traced], captured, situation.hooked)
             self._steps[key] = captured, self._priced(joints, captured, call, levers.rewriting)
         return self._steps[key][1].stepping_by(self.proposing.stepping)
 
@@ -121,9 +128,9 @@ class CallPlanner:
         self, joints: tuple[JointGraph, ...], captured: CapturedCall, call: Call, rewriting: Rewriting
     ) -> Captured:
         check_rules(self.model, [joint.operators for joint in joints if joint.operators])
-        sizes, notes = DataSizes(), captured.notes
+        sizes, notes = captured.sizes, captured.notes
         if captured.whole:
-            sizes = self._sizes(joints[0], call)
+            sizes |= self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
         if self.options.passes:
             notes += (f"passes of your own ran, and memopt does not know what they change: {self.options.passes!r}",)

@@ -78,7 +78,7 @@ class Job:
             account_of(self.model, tensors_in(self.call), None, card),
             (state.gradients_held, state.other_forwards),
             optimizer,
-            (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
+            (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.dynamic, options.effort),
             [_own(extension) for extension in (*options.passes, *options.solvers)],
             (card, card.name != "cpu" and (expandable_segments(), library()), autocast_state(), self.further),
             parts,

@@ -34,6 +34,7 @@ class StepOptions(TypedDict, total=False):
     allow: Collection[str]
     backend: Backend
     outputs: Outputs
+    dynamic: Any
     passes: Sequence[Pass]
     solvers: Sequence[Solver]
     calibrate: bool
@@ -74,6 +75,8 @@ class Options:
     allow: frozenset[str] = DEFAULT_LEVERS
     backend: Backend = "auto"
     outputs: Outputs = "loss"
+    dynamic: Any = None
+    """The sizes that change between batches, as the user declares them: see `memopt.capture.dynamic_shapes`."""
     passes: tuple[Pass, ...] = ()
     """The user's own passes, in the order in which they run."""
     solvers: tuple[Solver, ...] = ()
@@ -112,6 +115,7 @@ def check_options(
     allow: Collection[str] = DEFAULT_LEVERS,
     backend: Backend = "auto",
     outputs: Outputs = "loss",
+    dynamic: Any = None,
     passes: Sequence[Pass] = (),
     solvers: Sequence[Solver] = (),
     device: str | None = None,
@@ -137,6 +141,7 @@ def check_options(
         check_allow(allow),
         backend,
         outputs,
+        dynamic,
         _check_passes(passes),
         _check_solvers(solvers),
         device,

@@ -14,6 +14,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
+from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
@@ -113,6 +114,8 @@ class TrainingCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
+        if not self.options.kept:
+            call = at_largest(call, self._declared(call))
         situation = replace(self._situation(), gradients_held=gradients_held)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
@@ -137,6 +140,7 @@ class TrainingCalls:
         given = all(map(is_real, tensors_in(call)))
         runs_later = self.options.kept and not self.planner.screens
         if not has_values or not (given or runs_later):
+            call = at_largest(call, self._declared(call))
             return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
         with stage("capturing"):
             try:
@@ -197,11 +201,16 @@ class TrainingCalls:
         floats = self.planner.proposing.floats
         if floats not in self._recorders_by_dtype:
             to_capture = partial(training_call, self.model, self.loss_fn, floats)
-            whole = WholeCalls(to_capture, self.road, differentiate_all=self.planner.differentiate_all)
+            all_outputs = self.planner.differentiate_all
+            whole = WholeCalls(to_capture, self.road, self._declared, differentiate_all=all_outputs)
             unplanned_allowed = "plain" in self.options.allow
             broken = BrokenCalls(self.model, to_capture, self.road, unplanned_allowed=unplanned_allowed)
             self._recorders_by_dtype = {floats: (whole, broken)}
         return self._recorders_by_dtype[floats]
+
+    def _declared(self, call: Call) -> dict[Place, int | None]:
+        """The places of a call whose sizes the user declares to change, and the largest size of each."""
+        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
     def _forget_plans(self) -> None:
         self._whole.forget()

@@ -1,18 +1,21 @@
-"""Training calls that are one region: recorded once for each set of shapes, emitted once for each situation."""
+"""Training calls that are one region: recorded once for shapes of one kind, emitted for each situation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.dynamic_shapes import Place, mark
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.emit.stepping import check_own_memory
+from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
+from memopt.run.ceilings import Ceilings, captured_for
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay
@@ -21,26 +24,43 @@ from memopt.run.under_way import UnderWay
 class _Captured(Exception):
     """Ends a call in which a region was to be recorded and not run."""
 
-    def __init__(self, region: RecordedRegion) -> None:
+    def __init__(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.inputs = region, inputs
+
+
+class _OtherSizes(Exception):
+    """Ends a call with sizes for which the graphs of the region with changing sizes are not valid."""
 
 
 class WholeCalls:
     """Plans and runs calls without graph breaks.
 
     Dynamo's compiled code checks its guards on shapes and everything else that a recorded region depends on, and then
-    calls the region's stub. The stub selects the code for the situation, so that a new one needs no new capture.
+    calls the region's stub. The stub selects the code for the situation, so that a new one needs no new capture. Sizes
+    that differ between calls are symbols of one region, with a few plans for sizes up to a ceiling.
     """
 
-    def __init__(self, to_capture: Callable[[], Callable[..., Any]], road: Road, *, differentiate_all: bool) -> None:
+    def __init__(
+        self,
+        to_capture: Callable[[], Callable[..., Any]],
+        road: Road,
+        declared: Callable[[Call], Mapping[Place, int | None]],
+        *,
+        differentiate_all: bool,
+    ) -> None:
         self.to_capture, self.road, self.differentiate_all = to_capture, road, differentiate_all
         self.under_way: UnderWay | None = None
-        self._plans: Recent[tuple[RecordedRegion, Situation], Plan] = Recent(_MOST)
+        self._ceilings = Ceilings(declared)
+        self._has_symbols = False
+        self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
-        self._emitted: Recent[tuple[RecordedRegion, Situation], EmittedCall] = Recent(_MOST)
-        self._captured: Recent[RecordedRegion, CapturedCall] = Recent(_MOST)
-        self._compiled = self._compile()
+        self._emitted: Recent[tuple[RecordedRegion, Situation], Recent[Sizes, EmittedCall]] = Recent(_MOST)
+        """Code by the largest sizes that it is for."""
+        self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
+        self._compiled = self._compile(symbols=True)
+        self._of_fixed_sizes: Callable[..., Any] | None = None
+        """Captures each set of shapes by itself: for sizes that the region with changing sizes is not valid for."""
 
     def run(self, under_way: UnderWay) -> Any:
         """Run a planned call. Raises `GraphBreak` where it is not one region, `BudgetError`, `CaptureError`."""
@@ -56,12 +76,13 @@ class WholeCalls:
         try:
             self._call(call)
         except _Captured as captured:
-            return self._captured_call(captured.region)
+            ceiling = self._ceilings.above(captured.region, captured.inputs, call)
+            return self._captured_call(captured.region, ceiling, captured.inputs, call)
         return None
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
         """Have the first run in this situation use a plan that was made ahead."""
-        self._plans[captured.runs[0].region, situation] = plan
+        self._plans[captured.regions[0], situation, captured.ceiling] = plan
 
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
@@ -70,45 +91,80 @@ class WholeCalls:
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run the region of the present call by the plan for its situation, and return its outputs."""
+        self._has_symbols |= bool(region.changing)
+        if not region.allows(region.sizes_of(inputs)):
+            raise _OtherSizes
         if self.under_way is None:
-            raise _Captured(region)
+            raise _Captured(region, inputs)
         if not region.differentiable:
             return region.graph_module(*inputs)
-        emitted = self._emitted_for(region, self.under_way)
+        emitted = self._emitted_for(region, inputs, self.under_way)
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
         return hand_out(emitted.region.run(*inputs), region.undifferentiated, forward)
 
-    def _emitted_for(self, region: RecordedRegion, under_way: UnderWay) -> EmittedCall:
-        emitted = self._emitted_in(region, under_way.call, under_way.situation)
+    def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
+        emitted = self._emitted_in(region, inputs, under_way.call, under_way.situation)
         if under_way.is_too_tight(emitted.plan):
-            emitted = self._emitted_in(region, under_way.call, under_way.crowded)
+            emitted = self._emitted_in(region, inputs, under_way.call, under_way.crowded)
         return emitted
 
-    def _emitted_in(self, region: RecordedRegion, call: Call, situation: Situation) -> EmittedCall:
+    def _emitted_in(
+        self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call, situation: Situation
+    ) -> EmittedCall:
         key = region, situation
         if key not in self._emitted:
-            captured = self._captured_call(region)
-            self._emitted[key] = self.road.travel(captured, call, situation, self._plans.get(key))
-        return self._emitted[key]
+            self._emitted[key] = Recent(_MOST_CEILINGS)
+        emitted = self._emitted[key]
+        sizes = region.sizes_of(inputs)
+        ceiling = self._ceilings.covering(region, sizes, {at: made.plan for at, made in emitted.items()})
+        if ceiling is None:
+            ceiling = self._ceilings.above(region, inputs, call)
+        if ceiling not in emitted:
+            try:
+                emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
+            except BudgetError:
+                if ceiling == sizes:
+                    raise
+                ceiling = sizes  # the margin does not fit
+                emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
+            if not region.allows(sizes):  # by what was found when the region was traced
+                raise _OtherSizes
+        return emitted[ceiling]
 
-    def _captured_call(self, region: RecordedRegion) -> CapturedCall:
-        if region not in self._captured:
-            self._captured[region] = CapturedCall.of(region)
-        return self._captured[region]
+    def _travel(
+        self, region: RecordedRegion, ceiling: Sizes, inputs: tuple[Any, ...], call: Call, situation: Situation
+    ) -> EmittedCall:
+        captured = self._captured_call(region, ceiling, inputs, call)
+        return self.road.travel(captured, call, situation, self._plans.get((region, situation, ceiling)))
 
-    def _compile(self) -> Callable[..., Any]:
+    def _captured_call(
+        self, region: RecordedRegion, ceiling: Sizes, inputs: tuple[Any, ...], call: Call
+    ) -> CapturedCall:
+        key = region, ceiling
+        if key not in self._captured:
+            self._captured[key] = captured_for(region, ceiling, inputs, call)
+        return self._captured[key]
+
+    def _compile(self, *, symbols: bool) -> Callable[..., Any]:
         backend = recording(self, differentiate_all=self.differentiate_all)
-        return compile_call(self.to_capture(), backend, whole=True)
+        return compile_call(self.to_capture(), backend, whole=True, symbols=symbols)
 
     def _call(self, call: Call) -> Any:
+        if not self._has_symbols:
+            mark(call, self._ceilings.changing(call))
         try:
             return self._compiled(*call[0], **call[1])
         except TooManyShapes:
-            self._compiled = self._compile()
+            self._compiled = self._compile(symbols=True)
             return self._compiled(*call[0], **call[1])
+        except _OtherSizes:
+            self._of_fixed_sizes = self._of_fixed_sizes or self._compile(symbols=False)
+            return self._of_fixed_sizes(*call[0], **call[1])
 
 
 _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
+_MOST_CEILINGS = 6
+"""The number of plans for different sizes that are kept for one region in one situation."""
