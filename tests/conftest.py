@@ -11,6 +11,9 @@ import torch
 # Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
 os.environ["MEMOPT_CACHE"] = "0"
 
+# A step that fits runs as the plain model does; tests of plans want plans, and test_plain_calls.py switches it off.
+os.environ["MEMOPT_PLAN"] = "always"
+
 # `make test` runs a worker a core: more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

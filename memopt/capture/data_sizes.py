@@ -51,7 +51,9 @@ class DataSizes:
 
     def __or__(self, other: DataSizes) -> DataSizes:
         """The symbols of both."""
-        return DataSizes({**self.seen, **other.seen}, {**self.allowed, **other.allowed}, {**self.changing, **other.changing})
+        return DataSizes(
+            {**self.seen, **other.seen}, {**self.allowed, **other.allowed}, {**self.changing, **other.changing}
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Notes for the plan about the sizes that it allows for; empty where all are fixed."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.capture.inputs import Call, replaced_tensors, tensors_in
+from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
 
 Place: TypeAlias = tuple[int, int]
 """The number of a tensor in `tensors_in(call)`, and one of its dimensions."""
@@ -29,9 +29,7 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
     """
     if dynamic is None:
         return {}
-    numbers: dict[int, int] = {}
-    for number, tensor in enumerate(tensors_in(call)):
-        numbers.setdefault(id(tensor), number)
+    numbers = tensor_numbers(call)
     given: Any = call[0]
     if not with_targets:
         given = _by_name(call, model) if isinstance(dynamic, Mapping) else call[0]
@@ -54,7 +52,7 @@ def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:
     """The call with "meta" tensors of the largest declared sizes in place of its own; the call itself without any."""
     if not any(places.values()):
         return call
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors_in(call))}
+    numbers = tensor_numbers(call)
 
     def largest(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -81,7 +79,9 @@ def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor
     elif isinstance(given, Mapping) and isinstance(dynamic, Mapping):
         for name, inner in dynamic.items():
             if name not in given:
-                raise ValueError(f"{path} names {name!r}, which the batch has not; it has {', '.join(map(repr, given))}")
+                raise ValueError(
+                    f"{path} names {name!r}, which the batch has not; it has {', '.join(map(repr, given))}"
+                )
             yield from _matched(inner, given[name], f"{path}[{name!r}]")
     elif isinstance(given, Sequence) and isinstance(dynamic, Sequence) and len(dynamic) <= len(given):
         for number, inner in enumerate(dynamic):

@@ -45,6 +45,14 @@ def tensors_in(call: Call) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
 
 
+def tensor_numbers(call: Call) -> dict[int, int]:
+    """`id` of a tensor → its number in `tensors_in`; the first one for a tensor given twice."""
+    numbers: dict[int, int] = {}
+    for number, tensor in enumerate(tensors_in(call)):
+        numbers.setdefault(id(tensor), number)
+    return numbers
+
+
 def leaf_name(call: Call, number: int) -> str:
     """The name of a tensor of the call, by its number in `tensors_in`: its keyword, else "input 0" and so on."""
     wanted = list(tensors_in(call))[number]

@@ -97,7 +97,7 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
     # The second phase writes to these objects, and the function that it returns reads them when it is called.
     state = copy.copy(state)
     state.fw_metadata = copy.copy(state.fw_metadata)
-    state.fw_metadata.dynamic_saved_tensors_idxs = {}  # the second phase adds to it: it must not see another partition's
+    state.fw_metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
     state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
     second_phase: Any = aot_stage2_compile

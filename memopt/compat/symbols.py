@@ -113,7 +113,7 @@ class AssumedSizes:
         """Whether the conditions hold for these values of the sizes, in the same order."""
         if not self._sizes:
             return True
-        shape_env: Any = self._sizes[0].node.shape_env  # type: ignore[attr-defined]
+        shape_env: Any = self._sizes[0].node.shape_env
         if self._known != len(shape_env.guards):
             self._known = len(shape_env.guards)
             self._condition = shape_env.produce_guards_expression(list(self._sizes))
@@ -121,5 +121,5 @@ class AssumedSizes:
 
     def __str__(self) -> str:
         """The conditions that tracing found, with the line that each comes from."""
-        shape_env: Any = self._sizes[0].node.shape_env  # type: ignore[attr-defined]
+        shape_env: Any = self._sizes[0].node.shape_env
         return "; ".join(f"{guard.expr} ({guard.sloc})" for guard in shape_env.guards)

@@ -62,8 +62,8 @@ class CallPlanner:
         self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
-        """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks: other
-        situations share them."""
+        """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
+        Other situations share them."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
         self.histories = histories_of(model).prefix

@@ -9,7 +9,7 @@ from typing import Any
 
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.dynamic_shapes import Place
-from memopt.capture.inputs import Call, leaf_name, tensors_in
+from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.symbols import known_sizes, limit_of, plain_symbol
 from memopt.device.storages import storage_bytes
@@ -65,10 +65,10 @@ class Ceilings:
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
         """The sizes to plan for a call that exceeds all plans."""
         self._see(call)
-        given, declared = list(tensors_in(call)), self.declared(call) if region.changing else {}
+        numbers, declared = tensor_numbers(call), self.declared(call) if region.changing else {}
         found = []
         for number, symbol in region.changing.items():
-            places = list(_places(region, symbol, inputs, given))
+            places = list(_places(region, symbol, inputs, numbers))
             limits = [most for place in places if (most := declared.get(place)) is not None]
             if limits and inputs[number] <= min(limits):
                 found.append(min(limits))
@@ -93,21 +93,18 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
     """The call of a region to be planned for sizes up to `ceiling`."""
     if not ceiling:
         return CapturedCall.of(region)
-    given = list(tensors_in(call))
+    numbers = tensor_numbers(call)
     symbols = list(region.changing.values())
     seen = dict(zip(symbols, region.sizes_of(inputs), strict=True))
     allowed = dict(zip(symbols, ceiling, strict=True))
-    places = {symbol: next(_places(region, symbol, inputs, given), None) for symbol in symbols}
+    places = {symbol: next(_places(region, symbol, inputs, numbers), None) for symbol in symbols}
     names = {symbol: f"{leaf_name(call, place[0])}.shape[{place[1]}]" for symbol, place in places.items() if place}
     sizes = DataSizes(seen, allowed, {symbol: names.get(symbol, symbol) for symbol in symbols})
-    return CapturedCall.of(region, sizes, _more_bytes(region, allowed, inputs, given))
+    return CapturedCall.of(region, sizes, _more_bytes(region, allowed, inputs, numbers))
 
 
-def _places(
-    region: RecordedRegion, symbol: str, inputs: Sequence[Any], given: Sequence[Any]
-) -> Iterator[Place]:
+def _places(region: RecordedRegion, symbol: str, inputs: Sequence[Any], numbers: Mapping[int, int]) -> Iterator[Place]:
     """The tensors of the call, by number, and their dimensions that have the symbol as size."""
-    numbers = {id(tensor): number for number, tensor in enumerate(given)}
     for value, fake in zip(inputs, region.inputs, strict=True):
         if id(value) in numbers:
             for dimension, size in enumerate(fake.shape):
@@ -116,10 +113,10 @@ def _places(
 
 
 def _more_bytes(
-    region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], given: Sequence[Any]
+    region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], numbers: Mapping[int, int]
 ) -> int:
     """The bytes by which the call's tensors at the largest sizes exceed those at hand."""
-    own = set(map(id, given))
+    own = set(numbers)
     more = 0
     with known_sizes(allowed):
         for value, fake in zip(inputs, region.inputs, strict=True):

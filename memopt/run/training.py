@@ -13,8 +13,8 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
 from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
+from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
@@ -35,6 +35,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls
 from memopt.run.pending import PendingForward, PendingForwards
+from memopt.run.plain_calls import PlainCalls
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 from memopt.run.whole_calls import WholeCalls
@@ -60,7 +61,8 @@ class TrainingCalls:
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
         self.road = Road(self.planner, self.accumulation)
-        self.latest: Plan | None = None
+        self.plain_calls = PlainCalls(model, self.planner, self.plain)
+        self._latest: Plan | None = None
         self.unplanned = False
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
@@ -74,9 +76,13 @@ class TrainingCalls:
         waiting = self.pending.waiting()
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
+        call = args, kwargs
+        waiting_bytes = sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes
+        if step := self.plain_calls.step_if_it_fits(call, self._situation(), waiting_bytes):
+            return self.plain_calls.run(call, step)
         try:
             with self.planner.types():
-                return self._run((args, kwargs), sum(forward.held_bytes for forward in waiting))
+                return self._run(call, waiting_bytes)
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
@@ -116,20 +122,21 @@ class TrainingCalls:
         """
         if not self.options.kept:
             call = at_largest(call, self._declared(call))
+        self.plain_calls.allowed = False  # who plans ahead wants the plan
         situation = replace(self._situation(), gradients_held=gradients_held)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
             if kept := plan_cache.find_by(self.road.sketch(call, situation)):
-                self.latest = kept.live(self._captured_later(kept, call, situation))
-                return self.latest
+                self._latest = kept.live(self._captured_later(kept, call, situation))
+                return self._latest
             captured = self._capture(call)
-            self.latest = self.road.plan(captured, call, situation, advise=advise)
+            self._latest = self.road.plan(captured, call, situation, advise=advise)
         if captured.whole:
-            self._whole.planned(captured, situation, self.latest)
+            self._whole.planned(captured, situation, self._latest)
         else:
-            self._broken.planned(call, situation, self.latest)
-        return self.latest
+            self._broken.planned(call, situation, self._latest)
+        return self._latest
 
     def _capture(self, call: Call) -> CapturedCall:
         """Record a call without running it, so that the first run of such a call finds it recorded.
@@ -180,6 +187,16 @@ class TrainingCalls:
             return planner.proposing.as_kept(step, kept.plan)
 
         return captured
+
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the latest call; where calls run plain, made now on fake tensors, as they would be planned."""
+        if self._latest is None and self.plain_calls.latest is not None:
+            with self.planner.types(), torch.enable_grad():
+                call, situation = self.plain_calls.latest, self._situation()
+                captured = self.planner.capture_on_fakes(call, None)
+                self._latest = self.road.plan(captured, call, situation, advise=False)
+        return self._latest
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
@@ -241,7 +258,7 @@ class TrainingCalls:
 
     def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward that runs by a plan, which thereby becomes the latest one."""
-        self.latest = plan
+        self._latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
             plan, weakref.ref(self.model), situation.hooked, self.pending, self.accumulation, held_bytes=held

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamic_shapes import Place, mark
+from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes

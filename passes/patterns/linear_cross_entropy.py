@@ -183,4 +183,4 @@ def _flops_of_weight_gradient(hidden: Any, weight: Any, *options: Any, **_: Any)
 
 
 def _matmul(hidden: Any, weight: Any) -> int:
-    return int(2 * hidden[0] * hidden[1] * weight[0])
+    return 2 * hidden[0] * hidden[1] * weight[0]

@@ -12,6 +12,7 @@ from torch import fx
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, traced_from
 from memopt.device.hardware_table import Hardware, scaled_rate
+from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
 from memopt.rewrite.precision.narrow import LEAST_BYTES, narrowing, sole_values
 from memopt.rewrite.precision.rules import Rules
@@ -188,7 +189,7 @@ def _worth(node: fx.Node, exact: frozenset[str]) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
         return False
-    large = value.numel() * value.element_size() >= LEAST_BYTES
+    large = storage_bytes(value) >= LEAST_BYTES
     return large and value.dim() > 1 and value.is_contiguous() and traced_from(node) not in exact
 
 

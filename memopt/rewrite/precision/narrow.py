@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from memopt.capture.operators import traced_from
+from memopt.device.storages import storage_bytes
 from passes import NarrowSaved, Pipeline, SumWide
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import backward_nodes
@@ -79,7 +80,7 @@ def worth_narrowing(node: fx.Node) -> bool:
         return False
     if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element depends on it
         return False
-    return value.untyped_storage().nbytes() >= LEAST_BYTES
+    return storage_bytes(value) >= LEAST_BYTES
 
 
 def tolerated(value: fx.Node, backward: frozenset[fx.Node], exact: frozenset[str] = frozenset()) -> bool:

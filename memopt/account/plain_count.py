@@ -1,0 +1,72 @@
+"""Counts what a step of the plain model holds, by running its forward and backward once on fake tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.account.eager_bytes import EagerBytes
+from memopt.capture.fake_model import fake_parameters
+from memopt.capture.inputs import Call, fake_call
+from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.pytree import tree_leaves
+from memopt.device import Hardware
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """The bytes that forward and backward of the plain model hold beside what is resident: parameters, buffers, inputs,
+    optimiser state, and gradients that were there before."""
+
+    peak_bytes: int
+    held_bytes: int
+    """Held when the forward ends: saved activations and outputs."""
+    output_bytes: int
+
+
+def count_plain_step(
+    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, *, gradients_held: bool
+) -> PlainStep | None:
+    """Count one step of `run`, the forward of `model` and its loss, on fake tensors; the model does not change.
+
+    None where that cannot be known: the code looks at values, no scalar that requires a gradient is returned, or
+    modules have forward hooks, which would see the fakes.
+    """
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return None
+    home = next(model.parameters()).device
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.enable_grad(), fake_parameters(model, mode, home) as fakes:
+            args, kwargs = fake_call(call, mode, home)
+            if gradients_held:
+                for fake in fakes.values():
+                    fake.grad = torch.empty_like(fake) if fake.requires_grad else None
+            count = EagerBytes("cpu" if card.name == "cpu" else "cuda", home.type)
+            with mode, count:
+                count.exclude([*fakes.values(), *tree_leaves((args, kwargs))])
+                outputs = run(*args, **kwargs)
+                losses = [leaf for leaf in tree_leaves(outputs) if _is_loss(leaf)]
+                if not losses:
+                    return None
+                held = count.live_bytes
+                torch.autograd.backward(losses)
+            return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
+    except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
+        return None
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
+
+
+def _bytes_of(outputs: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)

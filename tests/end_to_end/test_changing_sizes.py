@@ -1,0 +1,148 @@
+"""Batches of many lengths: one capture with symbolic sizes, a few plans, every step within the budget and bitwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import memopt
+from examples.models.families import BY_NAME, loss_of
+from memopt.capture.region import RecordedRegion
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+VOCABULARY = 128
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
+    """The regions that were captured."""
+    found: list[RecordedRegion] = []
+    record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
+        found.append(record(cls, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted))
+    return found
+
+
+def batch_of(samples: int, length: int) -> dict[str, Any]:
+    ids = torch.randint(VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def tight_budget(model: nn.Module, batch: dict[str, Any]) -> float:
+    plan = memopt.plan(copy.deepcopy(model), 1, batch, **EXACT)
+    return (plan.smallest_gb() + plan.plain_peak_gb) / 2
+
+
+def steps_are_bitwise(model: nn.Module, plain: nn.Module, shapes: list[tuple[int, int]], budget: float) -> None:
+    """Train both on batches of these shapes; losses and parameters are equal, and peaks within the budget."""
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3) for each in (model, plain)]
+    for number, shape in enumerate(shapes):
+        losses = []
+        for trained, optimizer in zip((model, plain), optimizers, strict=True):
+            resident = sum(p.untyped_storage().nbytes() for p in plain.parameters())
+            torch.manual_seed(number)
+            with memopt.measure_peak() as peak:
+                loss = loss_of(trained(**batch_of(*shape)))
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if trained is model:
+                assert 3 * resident + peak.allocated_bytes <= budget * 2**30
+        assert losses[0] == losses[1]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
+def test_lengths_make_two_captures(name: str, captures: list[RecordedRegion]) -> None:
+    model = BY_NAME[name].make()
+    plain = copy.deepcopy(model)
+    budget = tight_budget(model, batch_of(4, 96))
+    captures.clear()
+    memopt.optimize(model, budget, **EXACT)
+    shapes = [(4, 48), (4, 64), (4, 32), (3, 70), (4, 96), (1, 5), (4, 90), (2, 33)]
+    steps_are_bitwise(model, plain, shapes, budget)
+    assert len(captures) <= 3  # one with fixed sizes, one with symbols, one for the batch of a single sample
+
+
+def test_declared_sizes_make_one_capture(captures: list[RecordedRegion]) -> None:
+    model = BY_NAME["gpt2-sdpa"].make()
+    plain = copy.deepcopy(model)
+    budget = tight_budget(model, batch_of(4, 96))
+    captures.clear()
+    sizes = {0: Dim("samples", max=4), 1: Dim("length", max=96)}
+    dynamic = {"input_ids": sizes, "labels": sizes}
+    memopt.optimize(model, budget, example_inputs=batch_of(4, 48), dynamic=dynamic, **EXACT)
+    assert "input_ids.shape[1] ≤ 96 (seen 48)" in memopt.plan_of(model).table()
+    assert memopt.plan_of(model).ceiling_bytes <= budget * 2**30
+    steps_are_bitwise(model, plain, [(4, 96), (3, 50), (4, 7), (2, 96)], budget)
+    assert len(captures) == 1
+
+
+def test_a_plan_for_declared_sizes_is_for_the_largest() -> None:
+    model = BY_NAME["gpt2-sdpa"].make()
+    dynamic = {"input_ids": {1: Dim("length", max=96)}, "labels": {1: Dim("length", max=96)}}
+    plan = memopt.plan(model, 1, batch_of(4, 48), dynamic=dynamic, **EXACT)
+    largest = memopt.plan(model, 1, batch_of(4, 96), **EXACT)
+    assert plan.predicted_peak_gb == largest.predicted_peak_gb
+
+
+def test_gradients_held_need_no_capture(captures: list[RecordedRegion]) -> None:
+    model = BY_NAME["gpt2-sdpa"].make()
+    memopt.optimize(model, tight_budget(model, batch_of(4, 96)), **EXACT)
+    captures.clear()
+    for length in (48, 64, 56, 70, 33):
+        loss_of(model(**batch_of(4, length))).backward()
+    assert len(captures) == 2
+
+
+def test_short_batches_are_not_recomputed() -> None:
+    """Plans for smaller ceilings are made on the same capture once they pay."""
+    model = BY_NAME["gpt2-sdpa"].make()
+    budget = memopt.plan(copy.deepcopy(model), 1, batch_of(4, 96), **EXACT).smallest_gb() * 1.1
+    memopt.optimize(model, budget, **EXACT)
+    added = []
+    for length in (90, 96, 20, 20, 20, 20, 96):
+        loss_of(model(**batch_of(4, length))).backward()
+        model.zero_grad()
+        added.append(memopt.plan_of(model).added_time)
+    assert added[1] > 0.1
+    assert added[5] < added[1] / 2
+    assert added[6] == added[1]
+
+
+class Insists(nn.Module):
+    """A model whose code takes its inputs' length as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = {8: 1.0, 16: 0.5, 24: 0.25}
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).relu() * self.lengths[x.shape[1]]).pow(2).mean()
+
+
+def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[RecordedRegion]) -> None:
+    model = Insists().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1, **EXACT)
+    for length in (8, 16, 24, 16):
+        x = torch.randn(4, length, 8)
+        loss, expected = model(x), plain(x)
+        assert loss.item() == expected.item()
+        for each in (loss, expected):
+            each.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert len(captures) == 3
