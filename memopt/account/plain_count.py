@@ -14,6 +14,7 @@ from memopt.account.eager_bytes import EagerBytes
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.modules import has_forward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.device import Hardware
 
@@ -37,7 +38,7 @@ def count_plain_step(
     None where that cannot be known: the code looks at values, no scalar that requires a gradient is returned, or
     modules have forward hooks, which would see the fakes.
     """
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if any(map(has_forward_hooks, model.modules())):
         return None
     home = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)

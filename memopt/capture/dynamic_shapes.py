@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
+from memopt.compat.dynamo import mark_changing
 
 Place: TypeAlias = tuple[int, int]
 """The number of a tensor in `tensors_in(call)`, and one of its dimensions."""
@@ -45,7 +46,7 @@ def mark(call: Call, places: Collection[Place]) -> None:
     tensors = list(tensors_in(call))
     for number, dimension in places:
         if tensors[number].shape[dimension] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensors[number], dimension)
+            mark_changing(tensors[number], dimension)
 
 
 def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:

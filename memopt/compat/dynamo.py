@@ -2,7 +2,7 @@
 
 Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
-`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
+`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.maybe_mark_dynamic`, `torch._dynamo.convert_frame.input_codes`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`.
 
@@ -33,6 +33,7 @@ __all__ = [
     "compile_with",
     "copy_source",
     "drop_compilations",
+    "mark_changing",
     "tracing_again",
 ]
 
@@ -101,6 +102,14 @@ def compile_with(
     for added in set(cached_backends) - known:
         del cached_backends[added]
     return compiled
+
+
+def mark_changing(tensor: torch.Tensor, dimension: int) -> None:
+    """Has Dynamo make a symbol of this size when it next captures a call with the tensor, unless the code insists on
+    the size."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dimension)
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:

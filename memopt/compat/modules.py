@@ -1,6 +1,7 @@
 """Modules: what a call of a model goes through.
 
-Private names, in torch 2.11 to 2.15: `Module._call_impl`, `Module._compiled_call_impl`. The second is what
+Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_pre_hooks`, `Module._call_impl` and
+`Module._compiled_call_impl`. The last is what
 `Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
 `_call_impl`. Pickling and `copy.deepcopy` leave it out.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["compiled_call", "plain_call", "reset_compiled_call", "set_compiled_call"]
+__all__ = ["compiled_call", "has_forward_hooks", "plain_call", "reset_compiled_call", "set_compiled_call"]
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
@@ -34,3 +35,8 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 def reset_compiled_call(module: nn.Module) -> None:
     """Have nothing stand in for the module's calls, and leave no trace in the module."""
     vars(module).pop("_compiled_call_impl", None)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether functions of the user's run before or after the module's own forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

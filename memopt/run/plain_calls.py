@@ -125,7 +125,7 @@ class PlainCalls:
         return max(peak, at_optimizer) <= self.planner.options.budget_bytes
 
     def _nothing_else_wanted(self) -> bool:
-        """Whether a plan would only save memory: no precision, passes, compiler or levers on the optimiser are wanted."""
+        """Whether a plan would only save memory: no precision, passes, compiler or optimiser levers are wanted."""
         planner = self.planner
         rewriting = planner.rewriting
         return not (
