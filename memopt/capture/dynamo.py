@@ -7,13 +7,14 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
-from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations
+from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations, keeping_requires_grad
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
 
@@ -123,7 +124,7 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            with capture_settings():
+            with capture_settings(), keeping_requires_grad() if whole else nullcontext():
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure

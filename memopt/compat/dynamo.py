@@ -4,7 +4,7 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`.
+`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.TensorVariable.method_requires_grad_`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -13,8 +13,9 @@ import them inside the function that catches them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "compile_with",
     "copy_source",
     "drop_compilations",
+    "keeping_requires_grad",
     "tracing_again",
 ]
 
@@ -83,6 +85,40 @@ def capture_settings() -> ExitStack:
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
     return stack
+
+
+_keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
+
+
+@contextmanager
+def keeping_requires_grad() -> Iterator[None]:
+    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
+    nothing reads, and traces on with a value that requires a gradient.
+
+    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
+    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    own: Any = TensorVariable.method_requires_grad_
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        value = self.as_proxy().node.meta["example_value"]
+        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+            return own(self, tx, requires_grad)
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+        value.requires_grad_()
+        self.requires_grad = True
+        return self
+
+    token = _keeps_requires_grad.set(True)
+    TensorVariable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TensorVariable.method_requires_grad_ = own  # type: ignore[method-assign]
+        _keeps_requires_grad.reset(token)
 
 
 def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:
