@@ -6,8 +6,8 @@ import gc
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            with capture_settings(), keeping_requires_grad() if whole else nullcontext():
+            with _capturing(), capture_settings(), keeping_requires_grad() if whole else nullcontext():
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure
@@ -141,6 +141,25 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
         raise GraphBreak(reason)
 
     return run
+
+
+_captures = 0
+"""The number of captured calls that are running, one inside of the other."""
+
+
+def is_capturing() -> bool:
+    """Whether a captured call is running or being captured now."""
+    return _captures > 0
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1
 
 
 def in_brief(error: BaseException) -> str:

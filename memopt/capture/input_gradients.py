@@ -15,8 +15,8 @@ from memopt.capture.dynamo import GraphBreak
 def drop_requires_grad(graph_module: fx.GraphModule) -> None:
     """Remove the calls of `value.requires_grad_()` on intermediate values whose results nothing reads.
 
-    Edits the graph. Gradients of parameters do not depend on them. Raises `GraphBreak` where the region returns such a value, since its
-    `.grad` can be read after the backward.
+    Edits the graph. Gradients of parameters do not depend on these calls. Raises `GraphBreak` where the region returns
+    such a value, since its `.grad` can be read after the backward.
     """
     for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
         graph = inner.graph

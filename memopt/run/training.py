@@ -36,6 +36,7 @@ from memopt.run.broken_calls import BrokenCalls
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
+from memopt.run.unplanned import UnplannedWatch
 from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
 
@@ -53,8 +54,10 @@ class TrainingCalls:
         options: Options,
         loss_fn: Callable[..., Any] | None,
         own_call: Callable[..., Any] | None,
+        watch: UnplannedWatch | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
+        self.watch = watch
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
@@ -66,6 +69,8 @@ class TrainingCalls:
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.watch is not None:
+            self.watch.end()
         if self.unplanned:
             return self.plain(*args, **kwargs)
         check_device((args, kwargs), self.model)
