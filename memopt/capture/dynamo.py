@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -163,8 +165,28 @@ def _capturing() -> Iterator[None]:
 
 
 def in_brief(error: BaseException) -> str:
-    """An error's message on one line of at most 200 characters, without torch's advice on debugging."""
+    """An error's message on one line of at most 200 characters, without torch's advice on debugging, and the line of
+    the model that it comes from where that is known."""
     text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]
-    return text[:200] or type(error).__name__
+    return (text[:200] or type(error).__name__) + _line_of(error)
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line outside of torch and memopt that an error comes from, in parentheses; empty without one."""
+    from memopt.compat.dynamo import user_stack
+
+    for frame in reversed(user_stack(error)):
+        if not frame.filename.startswith((*_NOT_USERS, "<")):
+            return f" ({short_path(frame.filename)}:{frame.lineno}, in {frame.name})"
+    return ""
+
+
+def short_path(path: str) -> str:
+    """A file's path from the working directory, or from the folder on `sys.path` that it was imported from."""
+    folders = [os.path.join(folder, "") for folder in (os.getcwd(), *sys.path) if folder]
+    return path.removeprefix(max((folder for folder in folders if path.startswith(folder)), key=len, default=""))
+
+
+_NOT_USERS = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))

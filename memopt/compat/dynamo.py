@@ -4,7 +4,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.TensorVariable.method_requires_grad_`.
+`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.TensorVariable.method_requires_grad_`,
+`TorchDynamoException.real_stack`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -13,7 +14,8 @@ import them inside the function that catches them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ __all__ = [
     "drop_compilations",
     "keeping_requires_grad",
     "tracing_again",
+    "user_stack",
 ]
 
 _ERRORS = {
@@ -156,6 +159,12 @@ def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
     """
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
+
+
+def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
+    """The Python lines that Dynamo traced when it raised `error`, else those that raised it, the innermost last."""
+    traced = getattr(error, "real_stack", None)
+    return traced or traceback.extract_tb(error.__traceback__)
 
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:

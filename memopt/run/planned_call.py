@@ -79,7 +79,8 @@ class PlannedCall:
             if calls is not None:
                 calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
         reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
-        self.uncompiled = torch.compiler.disable(self.forward.__call__, reason=reason)
+        disable: Any = torch.compiler.disable
+        self.uncompiled = disable(self.forward.__call__, reason=reason)
         set_compiled_call(self.model, self)
         self.watch.begin()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
@@ -32,9 +33,10 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.run.broken_calls import BrokenCalls
+from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.road import Road
+from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.run.whole_calls import WholeCalls
@@ -64,6 +66,7 @@ class TrainingCalls:
         self.road = Road(self.planner, self.accumulation)
         self.latest: Plan | None = None
         self.unplanned = False
+        self._uncapturable = Uncapturable(model)
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
@@ -81,10 +84,10 @@ class TrainingCalls:
         try:
             with self.planner.types():
                 return self._run((args, kwargs), sum(forward.held_bytes for forward in waiting))
-        except CaptureError:
+        except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
-            self.unplanned = True
+            self._run_unplanned_from_now(str(error))
             return self.plain(*args, **kwargs)
 
     def _run(self, call: Call, waiting_bytes: int) -> Any:
@@ -100,6 +103,25 @@ class TrainingCalls:
             return self._run_once(under_way)
 
     def _run_once(self, under_way: UnderWay) -> Any:
+        """Run a call; one that could not be captured before is refused without trying again."""
+        self._uncapturable.check(under_way.call)
+        try:
+            return self._run_regions(under_way)
+        except (TookAnotherWay, TooManyShapes):
+            raise
+        except CaptureError as error:
+            self._uncapturable.note(under_way.call, error)
+            self._breaks.clear()  # once the model has changed, it may be one region
+            raise
+
+    def _run_unplanned_from_now(self, reason: str) -> None:
+        self.unplanned = True
+        warnings.warn(
+            f"{type(self.model).__name__} trains unplanned from now on, as 'plain' in allow has it: {reason}",
+            stacklevel=2,
+        )
+
+    def _run_regions(self, under_way: UnderWay) -> Any:
         """Run a call as one region; region by region where it has graph breaks."""
         call = under_way.call
         reason = self._breaks.get(call_signature(call)) if len(self._breaks) else None
@@ -109,7 +131,8 @@ class TrainingCalls:
             except GraphBreak as broken:
                 reason = self._breaks[call_signature(call)] = str(broken)
         result = self._broken.run(under_way, partial(self._capture_broken, call, reason))
-        self.unplanned |= self._broken.ran_unplanned
+        if self._broken.ran_unplanned:
+            self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result
 
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:

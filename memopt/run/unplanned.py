@@ -31,7 +31,7 @@ class UnplannedWatch(WatchingHook):
         model = self._model()
         if self._handles or self._warned or model is None:
             return
-        trained = (parameter for parameter in model.parameters() if parameter.requires_grad and parameter.is_leaf)
+        trained: list[Any] = [value for value in model.parameters() if value.requires_grad and value.is_leaf]
         self._handles = [parameter.register_post_accumulate_grad_hook(self) for parameter in trained]
 
     def end(self) -> None:
