@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.pending import PendingForward, PendingForwards
+from memopt.run.planning_log import PlanningLog
 from memopt.run.road import Road
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
@@ -67,6 +69,7 @@ class TrainingCalls:
         self.latest: Plan | None = None
         self.unplanned = False
         self._uncapturable = Uncapturable(model)
+        self._log, self._plans_logged = PlanningLog(), 0
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
@@ -91,7 +94,7 @@ class TrainingCalls:
             return self.plain(*args, **kwargs)
 
     def _run(self, call: Call, waiting_bytes: int) -> Any:
-        under_way = UnderWay(call, self._situation(), waiting_bytes, self._begin)
+        under_way = UnderWay(call, self._situation(), waiting_bytes, partial(self._begin, call, time.perf_counter()))
         self.planner.screen(call, under_way.crowded)
         generators = generator_states(self.planner.device())
         try:
@@ -141,15 +144,18 @@ class TrainingCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
+        started = time.perf_counter()
         situation = replace(self._situation(), gradients_held=gradients_held)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
             if kept := plan_cache.find_by(self.road.sketch(call, situation)):
                 self.latest = kept.live(self._captured_later(kept, call, situation))
+                self._log.planned(self.latest, call, time.perf_counter() - started)
                 return self.latest
             captured = self._capture(call)
             self.latest = self.road.plan(captured, call, situation, advise=advise)
+            self._log.planned(self.latest, call, time.perf_counter() - started)
         if captured.whole:
             self._whole.planned(captured, situation, self.latest)
         else:
@@ -258,8 +264,11 @@ class TrainingCalls:
                 reason = "a second forward before the first one's backward"
                 raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
 
-    def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
-        """Register a forward that runs by a plan, which thereby becomes the latest one."""
+    def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
+        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
+        if self.road.plans != self._plans_logged:
+            self._plans_logged = self.road.plans
+            self._log.planned(plan, call, time.perf_counter() - started)
         self.latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
