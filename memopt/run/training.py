@@ -260,9 +260,10 @@ class TrainingCalls:
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         for forward in waiting:
             planned = forward.plan
-            if planned.ceiling_bytes + gradients > planned.budget_bytes:
+            needed = planned.ceiling_bytes + gradients
+            if needed > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
-                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
+                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(needed), reason, least=False)
 
     def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
