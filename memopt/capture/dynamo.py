@@ -92,7 +92,9 @@ def _weak_backend(compilations: _Compilations) -> Backend:
             try:
                 return alive.regions[number](*args)
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
-                raise CaptureError(f"a captured region cannot be differentiated: {in_brief(failure)}") from failure
+                raise CaptureError(
+                    f"a captured region cannot be differentiated: {in_brief_with_line(failure)}"
+                ) from failure
 
         return region
 
@@ -138,7 +140,7 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
         except DynamoError as failure:
             if not whole:
                 raise
-            reason = in_brief(failure)
+            reason = in_brief_with_line(failure)
         gc.collect()  # a failed compilation leaves reference cycles that hold the inputs
         raise GraphBreak(reason)
 
@@ -165,22 +167,21 @@ def _capturing() -> Iterator[None]:
 
 
 def in_brief(error: BaseException) -> str:
-    """An error's message on one line of at most 200 characters, without torch's advice on debugging, and the line of
-    the model that it comes from where that is known."""
+    """An error's message on one line of at most 200 characters, without torch's advice on debugging."""
     text = " ".join(str(error).split()).removeprefix("Consider annotating your code using torch._check*(). ")
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]
-    return (text[:200] or type(error).__name__) + _line_of(error)
+    return text[:200] or type(error).__name__
 
 
-def _line_of(error: BaseException) -> str:
-    """The innermost line outside of torch and memopt that an error comes from, in parentheses; empty without one."""
+def in_brief_with_line(error: BaseException) -> str:
+    """As `in_brief`, followed by the innermost line outside of torch and memopt that the error comes from, if any."""
     from memopt.compat.dynamo import user_stack
 
     for frame in reversed(user_stack(error)):
         if not frame.filename.startswith((*_NOT_USERS, "<")):
-            return f" ({short_path(frame.filename)}:{frame.lineno}, in {frame.name})"
-    return ""
+            return f"{in_brief(error)} ({short_path(frame.filename)}:{frame.lineno}, in {frame.name})"
+    return in_brief(error)
 
 
 def short_path(path: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt.capture.between import Between, stand_in
-from memopt.capture.dynamo import in_brief, short_path
+from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
@@ -69,7 +69,7 @@ def rehearse(
     except Exception as failure:
         if mode is None and not isinstance(failure, DynamoError):
             raise
-        error = in_brief(failure)
+        error = in_brief_with_line(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"
         reasons = reason if error == reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure

@@ -15,7 +15,7 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief, loss_call, training_call
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
@@ -185,7 +185,7 @@ class TrainingCalls:
         except ValueError:  # ours, CaptureError among them
             raise
         except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
-            error = f"{reason}; running past it failed: {in_brief(failure)}"
+            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
