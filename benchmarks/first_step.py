@@ -3,9 +3,10 @@
     python -m benchmarks.first_step [--only GPT-2] [--ways torch exact-ahead] [--repeats 3]
     python -m benchmarks.first_step --tree /path/to/another/checkout    # measures the memopt of that folder
 
-GPT-2 of 12 layers (124 M parameters) and a Llama of 16 layers of width 512, random weights, fp32, one sequence of 256
-tokens, one thread. A step is a forward and a backward. Each way runs in a process of its own that starts without kept
-plans; importing torch and transformers and building the model are not counted, `import memopt` is not either.
+GPT-2 of 12 layers (124 M parameters), a Llama of 16 layers of width 512, and this Llama with low-rank adapters and
+checkpointed blocks, random weights, fp32, one sequence of 256 tokens, one thread. A step is a forward and a backward.
+Each way runs in a process of its own that starts without kept plans; importing torch and transformers and building the
+model are not counted, `import memopt` is not either.
 
     plain          the model as it is
     torch          torch.compile(model, backend="aot_eager")
@@ -75,7 +76,14 @@ def llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"GPT-2": gpt2, "Llama": llama}
+def llama_with_adapters() -> Any:
+    """That Llama with low-rank adapters, checkpointed blocks and an input-gradient hook, as PEFT sets it up."""
+    from examples.models.adapters import with_adapters
+
+    return with_adapters(llama())
+
+
+MODELS: dict[str, Callable[[], Any]] = {"GPT-2": gpt2, "Llama": llama, "Llama-LoRA": llama_with_adapters}
 
 
 def model_and_batch(name: str) -> tuple[Any, dict[str, Any]]:

@@ -26,6 +26,7 @@ from memopt.planning.options import (
 )
 from memopt.planning.plan import Plan
 from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.run.unplanned import unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
 # Nothing needs to be recomputed within it.
@@ -246,6 +247,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
 def remove(model: Model) -> Model:
     """Turn an optimised model back into the plain one, in place, and return it; a plain model is left as it is."""
+    unwatch(model)
     call = planned_call_of(model)
     if call is not None:
         call.give_back()

@@ -52,6 +52,15 @@ class UnplannedGradientError(ValueError):
     """A gradient flows into an output for which the plan has no backward."""
 
 
+def would_do(needed_bytes: int, budget_bytes: int) -> str:
+    """The words for a change with which a step needs `needed_bytes`, which are within the budget.
+
+    They name no smaller budget, since nobody asked for one; the spare share is rounded down."""
+    return (
+        f"this budget would do, with {max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10:.1f}% to spare"
+    )
+
+
 def round_up(gb: float) -> str:
     """The value with six digits, rounded up, so that the text works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)

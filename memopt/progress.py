@@ -22,8 +22,8 @@ _LOG_SECONDS = 10.0
 def stage(name: str) -> Iterator[Callable[[str], None]]:
     """Context that shows a spinner with `name` on a terminal, and afterwards the time if it was over a second.
 
-    The time is also logged, at level INFO of the logger "memopt". The context's value is a function that reports
-    progress: its text appears beside the spinner, and in the log at most every ten seconds.
+    The time is also logged, at level DEBUG of the logger "memopt". The context's value is a function that reports
+    progress: its text appears beside the spinner, and in the log (INFO) at most every ten seconds.
     """
     started = logged = time.perf_counter()
     spinner = _console.status(f"memopt: {name} …") if not _shown and _console.is_terminal else None
@@ -46,6 +46,6 @@ def stage(name: str) -> Iterator[Callable[[str], None]]:
     finally:
         _shown.pop()
         seconds = time.perf_counter() - started
-        _log.info("%s took %.1f s", name, seconds)
+        _log.debug("%s took %.1f s", name, seconds)
         if seconds > 1 and _console.is_terminal:
             _console.print(f"memopt: {name} [dim]{seconds:.1f} s[/dim]", highlight=False)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.errors import GIB, BudgetError, round_up
+from memopt.errors import GIB, BudgetError, round_up, would_do
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,8 @@ def test_the_message_names_both_budgets_and_what_would_help() -> None:
 def test_a_budget_that_works_but_may_not_be_the_smallest() -> None:
     error = BudgetError(GIB, 2 * GIB, "the parameters", least=False)
     assert str(error) == "a budget of 1 GB is too small for this step: 2 GB leaves room for the parameters"
+
+
+def test_a_change_that_helps_names_no_budget_below_the_one_given() -> None:
+    assert would_do(899, 1000) == "this budget would do, with 10.1% to spare"
+    assert would_do(1000, 1000) == "this budget would do, with 0.0% to spare"

@@ -35,7 +35,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     logger, handler = logging.getLogger("memopt"), Handler()
     logger.addHandler(handler)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
     logger.manager._clear_cache()
     yield lines
     logger.removeHandler(handler)
@@ -79,7 +79,7 @@ def test_elsewhere_the_log_has_it(monkeypatch: pytest.MonkeyPatch, clock: Clock,
     with progress.stage("solving"):
         clock.now += 2.0
     assert page.getvalue() == ""
-    assert logged == ["INFO solving took 2.0 s"]
+    assert logged == ["DEBUG solving took 2.0 s"]
 
 
 def test_how_far_a_stage_has_come(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -96,7 +96,7 @@ def test_the_log_has_it_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, clock
         for number in range(6):
             tell(f"{number} of 6")
             clock.now += 5.0
-    assert logged == ["INFO solving: 2 of 6", "INFO solving: 4 of 6", "INFO solving took 30.0 s"]
+    assert logged == ["INFO solving: 2 of 6", "INFO solving: 4 of 6", "DEBUG solving took 30.0 s"]
     assert page.getvalue() == ""
 
 
@@ -104,5 +104,5 @@ def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clo
     terminal(monkeypatch, interactive=False)
     with pytest.raises(KeyError), progress.stage("solving"):
         raise KeyError
-    assert logged == ["INFO solving took 0.0 s"]
+    assert logged == ["DEBUG solving took 0.0 s"]
     assert progress._shown == []

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
-from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations
+from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations, keeping_requires_grad
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
 
@@ -89,7 +92,9 @@ def _weak_backend(compilations: _Compilations) -> Backend:
             try:
                 return alive.regions[number](*args)
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
-                raise CaptureError(f"a captured region cannot be differentiated: {in_brief(failure)}") from failure
+                raise CaptureError(
+                    f"a captured region cannot be differentiated: {in_brief_with_line(failure)}"
+                ) from failure
 
         return region
 
@@ -126,7 +131,7 @@ def compile_call(
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            with capture_settings():
+            with _capturing(), capture_settings(), keeping_requires_grad() if whole else nullcontext():
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure
@@ -138,11 +143,30 @@ def compile_call(
         except DynamoError as failure:
             if not whole:
                 raise
-            reason = in_brief(failure)
+            reason = in_brief_with_line(failure)
         gc.collect()  # a failed compilation leaves reference cycles that hold the inputs
         raise GraphBreak(reason)
 
     return run
+
+
+_captures = 0
+"""The number of captured calls that are running, one inside of the other."""
+
+
+def is_capturing() -> bool:
+    """Whether a captured call is running or being captured now."""
+    return _captures > 0
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1
 
 
 def in_brief(error: BaseException) -> str:
@@ -151,3 +175,22 @@ def in_brief(error: BaseException) -> str:
     inner = re.search(r"got \w+\((['\"])(.+?)\1\)", text)  # "… failed to run FX node with fake tensors: … got …"
     text = inner[2] if inner else re.split(r"\.(?= |$)| \(unhinted| Explanation:", text)[0]
     return text[:200] or type(error).__name__
+
+
+def in_brief_with_line(error: BaseException) -> str:
+    """As `in_brief`, followed by the innermost line outside of torch and memopt that the error comes from, if any."""
+    from memopt.compat.dynamo import user_stack
+
+    for frame in reversed(user_stack(error)):
+        if not frame.filename.startswith((*_NOT_USERS, "<")):
+            return f"{in_brief(error)} ({short_path(frame.filename)}:{frame.lineno}, in {frame.name})"
+    return in_brief(error)
+
+
+def short_path(path: str) -> str:
+    """A file's path from the working directory, or from the folder on `sys.path` that it was imported from."""
+    folders = [os.path.join(folder, "") for folder in (os.getcwd(), *sys.path) if folder]
+    return path.removeprefix(max((folder for folder in folders if path.startswith(folder)), key=len, default=""))
+
+
+_NOT_USERS = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__)))

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import DataSizes
+from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.compat.dynamo import capture_settings, tracing_again
@@ -49,11 +50,13 @@ class RecordedRegion:
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
         """Record a region, in Dynamo's backend. Edits the graph: all outputs but the loss are detached unless
-        `differentiate_all`.
+        `differentiate_all`, and calls of `requires_grad_` are removed.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
-        fake parameter to that of the model's own.
+        fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
+        returned.
         """
+        drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}

@@ -3,6 +3,8 @@ bytes that the eager code between them holds."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from memopt.capture.between import Between, stand_in
-from memopt.capture.dynamo import in_brief
+from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
@@ -67,7 +69,7 @@ def rehearse(
     except Exception as failure:
         if mode is None and not isinstance(failure, DynamoError):
             raise
-        error = in_brief(failure)
+        error = in_brief_with_line(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"
         reasons = reason if error == reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
@@ -94,7 +96,10 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 
 def cannot_capture(model: nn.Module, reason: str) -> str:
-    """The error for a user whose model's forward cannot be captured."""
+    """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's."""
+    code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is not None and not re.search(r":\d+, in ", reason):
+        reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"
     return (
         f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; change the model there, or "
         "add 'plain' to allow to run it unplanned"

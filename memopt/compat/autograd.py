@@ -15,12 +15,14 @@ import torch
 
 __all__ = [
     "Fate",
+    "WatchingHook",
     "backward_hooks",
     "current_backward",
     "current_leaf",
     "fate_of_gradient",
     "keeps_graph",
     "post_accumulate_hooks",
+    "watching_hooks",
 ]
 
 
@@ -65,6 +67,22 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+class WatchingHook:
+    """A hook on the accumulated gradient of a leaf that only takes note of it, so that a backward need not call it."""
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf."""
+    """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without those that only watch."""
+    return [hook for hook in _late_hooks(tensor) if not isinstance(hook, WatchingHook)]
+
+
+def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
+    """The hooks on the accumulated gradient of a leaf that only watch."""
+    return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
+
+
+def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())

@@ -2,9 +2,11 @@
 
 Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
-`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.maybe_mark_dynamic`, `torch._dynamo.convert_frame.input_codes`,
+`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
+`torch._dynamo.maybe_mark_dynamic`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`.
+`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.TensorVariable.method_requires_grad_`,
+`TorchDynamoException.real_stack`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -13,8 +15,10 @@ import them inside the function that catches them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +37,10 @@ __all__ = [
     "compile_with",
     "copy_source",
     "drop_compilations",
+    "keeping_requires_grad",
     "mark_changing",
     "tracing_again",
+    "user_stack",
 ]
 
 _ERRORS = {
@@ -86,6 +92,40 @@ def capture_settings() -> ExitStack:
     return stack
 
 
+_keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
+
+
+@contextmanager
+def keeping_requires_grad() -> Iterator[None]:
+    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
+    nothing reads, and traces on with a value that requires a gradient.
+
+    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
+    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    own: Any = TensorVariable.method_requires_grad_
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        value = self.as_proxy().node.meta["example_value"]
+        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+            return own(self, tx, requires_grad)
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+        value.requires_grad_()
+        self.requires_grad = True
+        return self
+
+    token = _keeps_requires_grad.set(True)
+    TensorVariable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TensorVariable.method_requires_grad_ = own  # type: ignore[method-assign]
+        _keeps_requires_grad.reset(token)
+
+
 def compile_with(
     backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
@@ -135,6 +175,12 @@ def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
     """
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
+
+
+def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
+    """The Python lines that Dynamo traced when it raised `error`, else those that raised it, the innermost last."""
+    traced = getattr(error, "real_stack", None)
+    return traced or traceback.extract_tb(error.__traceback__)
 
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:

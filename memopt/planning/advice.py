@@ -12,7 +12,7 @@ import torch
 
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
-from memopt.errors import GIB, BudgetError, round_up
+from memopt.errors import BudgetError, would_do
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
@@ -52,7 +52,8 @@ class Advice:
             self.with_low_rank,
         )
         found = [piece for look in looks for piece in _unless_it_fails(look)]
-        return [f"{words} {round_up(nbytes / GIB)} GB would do" for words, nbytes in found if self.fits(nbytes)]
+        budget = self.options.budget_bytes
+        return [f"{words} {would_do(nbytes, budget)}" for words, nbytes in found if self.fits(nbytes)]
 
     def fits(self, nbytes: int) -> bool:
         """Whether a smallest budget is within the one that was given."""

@@ -32,7 +32,7 @@ from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite import REINPLACE, LeverSet, lever_sets, offload_link
+from memopt.rewrite import FP8_LEVERS, REINPLACE, LeverSet, lever_sets, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
 from memopt.rewrite.precision.screenings import Screenings
 from memopt.rewrite.user_passes import with_passes
@@ -167,6 +167,9 @@ class CallPlanner:
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
         notes = (*self.options.notes(self.device().type), *proposing.notes)
+        if self._idle_levers:
+            names = " and ".join(map(repr, sorted(self._idle_levers)))
+            notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
     def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[LeverSet], Candidate | None]:
@@ -283,7 +286,11 @@ class CallPlanner:
         """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
         drop_logits = self.options.outputs == "loss_only"
         found = lever_sets(
-            self.rewriting, self.options.allow, drop_logits=drop_logits, card=self.card, histories=self.histories
+            self.rewriting,
+            self.options.allow - self._idle_levers,
+            drop_logits=drop_logits,
+            card=self.card,
+            histories=self.histories,
         )
         if not self.options.passes:
             return found
@@ -296,6 +303,12 @@ class CallPlanner:
             )
             for levers in found
         )
+
+    @property
+    def _idle_levers(self) -> frozenset[str]:
+        """The allowed 8-bit levers that have no step in 16 bits, where nobody has asked for a precision."""
+        no_low_bits = self.options.precision == "auto" and self.rewriting.autocast is None
+        return self.options.allow & frozenset(FP8_LEVERS) if no_low_bits else frozenset()
 
     def types(self) -> AbstractContextManager[None]:
         """A context in which the caller's autocast is off, if the plan decides dtypes itself."""

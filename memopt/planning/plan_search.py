@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
-from memopt.errors import GIB, BudgetError, round_up
+from memopt.errors import BudgetError, would_do
 from memopt.optimizers import ProposalSet
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
@@ -136,7 +136,7 @@ class PlanSearch:
             if allowed:
                 return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        proposed = (_proposed(chosen, nbytes) for chosen, nbytes in helpful[:_SHOWN])
+        proposed = (_proposed(chosen, nbytes, self.budget_bytes) for chosen, nbytes in helpful[:_SHOWN])
         texts = [*self._notes, *proposed, *self.advice(self._steps)]
         raise BudgetError(
             self.budget_bytes,
@@ -224,7 +224,7 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
-def _proposed(chosen: ProposalSet, least_bytes: int) -> str:
+def _proposed(chosen: ProposalSet, least_bytes: int, budget_bytes: int) -> str:
     """The chosen proposals as a sentence of a refusal."""
     words = "; ".join(map(str, chosen.priced))
-    return f"with {' and '.join(map(repr, chosen.names))} in allow {round_up(least_bytes / GIB)} GB would do ({words})"
+    return f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({words})"

@@ -82,8 +82,6 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
         try:
             taken, solution = solve_settled(joined, replace(request, account=tighter))
         except BudgetError:
-            if not allowance:
-                raise
             break
         fitted = within(taken, solution.schedule, account, budget_bytes)
         if fitted is not None:
@@ -92,7 +90,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
         allowance += max(needed - budget_bytes, budget_bytes // 256)
     taken, solution = _smallest_peak(joined, offload=request.offload)
     fitted = within(taken, solution.schedule, account, budget_bytes)
-    if fitted is None:
+    if fitted is None or breakdown(taken.problem, solution.schedule, fitted).peak_bytes > budget_bytes:
         raise request.refusal(joined)
     return taken, solution, fitted
 

@@ -34,6 +34,10 @@ _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
 
 
+class TookAnotherWay(CaptureError):
+    """A forward ran through other regions than those that were planned; the next one may run as planned."""
+
+
 class BrokenCalls:
     """Plans and runs calls with graph breaks.
 
@@ -138,9 +142,10 @@ class _Forward:
             if joint.fingerprint == planned[number].fingerprint:
                 self.runs += 1
                 return joint, self.plan.regions[number]
-        raise CaptureError(
+        raise TookAnotherWay(
             "the forward took another way than when it was planned: it depends on the values of its inputs outside "
-            "of any captured region; mend the graph break, or add 'plain' to allow to run it unplanned"
+            f"of any captured region, {'; '.join(captured.notes[:1])}; mend the graph break, or add 'plain' to allow "
+            "to run it unplanned"
         )
 
 

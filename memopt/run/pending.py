@@ -53,24 +53,33 @@ class PendingForward:
         needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
         if needed > self.plan.budget_bytes:
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
-            raise BudgetError(self.plan.budget_bytes, self.roomy_bytes(retained=keeps_graph()), reason, least=False)
+            roomy = self.roomy_bytes(needed, retained=keeps_graph())
+            raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
 
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
         self.done = True
 
-    def roomy_bytes(self, *, retained: bool = False) -> int:
-        """A budget with room for one more such forward that waits, for gradients both held and newly computed, and with
-        `retained` for a retained graph; nothing is recomputed under it."""
+    def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
+        """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
+        gradients both held and newly computed, and with `retained` for a retained graph; nothing is recomputed under
+        it."""
         joined, account = self.plan.joined, self.plan.account
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
-        waiting = max(1, len(self.beside.waiting()) - 1) * held_after_forward(joined.problem, save_all)
+        others = [forward for forward in self.beside.waiting() if forward is not self] or [self]
+        waiting = sum(forward.saved_bytes() for forward in others)
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
         if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
             gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
-        return peak - account.other_forwards + waiting + gradients
+        return max(needed, peak - account.other_forwards + waiting + gradients)
+
+    def saved_bytes(self) -> int:
+        """The bytes that it would hold until its backward with nothing recomputed."""
+        assert self.plan.joined is not None
+        problem = self.plan.joined.problem
+        return held_after_forward(problem, Schedule.save_all(problem))
 
     def _held_unplanned(self) -> int:
         """Bytes of the gradients that exist now and that the plan does not include."""

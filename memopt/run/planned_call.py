@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import as_call, check_device
 from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
 from memopt.optimizers import Proposals
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.run.training import TrainingCalls
+from memopt.run.unplanned import UnplannedWatch
 
 
 class PlannedCall:
@@ -24,12 +26,18 @@ class PlannedCall:
         check_model(model)
         self.model, self.options = model, options
         self.own_call = _own_call(model)
-        self.forward = TrainingCalls(model, options, None, self.own_call)
-        self.with_loss = TrainingCalls(model, options, options.loss_fn, self.own_call) if options.loss_fn else None
+        self.watch = UnplannedWatch(model, self)
+        self.forward = TrainingCalls(model, options, None, self.own_call, self.watch)
+        self.with_loss = (
+            TrainingCalls(model, options, options.loss_fn, self.own_call, self.watch) if options.loss_fn else None
+        )
+        self.uncompiled: Callable[..., Any] = self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.trains():
-            return self.forward.plain(*args, **kwargs)
+            return self._plain(self.forward, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.uncompiled(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def loss(self, inputs: Any, targets: Any) -> Any:
@@ -37,12 +45,19 @@ class PlannedCall:
         assert self.with_loss is not None
         if self.trains():
             return self.with_loss(inputs, targets)
-        return self.with_loss.plain(inputs, targets)
+        return self._plain(self.with_loss, inputs, targets)
 
     def trains(self) -> bool:
-        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and nothing
-        compiles it."""
-        return torch.is_grad_enabled() and self.model.training and not torch.compiler.is_compiling()
+        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
+        neither exported nor captured as a part of another planned model."""
+        others = torch.compiler.is_exporting() or is_capturing()
+        return torch.is_grad_enabled() and self.model.training and not others
+
+    def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
+        """Run the plain model; a backward through it in eval mode is noticed."""
+        if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
+            self.watch.begin()
+        return calls.plain(*args, **kwargs)
 
     def plan(self, example_inputs: Any, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a training call before its first run, on fake tensors. `gradients_held`: as a call that adds to existing
@@ -56,14 +71,22 @@ class PlannedCall:
         return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def take_over(self) -> None:
-        """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any."""
+        """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any.
+
+        Where torch.compile is asked to compile the call, its graph breaks there and the call runs as planned.
+        """
         for calls in (self.forward, self.with_loss):
             if calls is not None:
                 calls.planner.proposing.decide(self.latest.proposals if self.latest else ())
+        reason = "memopt plans and compiles this training call itself, so that nothing needs to be compiled around it"
+        disable: Any = torch.compiler.disable
+        self.uncompiled = disable(self.forward.__call__, reason=reason)
         set_compiled_call(self.model, self)
+        self.watch.begin()
 
     def give_back(self) -> None:
         """Restore the model's own call."""
+        self.watch.end()
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:

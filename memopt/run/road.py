@@ -41,6 +41,8 @@ class Road:
 
     def __init__(self, planner: CallPlanner, accumulation: Accumulation) -> None:
         self.planner, self.accumulation = planner, accumulation
+        self.plans = 0
+        """The number of plans that were made, or read from disk."""
 
     def plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
         """The plan of a captured call, made ahead of its first run or read from disk.
@@ -49,6 +51,7 @@ class Road:
 
         Raises `BudgetError`, `CaptureError`.
         """
+        self.plans += 1
         key = self._key(captured, call, situation)
         plan_cache.note(self.sketch(call, situation), key)
         kept = plan_cache.find(key)
@@ -70,6 +73,7 @@ class Road:
         Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
         most. Raises `BudgetError`, `CaptureError`.
         """
+        self.plans += 1
         # A plan made ahead is kept already, but for one with proposals: those are part of the key once they are used.
         settled = planned is not None and not planned.proposals and not self.planner.fuses
         key = None if settled else self._key(captured, call, situation)

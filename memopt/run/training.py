@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +16,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
-from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
@@ -33,11 +35,14 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.run.broken_calls import BrokenCalls
+from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.plain_calls import PlainCalls
+from memopt.run.planning_log import PlanningLog
 from memopt.run.road import Road
+from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
+from memopt.run.unplanned import UnplannedWatch
 from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
 
@@ -55,8 +60,10 @@ class TrainingCalls:
         options: Options,
         loss_fn: Callable[..., Any] | None,
         own_call: Callable[..., Any] | None,
+        watch: UnplannedWatch | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
+        self.watch = watch
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
@@ -64,11 +71,15 @@ class TrainingCalls:
         self.plain_calls = PlainCalls(model, self.planner, self.plain)
         self._latest: Plan | None = None
         self.unplanned = False
+        self._uncapturable = Uncapturable(model)
+        self._log, self._plans_logged = PlanningLog(), 0
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.watch is not None:
+            self.watch.end()
         if self.unplanned:
             return self.plain(*args, **kwargs)
         check_device((args, kwargs), self.model)
@@ -83,14 +94,14 @@ class TrainingCalls:
         try:
             with self.planner.types():
                 return self._run(call, waiting_bytes)
-        except CaptureError:
+        except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
-            self.unplanned = True
+            self._run_unplanned_from_now(str(error))
             return self.plain(*args, **kwargs)
 
     def _run(self, call: Call, waiting_bytes: int) -> Any:
-        under_way = UnderWay(call, self._situation(), waiting_bytes, self._begin)
+        under_way = UnderWay(call, self._situation(), waiting_bytes, partial(self._begin, call, time.perf_counter()))
         self.planner.screen(call, under_way.crowded)
         generators = generator_states(self.planner.device())
         try:
@@ -102,6 +113,25 @@ class TrainingCalls:
             return self._run_once(under_way)
 
     def _run_once(self, under_way: UnderWay) -> Any:
+        """Run a call; one that could not be captured before is refused without trying again."""
+        self._uncapturable.check(under_way.call)
+        try:
+            return self._run_regions(under_way)
+        except (TookAnotherWay, TooManyShapes):
+            raise
+        except CaptureError as error:
+            self._uncapturable.note(under_way.call, error)
+            self._breaks.clear()  # once the model has changed, it may be one region
+            raise
+
+    def _run_unplanned_from_now(self, reason: str) -> None:
+        self.unplanned = True
+        warnings.warn(
+            f"{type(self.model).__name__} trains unplanned from now on, as 'plain' in allow has it: {reason}",
+            stacklevel=2,
+        )
+
+    def _run_regions(self, under_way: UnderWay) -> Any:
         """Run a call as one region; region by region where it has graph breaks."""
         call = under_way.call
         reason = self._breaks.get(call_signature(call)) if len(self._breaks) else None
@@ -111,7 +141,8 @@ class TrainingCalls:
             except GraphBreak as broken:
                 reason = self._breaks[call_signature(call)] = str(broken)
         result = self._broken.run(under_way, partial(self._capture_broken, call, reason))
-        self.unplanned |= self._broken.ran_unplanned
+        if self._broken.ran_unplanned:
+            self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result
 
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
@@ -123,15 +154,18 @@ class TrainingCalls:
         if not self.options.kept:
             call = at_largest(call, self._declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan
+        started = time.perf_counter()
         situation = replace(self._situation(), gradients_held=gradients_held)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
             if kept := plan_cache.find_by(self.road.sketch(call, situation)):
                 self._latest = kept.live(self._captured_later(kept, call, situation))
+                self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest
             captured = self._capture(call)
             self._latest = self.road.plan(captured, call, situation, advise=advise)
+            self._log.planned(self._latest, call, time.perf_counter() - started)
         if captured.whole:
             self._whole.planned(captured, situation, self._latest)
         else:
@@ -162,7 +196,7 @@ class TrainingCalls:
         except ValueError:  # ours, CaptureError among them
             raise
         except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
-            error = f"{reason}; running past it failed: {in_brief(failure)}"
+            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
@@ -252,12 +286,16 @@ class TrainingCalls:
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         for forward in waiting:
             planned = forward.plan
-            if planned.ceiling_bytes + gradients > planned.budget_bytes:
+            needed = planned.ceiling_bytes + gradients
+            if needed > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
-                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
+                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(needed), reason, least=False)
 
-    def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
-        """Register a forward that runs by a plan, which thereby becomes the latest one."""
+    def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
+        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
+        if self.road.plans != self._plans_logged:
+            self._plans_logged = self.road.plans
+            self._log.planned(plan, call, time.perf_counter() - started)
         self._latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(

@@ -6,12 +6,14 @@ import torch
 
 from memopt.compat.autograd import (
     Fate,
+    WatchingHook,
     backward_hooks,
     current_backward,
     current_leaf,
     fate_of_gradient,
     keeps_graph,
     post_accumulate_hooks,
+    watching_hooks,
 )
 
 
@@ -88,3 +90,13 @@ def test_hooks_of_a_leaf() -> None:
     second.remove()
     assert backward_hooks(leaf) == []
     assert post_accumulate_hooks(leaf) == []
+
+
+def test_a_hook_that_only_watches_is_told_apart() -> None:
+    class Watch(WatchingHook):
+        def __call__(self, leaf: torch.Tensor) -> None: ...
+
+    leaf, watch = torch.ones(2, requires_grad=True), Watch()
+    leaf.register_post_accumulate_grad_hook(watch)
+    assert post_accumulate_hooks(leaf) == []
+    assert watching_hooks(leaf) == [watch]

@@ -13,7 +13,14 @@ from torch._dynamo import exc
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 
 from memopt.compat import dynamo
-from memopt.compat.dynamo import capture_settings, compile_with, copy_source, drop_compilations, tracing_again
+from memopt.compat.dynamo import (
+    capture_settings,
+    compile_with,
+    copy_source,
+    drop_compilations,
+    keeping_requires_grad,
+    tracing_again,
+)
 
 
 def test_the_errors_are_those_of_dynamo() -> None:
@@ -94,3 +101,24 @@ def test_the_source_of_a_placeholder_is_copied() -> None:
     assert other._dynamo_source == "L['x']"  # type: ignore[attr-defined]
     copy_source(third, other)
     assert other._dynamo_source is None  # type: ignore[attr-defined]
+
+
+def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph() -> None:
+    graphs: list[fx.GraphModule] = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        hidden = x.sin().requires_grad_(True)
+        return hidden * weight, hidden.requires_grad
+
+    compiled = compile_with(backend, call, whole=True)
+    with keeping_requires_grad():
+        _, requires_grad = compiled(torch.ones(3))
+    assert requires_grad
+    assert [node.target for node in graphs[0].graph.find_nodes(op="call_method", target="requires_grad_")]
+    with pytest.raises(exc.TorchDynamoException):
+        compile_with(backend, lambda x: call(x + 1), whole=True)(torch.ones(3))

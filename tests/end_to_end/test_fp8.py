@@ -97,6 +97,14 @@ def test_refused_in_fp32_and_by_a_single_sentence() -> None:
         memopt.plan(llama(), 1000, BATCH, precision="fp32", allow={"fp8"})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default precision of a GPU has 16 bits")
+def test_left_out_and_noted_where_the_default_precision_has_no_16_bits() -> None:
+    plan = memopt.plan(llama(), 1000, BATCH, optimizer=None, allow={"fp8", "recompute"})
+    if precision_rewriting("auto", hardware("cpu")).autocast is None:
+        assert any("'fp8' in allow is not used" in note for note in plan.notes)
+    assert plan.levers == ()
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have plans take this CPU for one with 8-bit units."""

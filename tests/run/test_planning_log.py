@@ -1,0 +1,57 @@
+"""The log has one line for each set of shapes that is planned, with its seconds, and no other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.run.planning_log import shapes_of
+from tests.run.pieces import Blocks
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("memopt"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+def train(model: nn.Module, rows: int, *, accumulate: int = 1) -> None:
+    model.zero_grad()
+    for _ in range(accumulate):
+        model(torch.ones(rows, 32)).backward()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_line_for_each_set_of_shapes(lines: list[str], ahead: bool) -> None:
+    model = Blocks().train()
+    given = {"example_inputs": (torch.ones(8, 32),)} if ahead else {}
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", allow={"recompute"}, **given)
+    assert len(lines) == ahead
+    for rows in (8, 8, 4, 8, 4):
+        train(model, rows, accumulate=2)
+    assert len(lines) == 2
+    assert "planned Blocks for (8, 32) in " in lines[0]
+    assert "planned Blocks for (4, 32) in " in lines[1]
+    assert "added time 0.0%" in lines[0]
+
+
+def test_shapes_are_named_by_keywords_and_found_in_containers() -> None:
+    pair = [torch.ones(2), {"mask": torch.ones(3, 1)}]
+    assert shapes_of(((torch.ones(4), 3), {"pair": pair, "flag": True})) == "(4,), pair (2,), pair (3, 1)"
+    assert shapes_of(((), {})) == "no tensors"

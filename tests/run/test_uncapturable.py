@@ -1,0 +1,104 @@
+"""A call that cannot be captured is refused at every step, and captured once, until its model changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.capture import dynamo
+from memopt.run import whole_calls
+from memopt.run.broken_calls import TookAnotherWay
+from memopt.run.uncapturable import Uncapturable
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
+
+
+class Closed(nn.Module):
+    """A forward that nothing may compile, unless it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.open = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x) if self.open else self.outside(x)
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).pow(2).mean()
+
+    outside = torch.compiler.disable(inside)  # type: ignore[no-untyped-call]
+
+
+def test_refused_without_a_second_capture_until_the_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[int] = []
+    own = whole_calls.WholeCalls.run
+
+    def run(calls: Any, under_way: Any) -> Any:
+        captures.append(1)
+        return own(calls, under_way)
+
+    monkeypatch.setattr(whole_calls.WholeCalls, "run", run)
+    model = memopt.optimize(Closed().train(), 1.0, **EXACT)
+    texts = set()
+    for _ in range(3):
+        with pytest.raises(memopt.CaptureError) as refused:
+            model(torch.ones(4, 8))
+        texts.add(str(refused.value))
+    assert len(texts) == len(captures) == 1
+    assert "test_uncapturable.py:" in texts.pop()
+    with pytest.raises(memopt.CaptureError):
+        model(torch.ones(5, 8))
+    assert len(captures) == 2
+    model.open = True
+    model(torch.ones(4, 8)).backward()
+    assert len(captures) == 3
+    assert memopt.plan_of(model).regions
+
+
+def test_errors_are_known_by_signature_code_and_settings() -> None:
+    model = Closed()
+    known, call = Uncapturable(model), ((torch.ones(4, 8),), {})
+    known.check(call)
+    known.note(call, memopt.CaptureError("no"))
+    with pytest.raises(memopt.CaptureError, match="no"):
+        known.check(call)
+    known.check(((torch.ones(5, 8),), {}))
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    known.check(call)
+    del model.forward
+    model.eval()
+    known.check(call)
+
+
+class Wandering(nn.Module):
+    """Runs one block or two, by the value of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if float(x.detach().numpy().sum()) > 0:
+            h = self.b(h)
+        return h.pow(2).mean()
+
+
+def test_a_forward_on_another_way_names_the_line_and_may_come_back() -> None:
+    model = memopt.optimize(Wandering().train(), 1.0, **EXACT)
+    model(torch.ones(4, 8)).backward()
+    model.zero_grad()
+    with pytest.raises(TookAnotherWay, match=r"test_uncapturable.py:\d+, in forward"):
+        model(-torch.ones(4, 8)).backward()
+    model(torch.ones(4, 8)).backward()
+
+
+def test_the_line_of_an_error_is_the_innermost_of_the_user() -> None:
+    with pytest.raises(RuntimeError) as failed:
+        torch.ones(2) @ torch.ones(3)
+    assert "tests/run/test_uncapturable.py:" in dynamo.in_brief_with_line(failed.value)
+    assert dynamo.in_brief_with_line(ValueError("no line. More.")) == "no line"
