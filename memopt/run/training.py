@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
+from memopt.account.elsewhere import Around
 from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dynamo import GraphBreak, in_brief, loss_call, training_call
 from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
@@ -19,6 +20,7 @@ from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
+from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError, CaptureError
@@ -32,6 +34,7 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.run.beside import Beside, Groups
 from memopt.run.broken_calls import BrokenCalls
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.road import Road
@@ -57,7 +60,9 @@ class TrainingCalls:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
+        self.groups = Groups(options.forwards)
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
+        self.planner.around = self._around
         self.road = Road(self.planner, self.accumulation)
         self.latest: Plan | None = None
         self.unplanned = False
@@ -71,19 +76,21 @@ class TrainingCalls:
         check_device((args, kwargs), self.model)
         self.planner.proposing.check_parameters()
         waiting = self.pending.waiting()
+        self.groups.begin(len(waiting))
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
         try:
             with self.planner.types():
-                return self._run((args, kwargs), sum(forward.held_bytes for forward in waiting))
+                return self._run((args, kwargs))
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
             self.unplanned = True
             return self.plain(*args, **kwargs)
 
-    def _run(self, call: Call, waiting_bytes: int) -> Any:
-        under_way = UnderWay(call, self._situation(), waiting_bytes, self._begin)
+    def _run(self, call: Call) -> Any:
+        situation = self._situation()
+        under_way = UnderWay(call, situation, self._beside(call, situation), partial(self._begin, call))
         self.planner.screen(call, under_way.crowded)
         generators = generator_states(self.planner.device())
         try:
@@ -114,10 +121,13 @@ class TrainingCalls:
         Raises `BudgetError`, `CaptureError`.
         """
         situation = replace(self._situation(), gradients_held=gradients_held)
+        if group := self._beside(call, situation).in_group:
+            situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
-            if kept := plan_cache.find_by(self.road.sketch(call, situation)):
+            kept = plan_cache.find_by(self.road.sketch(call, situation))
+            if kept and self.planner.still_fits(kept.plan, call, situation):
                 self.latest = kept.live(self._captured_later(kept, call, situation))
                 return self.latest
             captured = self._capture(call)
@@ -220,26 +230,84 @@ class TrainingCalls:
             hooked=frozenset(map(id, hooked)),
         )
 
+    def _beside(self, call: Call, situation: Situation) -> Beside:
+        """What the device holds beside a call that begins now."""
+        waiting = self.pending.waiting()
+        gradients = 0
+        if waiting or self.groups.others:
+            trained = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+            gradients = 2 * trained if situation.gradients_held else trained
+        return Beside(
+            len(waiting),
+            sum(forward.held_bytes for forward in waiting),
+            gradients,
+            self.groups,
+            self.planner.elsewhere,
+            self._around(call, situation.gradients_held),
+            self.pending.later_bytes,
+        )
+
+    def _around(self, call: Call, *kind: object) -> Around:
+        """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
+        waiting, others = self.pending.waiting(), self.pending.of_other_models()
+        outputs = [storage for forward in (*waiting, *others) for storage in forward.outputs]
+        return Around(
+            tuple(tensors_in(call)),
+            frozenset(storage.address for storage in (*outputs, *self.pending.latest_outputs)),
+            sum(forward.held_bytes for forward in waiting),
+            sum(forward.held_bytes for forward in others),
+            (len(waiting), len(others), *kind),
+        )
+
+    def _around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
+        """What the device holds beside the backward of a forward, which begins with these gradients."""
+        own = (*forward.given, *weak_storages(gradients))
+        around = self._around(((), {}), forward.plan.account.gradients_held, "backward")
+        around = replace(around, addresses=around.addresses | {storage.address for storage in own})
+        return Beside(elsewhere=self.planner.elsewhere, around=around)
+
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
         """Raise `BudgetError` where a forward that waits for its backward has no room for the gradients that the
         backward of this call will leave."""
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        earlier_bytes = 0
         for forward in waiting:
             planned = forward.plan
-            if planned.ceiling_bytes + gradients > planned.budget_bytes:
+            alone = planned.ceiling_bytes - planned.account.other_forwards
+            if alone + earlier_bytes + gradients > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
-                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(), reason, least=False)
+                raise BudgetError(
+                    planned.budget_bytes,
+                    forward.roomy_bytes(),
+                    reason,
+                    least=False,
+                    further=(_IN_GROUP.format(len(waiting) + 1),),
+                )
+            earlier_bytes += forward.held_bytes
 
-    def _begin(self, plan: Plan, situation: Situation) -> PendingForward:
+    def _begin(self, call: Call, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward that runs by a plan, which thereby becomes the latest one."""
         self.latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
-            plan, weakref.ref(self.model), situation.hooked, self.pending, self.accumulation, held_bytes=held
+            plan,
+            weakref.ref(self.model),
+            situation.hooked,
+            self.pending,
+            self.accumulation,
+            held,
+            self._around_backward,
+            tuple(weak_storages(tensors_in(call))),
         )
+        self.groups.ran(len(self.pending.waiting()), held)
         self.pending.add(forward)
         return forward
 
+
+_IN_GROUP = (
+    "the first one was planned by itself: from the next step on, {0} forwards before a backward are planned for; to plan "
+    "the first step so, give optimize forwards={0}"
+)
 
 _MOST_BREAKS = 256
 """The number of signatures that are remembered to break into regions."""
