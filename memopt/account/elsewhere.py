@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
@@ -26,7 +26,7 @@ _STEPS = 64
 """Plans that make room for more bytes elsewhere do so in steps of this part of the budget."""
 _NOTABLE = 256
 """Growth below this part of the budget is looked at less often, and without collecting garbage first."""
-_PATIENCE = 20
+_PATIENCE = 50
 """Looks for small growth take at most one part in this many of the time."""
 
 
@@ -53,8 +53,8 @@ class Around:
     """What belongs to a call of the model, or is known to be there already."""
 
     inputs: tuple[torch.Tensor, ...] = ()
-    addresses: frozenset[int] = frozenset()
-    """The addresses of further memory that is counted otherwise, such as outputs of earlier forwards."""
+    addresses: Callable[[], frozenset[int]] = frozenset
+    """Returns the addresses of further memory that is counted otherwise, such as what earlier forwards hold."""
     waiting_bytes: int = 0
     """Held by forwards of this model whose backward is still to come."""
     others_bytes: int = 0
@@ -127,6 +127,12 @@ class Elsewhere:
         growth = self._growth(around)
         return None if growth is None else replace(self._found, other=self._found.other + max(0, growth))
 
+    def about(self, around: Around) -> int:
+        """The bytes of other tensors that are there now, as far as it is known without a look."""
+        found = self._found.other if self.fixed_bytes is None else self.fixed_bytes
+        growth = None if self._held_still or self.fixed_bytes is not None else self._growth(around)
+        return found + min(0, growth or 0)
+
     def now(self, around: Around) -> Found:
         """What is there now. Small growth may be found some seconds late, so that looks take little of the time.
 
@@ -136,8 +142,9 @@ class Elsewhere:
             return Found(self.fixed_bytes)
         notable = self.budget_bytes // _NOTABLE
         growth = self._growth(around)
-        recent = time.monotonic() < self._next_look
-        if self._held_still or (recent and (growth is None or abs(growth) < notable)):
+        patient = time.monotonic() < self._next_look and (growth is None or abs(growth) < notable)
+        none = growth is not None and abs(growth) < BOOKKEEPING_BYTES
+        if self._held_still or patient or none:
             return self._found
         found = self._look(around)
         if found.other - self._found.other > notable:
@@ -175,6 +182,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and _steps(one, ids)]
     block = ROUNDING_BYTES if device.type == "cuda" else 1
+    named = around.addresses()
     own = blocks_of([*parameters, *model.buffers(), *around.inputs], device)
     state = blocks_of((tensor for optimizer in optimizers for tensor in state_tensors(optimizer)), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}
@@ -182,7 +190,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     beside = {
         address: nbytes
         for address, nbytes in blocks_of(tensors, device).items()
-        if not (address in own or address in state or address in around.addresses)
+        if not (address in own or address in state or address in named)
     }
     other = sum(-(-nbytes // block) * block for nbytes in beside.values())
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())

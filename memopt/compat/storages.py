@@ -32,12 +32,12 @@ class WeakStorage:
     """The address of a storage, for as long as some tensor lives in it; it does not keep the storage alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)
+        self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     @property
     def address(self) -> int:
         """The address of the memory, 0 once the storage is gone."""
-        return 0 if self._reference.expired() else self._address
+        return 0 if self._reference.expired() else self._address  # type: ignore[no-untyped-call]
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

@@ -8,7 +8,7 @@ from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
 
-_ROUNDS = 3
+_ROUNDS = 2
 """How often the room for the others is halved after a plan was found."""
 _CLOSE = 64
 """Room that differs by less than this part of the budget is not worth another round."""

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 from memopt.account.elsewhere import Around, Elsewhere
 from memopt.planning.plan import Plan
+from memopt.planning.planner import LITTLE
 from memopt.planning.situation import Situation
 
+_WORTHWHILE = 16
+"""Room that has become free is planned for where it is at least this part of the budget."""
 _REMEMBERED = 16
 """The number of groups of forwards whose size is remembered."""
 
@@ -80,8 +83,18 @@ class Beside:
             others += self.to_come * plan.held_bytes + self.gradients
         elif self.to_come:
             others += self.to_come * self.groups.held_after(plan) + self.gradients
+        if situation.elsewhere is None and self._has_shrunk(plan):
+            return False
         alone = plan.ceiling_bytes - account.other_forwards - account.elsewhere
         return self.elsewhere_within(plan, plan.budget_bytes - alone - others)
+
+    def _has_shrunk(self, plan: Plan) -> bool:
+        """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
+        enough = plan.budget_bytes // _WORTHWHILE
+        if self.elsewhere is None or plan.added_time <= LITTLE or plan.account.elsewhere < enough:
+            return False
+        about = self.elsewhere.about(self.around)
+        return plan.account.elsewhere - about - self.later_bytes >= enough
 
     def may_fit(self, plan: Plan) -> bool:
         """Whether a plan leaves room for all that is here, and for forwards to come that are done before its

@@ -14,7 +14,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
-from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph
+from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
 from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
@@ -44,6 +44,8 @@ class PendingForward:
     """The storages of the call's inputs."""
     outputs: list[WeakStorage] = field(default_factory=list)
     """The storages of what its regions returned."""
+    nodes: list[weakref.ref[Any]] = field(default_factory=list)
+    """The autograd nodes of its regions, which hold what they saved."""
     number: int = 0
     """Its place in the order of all forwards of its model."""
     done: bool = False
@@ -53,7 +55,13 @@ class PendingForward:
     def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
+        nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
+        self.nodes.extend(map(weakref.ref, nodes))
         return outputs
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that its regions have saved and not freed yet."""
+        return [tensor for node in self.nodes for tensor in saved_tensors(node())]
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
@@ -150,6 +158,13 @@ class PendingForwards:
     _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
     _begun: int = 0
     _of_all_models: ClassVar[weakref.WeakSet[PendingForward]] = weakref.WeakSet()
+
+    def addresses(self) -> frozenset[int]:
+        """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
+        forwards = (*self.waiting(), *self.of_other_models())
+        returned = [storage.address for forward in forwards for storage in forward.outputs]
+        saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
+        return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
 
     def waiting(self) -> list[PendingForward]:
         """The forwards whose backward has not run yet, in their order."""

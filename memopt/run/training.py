@@ -250,10 +250,9 @@ class TrainingCalls:
     def _around(self, call: Call, *kind: object) -> Around:
         """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
         waiting, others = self.pending.waiting(), self.pending.of_other_models()
-        outputs = [storage for forward in (*waiting, *others) for storage in forward.outputs]
         return Around(
             tuple(tensors_in(call)),
-            frozenset(storage.address for storage in (*outputs, *self.pending.latest_outputs)),
+            self.pending.addresses,
             sum(forward.held_bytes for forward in waiting),
             sum(forward.held_bytes for forward in others),
             (len(waiting), len(others), *kind),
@@ -261,10 +260,13 @@ class TrainingCalls:
 
     def _around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
         """What the device holds beside the backward of a forward, which begins with these gradients."""
-        own = (*forward.given, *weak_storages(gradients))
         around = self._around(((), {}), forward.plan.account.gradients_held, "backward")
-        around = replace(around, addresses=around.addresses | {storage.address for storage in own})
-        return Beside(elsewhere=self.planner.elsewhere, around=around)
+
+        def addresses() -> frozenset[int]:
+            own = (*forward.given, *weak_storages(gradients))
+            return self.pending.addresses() | {storage.address for storage in own}
+
+        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
 
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
         """Raise `BudgetError` where a forward that waits for its backward has no room for the gradients that the
@@ -305,8 +307,8 @@ class TrainingCalls:
 
 
 _IN_GROUP = (
-    "the first one was planned by itself: from the next step on, {0} forwards before a backward are planned for; to plan "
-    "the first step so, give optimize forwards={0}"
+    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and from "
+    "the first one on if optimize is given forwards={0}"
 )
 
 _MOST_BREAKS = 256

@@ -50,9 +50,12 @@ class UnderWay:
                 continue
             if self.beside.fits(plan_of(made), situation):
                 return made
-        if refused is not None and not self.beside.may_fit(plan_of(made)):
-            raise refused
-        return made
+        try:
+            if refused is not None and not self.beside.may_fit(plan_of(made)):
+                raise refused
+            return made
+        finally:
+            refused = None  # its traceback holds this frame, and with it the caller's tensors
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
