@@ -7,6 +7,7 @@ from collections.abc import Callable
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
+from memopt.units import size
 
 _ROUNDS = 2
 """How often the room for the others is halved after a plan was found."""
@@ -35,6 +36,8 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
         missing = others * _held(found) - high
         if missing > 0:
             reason = f"{others + 1} forwards of this model before the first backward"
+            if elsewhere := found.account.elsewhere:
+                reason += f", elsewhere {size(elsewhere)}"
             raise BudgetError(budget_bytes, budget_bytes + missing, reason, least=False) from None
     for _ in range(_ROUNDS):
         if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:

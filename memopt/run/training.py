@@ -41,6 +41,7 @@ from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
+from memopt.units import size
 
 
 class TrainingCalls:
@@ -82,6 +83,10 @@ class TrainingCalls:
         try:
             with self.planner.types():
                 return self._run((args, kwargs))
+        except BudgetError as refused:
+            if self.groups.others >= len(waiting):
+                raise
+            raise refused.adding(_IN_GROUP.format(len(waiting) + 1)) from None
         except CaptureError:
             if "plain" not in self.options.allow:
                 raise
@@ -278,6 +283,8 @@ class TrainingCalls:
             alone = planned.ceiling_bytes - planned.account.other_forwards
             if alone + earlier_bytes + gradients > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
+                if elsewhere := planned.account.elsewhere:
+                    reason += f", elsewhere {size(elsewhere)}"
                 raise BudgetError(
                     planned.budget_bytes,
                     forward.roomy_bytes(),
@@ -307,8 +314,8 @@ class TrainingCalls:
 
 
 _IN_GROUP = (
-    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and from "
-    "the first one on if optimize is given forwards={0}"
+    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
+    "from the first step on if optimize is given forwards={0}"
 )
 
 _MOST_BREAKS = 256

@@ -4,8 +4,9 @@ backward. Everything on the device stays within the budget, with the plain model
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_an_average_of_the_parameters_appears(room: bool) -> None:
     plain = train(averaging(twin := copy.deepcopy(model), []), twin)
     del twin
     plan = memopt.plan(model, 1, {"input_ids": tokens(1), "labels": tokens(1)}, **EXACT)
-    budget = middle(plan) if room else plan.smallest_gb() + 0.3 * bytes_of(model) / GIB
+    budget = middle(plan) if room else plan.smallest_gb() + 0.1 * bytes_of(model) / GIB
     memopt.optimize(model, budget, **EXACT)
     averages: list[AveragedModel] = []
     if room:
@@ -165,11 +166,13 @@ def test_an_average_of_the_parameters_appears(room: bool) -> None:
         return
     step = averaging(model, averages)
     step()
-    for _ in range(2):
-        with memopt.measure_peak("cpu") as peak, pytest.raises(memopt.BudgetError, match="elsewhere [0-9.]+ MB") as refused:
-            step()
-        assert "the largest float32 [96, 384]" in str(refused.value)
-        assert peak.bytes <= budget * GIB
+    with (
+        memopt.measure_peak("cpu") as peak,
+        pytest.raises(memopt.BudgetError, match=r"elsewhere [0-9.]+ MB") as refused,
+    ):
+        step()
+    assert "the largest float32 [96, 384]" in str(refused.value)
+    assert peak.bytes <= budget * GIB
     averages.clear()
     step()
 
@@ -211,7 +214,7 @@ def preferring(policy: Any, reference: Any) -> Step:
     return step
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_chosen_and_rejected(told: bool) -> None:
     """A budget that is too tight for two forwards planned by themselves is kept once two are planned for."""
     reference = gpt2(tied=False, seed=5).eval().requires_grad_(False)
@@ -267,7 +270,8 @@ def test_two_views() -> None:
     trained = train(contrasting(model), model)
     assert_same(trained, plain)
     assert_within(trained, budget)
-    assert len(trained.refusals) <= 1
+    assert len(trained.refusals) == 1
+    assert "forwards=2" in trained.refusals[0]
     assert memopt.plan_of(model).account.other_forwards > 0
 
 
@@ -275,7 +279,7 @@ def generator() -> nn.Module:
     torch.manual_seed(0)
     widths = (16, 96, 64, 32, 3)
     layers: list[nn.Module] = []
-    for taken, given in zip(widths, widths[1:], strict=False):
+    for taken, given in pairwise(widths):
         layers += [nn.ConvTranspose2d(taken, given, 4, 2, 1), nn.Tanh() if given == 3 else nn.ReLU()]
     return nn.Sequential(*layers).train()
 
@@ -284,7 +288,7 @@ def discriminator() -> nn.Module:
     torch.manual_seed(1)
     widths = (3, 32, 64, 96)
     layers: list[nn.Module] = []
-    for taken, given in zip(widths, widths[1:], strict=False):
+    for taken, given in pairwise(widths):
         layers += [nn.Conv2d(taken, given, 4, 2, 1), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * 16, 1)).train()
 
@@ -320,11 +324,6 @@ def competing(pair: Pair) -> Step:
     return step
 
 
-def alone(pair: Pair) -> Iterator[tuple[nn.Module, Tensor]]:
-    yield pair.makes, normals(8, 16, 2, 2, seed=1)
-    yield pair.judges, normals(8, 3, 32, 32, seed=2).requires_grad_()
-
-
 def test_two_halves_of_a_gan() -> None:
     pair = Pair()
     twin = copy.deepcopy(pair)
@@ -341,23 +340,26 @@ def test_two_halves_of_a_gan() -> None:
     assert plans[1].account.elsewhere >= bytes_of(pair.makes)
 
 
+@pytest.mark.slow
 def test_cached_tensors_that_grow_are_refused_before_the_step() -> None:
+    """With default options."""
     model = gpt2()
     batch = {"input_ids": tokens(1), "labels": tokens(1)}
-    plan = memopt.plan(model, 1, batch, **EXACT)
-    budget = middle(plan)
-    memopt.optimize(model, budget, example_inputs=batch, **EXACT)
-    step = averaging(model)
-    cached: list[Tensor] = []
-    ran = 0
-    with pytest.raises(memopt.BudgetError, match="elsewhere"):
+    budget = middle(memopt.plan(model, 1, batch))
+    memopt.optimize(model, budget, example_inputs=batch)
+    step, cached, peaks = averaging(model), list[Tensor](), list[int]()
+
+    def run() -> None:
         for _ in range(12):
             with memopt.measure_peak("cpu") as peak:
                 step()
-            assert peak.bytes <= budget * GIB
-            ran += 1
-            cached.append(torch.zeros(int(0.1 * budget * GIB) // 4))
-    assert ran >= 3, "plans with less room were not made"
+            peaks.append(peak.bytes)
+            cached.append(torch.zeros(int(0.15 * budget * GIB) // 4))
+
+    with pytest.raises(memopt.BudgetError, match="elsewhere"):
+        run()
+    assert max(peaks) <= budget * GIB
+    assert len(peaks) >= 3, "no plan with less room was made"
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
