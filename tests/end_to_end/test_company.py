@@ -259,6 +259,7 @@ def vit() -> Any:
     return ViTModel(config).train()
 
 
+@pytest.mark.slow
 def test_two_views() -> None:
     model = vit()
     twin = copy.deepcopy(model)
