@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -59,16 +60,24 @@ def difference(step: Step, plain: Step) -> float:
     return max((float((o - t).abs().max() / t.abs().max().clamp_min(1e-30)) for o, t in apart), default=0.0)
 
 
+EXACT: dict[str, Any] = {
+    "optimizer": None,
+    "precision": "fp32",
+    "allow": {"recompute"},
+    "elsewhere_gb": 0,  # the plain step's results are kept to compare with
+}
+
+
 def run_budgets(family: Family) -> list[Run]:
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
-    smallest = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"}).smallest_gb()
+    smallest = memopt.plan(model, 1000, batch, **EXACT).smallest_gb()
     runs = []
     for share in SHARES:
         budget_gb = smallest + share * (plain.peak_bytes / GIB - smallest)
         with restored_buffers(model):
-            memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow={"recompute"})
+            memopt.optimize(model, budget_gb, **EXACT)
             step = train_step(model, batch)
             plan = memopt.plan_of(model)
             memopt.remove(model)
@@ -92,7 +101,7 @@ def run_budgets(family: Family) -> list[Run]:
 def compare_with_checkpointing(family: Family) -> Checkpointing:
     assert family.per_block_checkpoint is not None
     model, batch = family.make(), family.batch("usual")
-    plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})
+    plan = memopt.plan(model, 1000, batch, **EXACT)
     family.per_block_checkpoint(model)
     peak_gb = train_step(model, batch).peak_bytes / GIB
     per_block = next(recipe for recipe in plan.recipes() if recipe.name == "per block")

@@ -78,6 +78,13 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         passes: your own passes (`passes.Pass`), run on the graphs that they ask for, checked and priced.
         solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; the simulator judges their
             schedules beside those of memopt's own.
+        elsewhere_gb: GB on the device beside the step: other models, averages of the parameters, cached tensors. By
+            default they are found when a plan is made, and when they have grown (on the CPU among Python's tensors, on
+            CUDA also from the allocator); a number takes their place, 0 leaves them out of the budget. A plan for
+            another device counts none unless told.
+        forwards: the number of forwards of the model that run before the first backward, 1 by default. More are
+            noticed by themselves (two views, chosen and rejected answers) and planned for from the next step on; where
+            the budget is tight the first such step is refused unless the number is given.
         calibrate: time the device, and the operators that make up most of the step, for a few seconds, instead of
             trusting its data sheet. The times are kept on disk for the card, its driver and this version of torch, in
             `MEMOPT_CACHE_DIR` or `~/.cache/memopt`. Plans differ a little from one calibration to the next.

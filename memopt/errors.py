@@ -42,6 +42,19 @@ class BudgetError(ValueError):
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
         needs = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
         super().__init__("; ".join([needs, *self.further]))
+        self._least = least
+
+    def adding(self, *further: str) -> BudgetError:
+        """The same error with further sentences."""
+        return BudgetError(
+            self.budget_bytes,
+            self.smallest_bytes,
+            self.dominated_by,
+            least=self._least,
+            further=(*self.further, *further),
+            proposals=self.proposals,
+            smallest_with=self.smallest_with,
+        )
 
 
 class CaptureError(ValueError):

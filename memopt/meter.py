@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -127,36 +128,55 @@ def resident_cpu_blocks() -> dict[int, int]:
 
     Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
     """
+    return blocks_of(live_objects(torch.Tensor), torch.device("cpu"))
+
+
+def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
+    """The memory blocks on a device that tensors and their gradients hold, as bytes by address, each once for all of
+    its views. Fake and meta tensors hold none."""
     blocks: dict[int, int] = {}
     with plain_tensors(), torch.no_grad():
-        for tensor in _live_tensors():
-            for storage in _storages(tensor):
+        for tensor in _with_gradients(tensors):
+            for storage in _storages(tensor, device):
                 address, nbytes = _address(storage), storage.nbytes()
                 if address and nbytes:  # storages made by numpy or in shared memory may alias one block
                     blocks[address] = max(blocks.get(address, 0), nbytes)
     return blocks
 
 
-def _live_tensors() -> Iterator[torch.Tensor]:
+def live_objects(*kinds: type) -> list[Any]:
+    """The objects of these classes, or of classes derived from them, that Python's garbage collector knows."""
+    wanted: dict[type, bool] = {}
+    found = []
     for candidate in gc.get_objects():
         # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
-        if issubclass(type(candidate), torch.Tensor):
-            yield candidate
-            # A gradient from the backward pass has no Python object until its `.grad` is read.
-            if candidate.is_leaf and candidate.grad is not None:
-                yield candidate.grad
+        kind = type(candidate)
+        is_wanted = wanted.get(kind)
+        if is_wanted is None:
+            is_wanted = wanted[kind] = issubclass(kind, kinds)
+        if is_wanted:
+            found.append(candidate)
+    return found
 
 
-def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
+def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield tensor
+        # A gradient from the backward pass has no Python object until its `.grad` is read.
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _storages(tensor: torch.Tensor, device: torch.device) -> Iterable[torch.UntypedStorage]:
     try:
-        if tensor.device.type != "cpu":
+        if tensor.device != device:
             return ()
         if tensor.layout == torch.sparse_coo:
             return [part.untyped_storage() for part in sparse_parts(tensor)]
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return ()  # opaque tensors and wrapper subclasses have no storage of their own
-    return (storage,) if storage.device.type == "cpu" else ()
+    return (storage,) if storage.device == device else ()
 
 
 def _address(storage: torch.UntypedStorage) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from memopt.account.elsewhere import Found
+
 # Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
 os.environ["MEMOPT_CACHE"] = "0"
 
@@ -17,6 +19,15 @@ os.environ["MEMOPT_PLAN"] = "always"
 # `make test` runs a worker a core: more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_elsewhere() -> Iterator[None]:
+    """Have plans count nothing beside their step: the tensors of other tests are in the same process, and the figures
+    of a plan would depend on them. The tests of what lies elsewhere count it again (`tests.elsewhere`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memopt.account.elsewhere.look", lambda *_, **__: Found())
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,6 +35,8 @@ class Account:
     gradients_held: bool = False
     other_forwards: int = 0
     """Bytes held by other forwards whose backward is still to come."""
+    elsewhere: int = 0
+    """Bytes on the device that are no part of the step: other models, copies, caches (`memopt.account.elsewhere`)."""
     between_regions: int = 0
     """The most that eager code holds between captured regions, where the forward breaks into several."""
     lowering: int = 0
@@ -52,7 +54,8 @@ class Account:
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
         allocator = self.rounding + self.fragmentation
-        return fixed + held + self.other_forwards + self.between_regions + self.lowering + allocator
+        beside = self.other_forwards + self.elsewhere
+        return fixed + held + beside + self.between_regions + self.lowering + allocator
 
     @property
     def uncounted_bytes(self) -> int:

@@ -38,6 +38,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "inputs": account.inputs,
         "optimizer state": account.optimizer_state,
         "forwards in waiting": account.other_forwards,
+        "elsewhere": account.elsewhere,
         "between the regions": account.between_regions,
         "reserve": account.reserve,
         "rounding of blocks": account.rounding,

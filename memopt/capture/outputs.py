@@ -44,8 +44,9 @@ def _requires_grad(value: Any) -> bool:
 class Awaited(Protocol):
     """A forward whose backward has not run yet."""
 
-    def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Called before the backward of a region with these leaves runs; it raises to prevent it."""
+    def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
+        """Called before the backward of a region with these leaves runs from these gradients; it raises to prevent
+        it."""
 
     def after_backward(self) -> None:
         """Called when the forward's saved values are no longer needed."""
@@ -94,7 +95,7 @@ class _HandOut(torch.autograd.Function):
                 "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
                 "memopt.remove(model) to differentiate twice"
             )
-        ctx.forward.before_backward(_leaves_behind(ctx))
+        ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
         passed = (None if refused else gradient for gradient, refused in zip(gradients, ctx.refusing, strict=True))

@@ -19,6 +19,7 @@ from memopt.checks.phases import PhaseMeter
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
 from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.run.training import TrainingCalls
 from memopt.solver import simulate
 from memopt.train.loss import scalar_loss
 from memopt.training_state import TrainingState
@@ -51,6 +52,14 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
+    around = calls.planner.around(call)
+    with calls.planner.elsewhere.held_still(around):
+        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
+
+
+def _checked_step(
+    calls: TrainingCalls, model: nn.Module, optimizer: torch.optim.Optimizer, call: Call, *, set_to_none: bool
+) -> AccountCheck:
     start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
     try:
         with torch.enable_grad():
@@ -89,7 +98,7 @@ def predicted_rows(plan: Plan) -> Rows:
         "held by the forward": held_after_forward(problem, plan.schedule),
         "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,
-        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes,
+        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes - account.elsewhere,
     }
 
 

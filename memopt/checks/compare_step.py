@@ -54,6 +54,12 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     planned = _checked(model, reference)
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
+    calls = planned.with_loss or planned.forward
+    with calls.planner.elsewhere.held_still(calls.planner.around(call)):
+        return _compared(model, planned, call, reference)
+
+
+def _compared(model: nn.Module, planned: PlannedCall, call: Call, reference: str) -> Comparison:
     start = TrainingState.of(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []

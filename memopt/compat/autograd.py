@@ -22,6 +22,7 @@ __all__ = [
     "fate_of_gradient",
     "keeps_graph",
     "post_accumulate_hooks",
+    "saved_tensors",
     "watching_hooks",
 ]
 
@@ -86,3 +87,11 @@ def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
 
 def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that an `autograd.Function`'s node has saved; none for other nodes, and after their backward."""
+    try:
+        return tuple(tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor))
+    except RuntimeError:  # freed, or changed since
+        return ()

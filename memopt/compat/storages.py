@@ -5,9 +5,12 @@ Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Iterator
 
-__all__ = ["is_view", "sparse_parts", "storage_key"]
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["WeakStorage", "is_view", "sparse_parts", "storage_key", "weak_storages"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -23,3 +26,25 @@ def is_view(tensor: torch.Tensor) -> bool:
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices and values of a sparse COO tensor, coalesced or not, without a copy."""
     return tensor._indices(), tensor._values()
+
+
+class WeakStorage:
+    """The address of a storage, for as long as some tensor lives in it; it does not keep the storage alive."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    @property
+    def address(self) -> int:
+        """The address of the memory, 0 once the storage is gone."""
+        return 0 if self._reference.expired() else self._address  # type: ignore[no-untyped-call]
+
+
+def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
+    """The storages of the tensors among some values; tensors without memory of their own are left out."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            try:
+                yield WeakStorage(value.untyped_storage())
+            except (NotImplementedError, RuntimeError):
+                continue

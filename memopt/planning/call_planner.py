@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import Account, account_of
+from memopt.account.elsewhere import Around, Elsewhere, in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
@@ -27,6 +28,7 @@ from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options, backend_for
+from memopt.planning.plan import Plan
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.proposing import Proposing
 from memopt.planning.situation import Situation
@@ -66,6 +68,8 @@ class CallPlanner:
         Other situations share them."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
+        self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
+        """What belongs to a call, as `elsewhere` is to know it."""
         self.histories = histories_of(model).prefix
         """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
 
@@ -166,7 +170,7 @@ class CallPlanner:
         proposing = self.proposing
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
-        notes = (*self.options.notes(self.device().type), *proposing.notes)
+        notes = (*self.options.notes(self.device().type), *proposing.notes, *filter(None, [self.elsewhere.note]))
         if self._idle_levers:
             names = " and ".join(map(repr, sorted(self._idle_levers)))
             notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
@@ -203,7 +207,8 @@ class CallPlanner:
     def job(self, call: Call, situation: Situation) -> Job:
         """Everything that the plan of a call depends on, which makes the key that it is kept under."""
         chosen = self.proposing.chosen.names if self.proposing.chosen else ()
-        further = self.backend, chosen, sorted(self.proposing.allowed)
+        elsewhere = in_steps(self.account(call, situation).elsewhere, self.options.budget_bytes)
+        further = self.backend, chosen, sorted(self.proposing.allowed), elsewhere
         return Job(self.model, call, situation, self.options, self.card, self.loss_fn, further)
 
     @property
@@ -236,7 +241,27 @@ class CallPlanner:
         """The bytes of the step that no schedule changes."""
         account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
         held, others = situation.gradients_held, situation.other_forwards
-        return self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        elsewhere = situation.elsewhere
+        if elsewhere is None:
+            elsewhere = self.elsewhere.now(self.around(call)).beside(account.optimizer_state)
+        return replace(account, elsewhere=elsewhere)
+
+    def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
+        """Whether a plan that was kept on disk fits beside what lies on the device now."""
+        now = self.account(call, situation).elsewhere
+        return plan.ceiling_bytes - plan.account.elsewhere + now <= self.options.budget_bytes
+
+    @cached_property
+    def elsewhere(self) -> Elsewhere:
+        """Counts what lies on the model's device; nothing for a plan for another device, unless the user says."""
+        options = self.options
+        here = options.hardware is None and all(map(is_real, self.model.parameters()))
+        fixed_bytes = options.elsewhere_bytes if here or options.elsewhere_bytes is not None else 0
+        with_state = options.optimizer is not None
+        return Elsewhere(
+            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
+        )
 
     def device(self) -> torch.device:
         """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks

@@ -37,6 +37,8 @@ class StepOptions(TypedDict, total=False):
     dynamic: Any
     passes: Sequence[Pass]
     solvers: Sequence[Solver]
+    elsewhere_gb: float | None
+    forwards: int
     calibrate: bool
     effort: EffortName
     limit_seconds: float | None
@@ -83,6 +85,10 @@ class Options:
     """The user's own solvers, which are asked beside memopt's."""
     hardware: str | None = None
     """The card that was named; None: the device at hand."""
+    elsewhere_bytes: int | None = None
+    """The bytes on the device beside the step; None: those that are found there."""
+    forwards: int = 1
+    """The number of forwards that run before the first backward, as far as the user says."""
     calibrate: bool = False
     effort: Effort = DEFAULT_EFFORT
     kept: bool = False
@@ -118,6 +124,8 @@ def check_options(
     dynamic: Any = None,
     passes: Sequence[Pass] = (),
     solvers: Sequence[Solver] = (),
+    elsewhere_gb: float | None = None,
+    forwards: int = 1,
     device: str | None = None,
     calibrate: bool = False,
     effort: EffortName = "default",
@@ -145,6 +153,8 @@ def check_options(
         _check_passes(passes),
         _check_solvers(solvers),
         device,
+        None if elsewhere_gb is None else elsewhere_bytes(elsewhere_gb),
+        positive_int("forwards", forwards),
         calibrate,
         check_effort(effort, limit_seconds),
     )
@@ -160,6 +170,15 @@ def budget_bytes(budget_gb: float) -> int:
             f"budget_gb must be a positive, finite number of gigabytes (of 1024³ bytes), not {budget_gb!r}"
         )
     return int(gb * GIB)
+
+
+def elsewhere_bytes(elsewhere_gb: float) -> int:
+    """Gigabytes of 1024³ bytes beside the step as bytes. Raises `TypeError`, `ValueError`."""
+    if isinstance(elsewhere_gb, bool) or not isinstance(elsewhere_gb, numbers.Real):
+        raise TypeError(f"elsewhere_gb must be a number of gigabytes, such as 0 or 1.5, or None, not {elsewhere_gb!r}")
+    if not 0 <= float(elsewhere_gb) < math.inf:
+        raise ValueError(f"elsewhere_gb must be a finite number of gigabytes of 0 or more, not {elsewhere_gb!r}")
+    return int(float(elsewhere_gb) * GIB)
 
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:

@@ -157,7 +157,8 @@ def smallest(joined: Joined, account: Account, *, expandable: bool | None = None
     taken, solution = _smallest_peak(joined)
     schedule = solution.schedule
     least = breakdown(taken.problem, schedule, on_card(taken, schedule, account, expandable=expandable))
-    largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in least.rows[:3])
+    shown = [*least.rows[:3], *(row for row in least.rows[3:] if row[0] == "elsewhere")]
+    largest = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in shown)
     return least.peak_bytes, f"{largest} (at {least.at})"
 
 

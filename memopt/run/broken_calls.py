@@ -82,9 +82,9 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        plan = self._plan_for(under_way.call, under_way.situation, capture)
-        if under_way.is_too_tight(plan):
-            plan = self._plan_for(under_way.call, under_way.crowded, capture)
+        plan = under_way.fitting(
+            lambda situation: self._plan_for(under_way.call, situation, capture), lambda plan: plan
+        )
         self._forward = _Forward(plan, under_way.begin(plan))
         try:
             return self._compiled(*under_way.call[0], **under_way.call[1])
@@ -105,7 +105,8 @@ class BrokenCalls:
                 raise
             self.ran_unplanned = True
             return region.graph_module(*inputs)
-        return hand_out(emitted.run(*inputs), frozenset(), self._forward.pending)
+        pending = self._forward.pending
+        return hand_out(pending.hands_out(emitted.run(*inputs)), frozenset(), pending)
 
     def _next(self, region: RecordedRegion, forward: _Forward) -> Emitted:
         """The emitted region for the run that begins now. Raises `CaptureError` where that run was not planned."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,12 +14,15 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
-from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph
+from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
+from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
-from memopt.errors import BudgetError
+from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
+from memopt.run.beside import Beside
 from memopt.solver import Schedule
+from memopt.units import size
 
 
 @dataclass(eq=False)
@@ -34,13 +38,34 @@ class PendingForward:
     accumulation: Accumulation
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
+    around_backward: Callable[[PendingForward, Sequence[object]], Beside]
+    """What lies on the device beside its backward, which begins with these gradients."""
+    given: tuple[WeakStorage, ...] = ()
+    """The storages of the call's inputs."""
+    outputs: list[WeakStorage] = field(default_factory=list)
+    """The storages of what its regions returned."""
+    nodes: list[weakref.ref[Any]] = field(default_factory=list)
+    """The autograd nodes of its regions, which hold what they saved."""
+    number: int = 0
+    """Its place in the order of all forwards of its model."""
     done: bool = False
     _backward: int = -1
     _extra_bytes: int = 0
 
-    def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raise `BudgetError` where the backward of a region with these leaves would exceed the budget in the present
-        state."""
+    def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Note what a region of this forward returned, and return it."""
+        self.outputs.extend(weak_storages(outputs))
+        nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
+        self.nodes.extend(map(weakref.ref, nodes))
+        return outputs
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that its regions have saved and not freed yet."""
+        return [tensor for node in self.nodes for tensor in saved_tensors(node())]
+
+    def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
+        """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
+        would exceed the budget in the present state."""
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()
@@ -55,6 +80,24 @@ class PendingForward:
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
+        beside = self.around_backward(self, gradients)
+        room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
+        if not beside.elsewhere_within(self.plan, room):
+            self._refuse_elsewhere(beside.elsewhere_bytes(self.plan), room)
+
+    def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
+        self.beside.later_bytes = max(self.beside.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        raise BudgetError(
+            self.plan.budget_bytes,
+            self.plan.budget_bytes + elsewhere_bytes - room_bytes,
+            f"elsewhere {size(elsewhere_bytes)}, {size(self.beside.later_bytes)} of which appeared between the forward "
+            "and its backward",
+            least=False,
+            further=(
+                "the next forward is planned with them; to plan the first one so, give optimize "
+                f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
+            ),
+        )
 
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
@@ -117,15 +160,36 @@ class PendingForward:
 class PendingForwards:
     """The forwards of a model that wait for their backward; one that is freed disappears by itself."""
 
+    latest_outputs: list[WeakStorage] = field(default_factory=list)
+    """The storages of what the latest forward returned; callers often hold them until the next one returns."""
+    later_bytes: int = 0
+    """The most bytes elsewhere on the device that were found to appear between a forward and its backward."""
     _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
+    _begun: int = 0
+    _of_all_models: ClassVar[weakref.WeakSet[PendingForward]] = weakref.WeakSet()
+
+    def addresses(self) -> frozenset[int]:
+        """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
+        forwards = (*self.waiting(), *self.of_other_models())
+        returned = [storage.address for forward in forwards for storage in forward.outputs]
+        saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
+        return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
 
     def waiting(self) -> list[PendingForward]:
-        """The forwards whose backward has not run yet."""
-        return [forward for forward in self._alive if not forward.done]
+        """The forwards whose backward has not run yet, in their order."""
+        return sorted((forward for forward in self._alive if not forward.done), key=lambda forward: forward.number)
+
+    def of_other_models(self) -> list[PendingForward]:
+        """The forwards of other models whose backward has not run yet."""
+        return [forward for forward in self._of_all_models if forward.beside is not self and not forward.done]
 
     def add(self, forward: PendingForward) -> None:
-        """Add a forward that has just run."""
+        """Add a forward that begins now."""
+        self._begun += 1
+        forward.number = self._begun
+        self.latest_outputs = forward.outputs
         self._alive.add(forward)
+        self._of_all_models.add(forward)
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

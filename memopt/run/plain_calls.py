@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
+from memopt.run.beside import Beside
 
 MARGIN = 1.02
 """The count of a plain step is taken to be this much too low; on a GPU `CUDA_MARGIN`, where blocks leave gaps."""
@@ -34,11 +35,25 @@ _MOST_COUNTS = 12
 Sizes: TypeAlias = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Fitting:
+    """The count of a step that fits the budget by itself."""
+
+    step: PlainStep
+    room_bytes: int
+    """What it leaves of the budget."""
+    optimizer_state: int
+
+    def fits(self, beside: Beside) -> bool:
+        """Whether it fits beside other forwards, and what else lies on the device."""
+        return beside.leaves(self.room_bytes, self.optimizer_state)
+
+
 @dataclass
 class _Kind:
     """The counts of calls that differ in their sizes only."""
 
-    fitting: list[tuple[Sizes, PlainStep]] = field(default_factory=list)
+    fitting: list[tuple[Sizes, _Fitting]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
 
     def known_too_large(self, sizes: Sizes) -> bool:
@@ -65,7 +80,7 @@ class PlainCalls:
         """The bytes held by forwards of plain calls whose backward is still to come."""
         return sum(forward.held_bytes for forward in self._waiting if not forward.done)
 
-    def step_if_it_fits(self, call: Call, situation: Situation, waiting_bytes: int) -> PlainStep | None:
+    def step_if_it_fits(self, call: Call, situation: Situation, beside: Beside) -> PlainStep | None:
         """The count of the step of a call that may run plain; None for one that has to be planned."""
         if not (self.allowed and self._nothing_else_wanted()):
             return None
@@ -77,17 +92,18 @@ class PlainCalls:
             [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors],
             [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
             sum(parameter.requires_grad for parameter in self.model.parameters()),
-            (situation.gradients_held, waiting_bytes, autocast_state()),
+            (situation.gradients_held, autocast_state()),
         ))  # fmt: skip
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind()
-        for most, step in kind.fitting:
+        for most, fitting in kind.fitting:
             if _covers(most, sizes):
-                return step
+                return fitting.step if fitting.fits(beside) else None
         if kind.known_too_large(sizes):
             return None
-        return self._count(kind, call, sizes, situation, waiting_bytes)
+        counted = self._count(kind, call, sizes, situation)
+        return counted.step if counted is not None and counted.fits(beside) else None
 
     def run(self, call: Call, step: PlainStep) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
@@ -101,28 +117,27 @@ class PlainCalls:
             node.register_prehook(forward.end)
         return result
 
-    def _count(
-        self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation, waiting_bytes: int
-    ) -> PlainStep | None:
+    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> _Fitting | None:
         if not all(map(is_real, self.model.parameters())):
             return None
         for batch in (*_grown(call, kind), call):
             step = count_plain_step(
                 self.model, self.plain, batch, self.planner.card, gradients_held=situation.gradients_held
             )
-            if step is not None and self._fits(step, batch, situation, waiting_bytes):
-                kind.fitting.append((_sizes(batch), step))
+            if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
+                kind.fitting.append((_sizes(batch), fitting))
                 self.latest = on_meta(call)
-                return step
+                return fitting
         kind.too_large.append(sizes)
         return None
 
-    def _fits(self, step: PlainStep, call: Call, situation: Situation, waiting_bytes: int) -> bool:
-        account = self.planner.account(call, situation)
+    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
+        """The count with the room that the step leaves beside it; None where it leaves none."""
+        account = replace(self.planner.account(call, situation), elsewhere=0)
         margin = MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
-        peak = account.resident_bytes + waiting_bytes + int(margin * step.peak_bytes)
-        at_optimizer = account.optimizer_step_bytes(step.output_bytes) + waiting_bytes
-        return max(peak, at_optimizer) <= self.planner.options.budget_bytes
+        peak = account.resident_bytes + int(margin * step.peak_bytes)
+        room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
+        return _Fitting(step, room, account.optimizer_state) if room >= 0 else None
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no precision, passes, compiler or optimiser levers are wanted."""

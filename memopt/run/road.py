@@ -8,7 +8,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
@@ -19,6 +19,7 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
+from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
@@ -114,8 +115,19 @@ class Road:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
-        return search.fastest(candidates)
+
+        def plan(situation: Situation, search: PlanSearch) -> Plan:
+            candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
+            return search.fastest(candidates)
+
+        if not situation.to_come:
+            return plan(situation, search)
+
+        def beside(others_bytes: int) -> Plan:
+            others = replace(situation, to_come=0, other_forwards=situation.other_forwards + others_bytes)
+            return plan(others, self.planner.search(others, advise=False))
+
+        return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
 
     def sketch(self, call: Call, situation: Situation) -> str | None:
         """The key on disk of a call that is not captured yet; None where plans are not kept."""
@@ -142,7 +154,7 @@ class Road:
     def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
         """A plan from disk with the graphs of this captured call; None where it was made for other graphs."""
         planner = self.planner
-        if kept.lever_set >= len(planner.lever_sets):
+        if kept.lever_set >= len(planner.lever_sets) or not planner.still_fits(kept.plan, call, situation):
             return None
         try:
             step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.lever_set])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
+from memopt.account.elsewhere import Around
 from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, loss_call, training_call
@@ -22,6 +23,7 @@ from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
+from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError, CaptureError
@@ -35,6 +37,7 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.run.beside import Beside, Groups
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.plain_calls import PlainCalls
@@ -45,6 +48,7 @@ from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
+from memopt.units import size
 
 
 class TrainingCalls:
@@ -66,7 +70,9 @@ class TrainingCalls:
         self.watch = watch
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
+        self.groups = Groups(options.forwards)
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
+        self.planner.around = self._around
         self.road = Road(self.planner, self.accumulation)
         self.plain_calls = PlainCalls(model, self.planner, self.plain)
         self._latest: Plan | None = None
@@ -85,24 +91,29 @@ class TrainingCalls:
         check_device((args, kwargs), self.model)
         self.planner.proposing.check_parameters()
         waiting = self.pending.waiting()
+        self.groups.begin(len(waiting))
         self._check_waiting(waiting)
         self.accumulation.allowed = not waiting
         call = args, kwargs
-        waiting_bytes = sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes
-        if step := self.plain_calls.step_if_it_fits(call, self._situation(), waiting_bytes):
+        situation = self._situation()
+        beside = self._beside(call, situation)
+        if step := self.plain_calls.step_if_it_fits(call, situation, beside):
             return self.plain_calls.run(call, step)
         try:
             with self.planner.types():
-                return self._run(call, waiting_bytes)
+                return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
+        except BudgetError as refused:
+            if self.groups.others >= len(waiting):
+                raise
+            raise refused.adding(_IN_GROUP.format(len(waiting) + 1)) from None
         except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
             self._run_unplanned_from_now(str(error))
             return self.plain(*args, **kwargs)
 
-    def _run(self, call: Call, waiting_bytes: int) -> Any:
-        under_way = UnderWay(call, self._situation(), waiting_bytes, partial(self._begin, call, time.perf_counter()))
-        self.planner.screen(call, under_way.crowded)
+    def _run(self, under_way: UnderWay) -> Any:
+        self.planner.screen(under_way.call, under_way.crowded)
         generators = generator_states(self.planner.device())
         try:
             return self._run_once(under_way)
@@ -156,10 +167,13 @@ class TrainingCalls:
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
         situation = replace(self._situation(), gradients_held=gradients_held)
+        if group := self._beside(call, situation).in_group:
+            situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
-            if kept := plan_cache.find_by(self.road.sketch(call, situation)):
+            kept = plan_cache.find_by(self.road.sketch(call, situation))
+            if kept and self.planner.still_fits(kept.plan, call, situation):
                 self._latest = kept.live(self._captured_later(kept, call, situation))
                 self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest
@@ -280,16 +294,65 @@ class TrainingCalls:
             hooked=frozenset(map(id, hooked)),
         )
 
+    def _beside(self, call: Call, situation: Situation) -> Beside:
+        """What the device holds beside a call that begins now."""
+        waiting = self.pending.waiting()
+        gradients = 0
+        if waiting or self.groups.others:
+            trained = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+            gradients = 2 * trained if situation.gradients_held else trained
+        return Beside(
+            len(waiting),
+            sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes,
+            gradients,
+            self.groups,
+            self.planner.elsewhere,
+            self._around(call, situation.gradients_held),
+            self.pending.later_bytes,
+        )
+
+    def _around(self, call: Call, *kind: object) -> Around:
+        """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
+        waiting, others = self.pending.waiting(), self.pending.of_other_models()
+        return Around(
+            tuple(tensors_in(call)),
+            self.pending.addresses,
+            sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes,
+            sum(forward.held_bytes for forward in others),
+            (len(waiting), len(others), *kind),
+        )
+
+    def _around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
+        """What the device holds beside the backward of a forward, which begins with these gradients."""
+        around = self._around(((), {}), forward.plan.account.gradients_held, "backward")
+
+        def addresses() -> frozenset[int]:
+            own = (*forward.given, *weak_storages(gradients))
+            return self.pending.addresses() | {storage.address for storage in own}
+
+        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
+
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
         """Raise `BudgetError` where a forward that waits for its backward has no room for the gradients that the
         backward of this call will leave."""
         gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        earlier_bytes = 0
         for forward in waiting:
             planned = forward.plan
-            needed = planned.ceiling_bytes + gradients
+            alone = planned.ceiling_bytes - planned.account.other_forwards
+            needed = alone + earlier_bytes + gradients
             if needed > planned.budget_bytes:
                 reason = "a second forward before the first one's backward"
-                raise BudgetError(planned.budget_bytes, forward.roomy_bytes(needed), reason, least=False)
+                if elsewhere := planned.account.elsewhere:
+                    reason += f", elsewhere {size(elsewhere)}"
+                raise BudgetError(
+                    planned.budget_bytes,
+                    forward.roomy_bytes(needed),
+                    reason,
+                    least=False,
+                    further=(_IN_GROUP.format(len(waiting) + 1),),
+                )
+            earlier_bytes += forward.held_bytes
 
     def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
@@ -299,11 +362,24 @@ class TrainingCalls:
         self._latest = plan
         held = plan.held_bytes + plan.account.between_regions
         forward = PendingForward(
-            plan, weakref.ref(self.model), situation.hooked, self.pending, self.accumulation, held_bytes=held
+            plan,
+            weakref.ref(self.model),
+            situation.hooked,
+            self.pending,
+            self.accumulation,
+            held,
+            self._around_backward,
+            tuple(weak_storages(tensors_in(call))),
         )
+        self.groups.ran(len(self.pending.waiting()), held)
         self.pending.add(forward)
         return forward
 
+
+_IN_GROUP = (
+    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
+    "from the first step on if optimize is given forwards={0}"
+)
 
 _MOST_BREAKS = 256
 """The number of signatures that are remembered to break into regions."""

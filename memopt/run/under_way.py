@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from memopt.account.elsewhere import in_steps
 from memopt.capture.inputs import Call
+from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
+from memopt.run.beside import Beside
 from memopt.run.pending import PendingForward
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,19 +23,52 @@ class UnderWay:
 
     call: Call
     situation: Situation
-    """The situation of the call, without the forwards that wait for their backward."""
-    waiting_bytes: int
-    """The bytes that those forwards hold."""
+    """The situation of the call, without what is beside it."""
+    beside: Beside
+    """What the device holds beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation], PendingForward]
 
     @property
     def crowded(self) -> Situation:
         """The situation with the forwards that wait for their backward."""
-        return replace(self.situation, other_forwards=self.waiting_bytes)
+        return replace(self.situation, other_forwards=self.beside.waiting_bytes)
 
-    def is_too_tight(self, plan: Plan) -> bool:
-        """Whether a plan leaves too little room for the forwards that wait for their backward."""
-        return plan.ceiling_bytes - plan.account.other_forwards + self.waiting_bytes > plan.budget_bytes
+    def fitting(self, make: Callable[[Situation], Made], plan_of: Callable[[Made], Plan]) -> Made:
+        """What `make` makes for the first situation whose plan fits beside everything else on the device.
+
+        Raises the `BudgetError` of a plan that leaves room for it where there is none.
+        """
+        made = make(self.situation)
+        if self.beside.fits(plan_of(made), self.situation):
+            return made
+        refused: BudgetError | None = None
+        for situation in self._further(plan_of(made)):
+            try:
+                made = make(situation)
+            except BudgetError as error:
+                refused = error
+                continue
+            if self.beside.fits(plan_of(made), situation):
+                return made
+        try:
+            if refused is not None and not self.beside.may_fit(plan_of(made)):
+                raise refused
+            return made
+        finally:
+            refused = None  # its traceback holds this frame, and with it the caller's tensors
+
+    def _further(self, plan: Plan) -> Iterator[Situation]:
+        """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
+        those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly."""
+        now = self.beside.elsewhere_bytes(plan)
+        there = None if now == plan.account.elsewhere else now
+        rounded = there and in_steps(there, plan.budget_bytes)
+        group = self.beside.in_group
+        for elsewhere in dict.fromkeys((rounded, there)):
+            if group is not None:
+                among = replace(self.situation, other_forwards=group.other_forwards, to_come=group.to_come)
+                yield replace(among, elsewhere=elsewhere)
+            yield replace(self.crowded, elsewhere=elsewhere)
 
     def begin(self, plan: Plan) -> PendingForward:
         """Register the forward that begins now and runs by the plan."""

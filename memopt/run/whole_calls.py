@@ -102,13 +102,13 @@ class WholeCalls:
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
-        return hand_out(emitted.region.run(*inputs), region.undifferentiated, forward)
+        return hand_out(forward.hands_out(emitted.region.run(*inputs)), region.undifferentiated, forward)
 
     def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
-        emitted = self._emitted_in(region, inputs, under_way.call, under_way.situation)
-        if under_way.is_too_tight(emitted.plan):
-            emitted = self._emitted_in(region, inputs, under_way.call, under_way.crowded)
-        return emitted
+        return under_way.fitting(
+            lambda situation: self._emitted_in(region, inputs, under_way.call, situation),
+            lambda emitted: emitted.plan,
+        )
 
     def _emitted_in(
         self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call, situation: Situation

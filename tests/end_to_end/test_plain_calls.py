@@ -13,6 +13,7 @@ import memopt
 from examples.models.families import BY_NAME, loss_of
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.capture.region import RecordedRegion
+from memopt.run.beside import Beside
 from memopt.run.planned_call import planned_call_of
 
 FP32: dict[str, Any] = {"precision": "fp32"}
@@ -82,7 +83,8 @@ def test_the_count_is_what_the_step_holds(name: str) -> None:
     call = planned_call_of(model)
     assert call is not None
     (kind,) = call.forward.plain_calls._kinds._values.values()
-    ((_, step),) = kind.fitting
+    ((_, fitting),) = kind.fitting
+    step = fitting.step
     assert peak.allocated_bytes - BOOKKEEPING_BYTES <= step.peak_bytes <= 1.02 * peak.allocated_bytes
 
 
@@ -130,6 +132,6 @@ def test_the_count_leaves_no_trace() -> None:
     memopt.optimize(model, 1, **FP32)
     call = planned_call_of(model)
     assert call is not None
-    assert call.forward.plain_calls.step_if_it_fits(((), batch), call.forward._situation(), 0) is not None
+    assert call.forward.plain_calls.step_if_it_fits(((), batch), call.forward._situation(), Beside()) is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)

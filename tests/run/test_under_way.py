@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from memopt.errors import BudgetError
 from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
+from memopt.run.beside import Beside
 from memopt.run.under_way import UnderWay
 from tests.planned import ACCOUNT, captured, region
 
@@ -18,20 +20,45 @@ def plan() -> Plan:
 
 
 def under_way(waiting_bytes: int, begun: list[Any]) -> UnderWay:
-    return UnderWay(((), {}), Situation(), waiting_bytes, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
+    beside = Beside(1, waiting_bytes)
+    return UnderWay(((), {}), Situation(), beside, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
+
+
+def planned_for(call: UnderWay, plan: Plan) -> list[Situation]:
+    """The situations that are planned for until a plan fits, where all plans are `plan`."""
+    asked: list[Situation] = []
+
+    def make(situation: Situation) -> Plan:
+        asked.append(situation)
+        return plan
+
+    call.fitting(make, lambda made: made)
+    return asked
 
 
 def test_a_plan_is_too_tight_where_forwards_in_waiting_do_not_fit_beside_it(plan: Plan) -> None:
     room = plan.budget_bytes - plan.ceiling_bytes
-    assert not under_way(room, []).is_too_tight(plan)
-    assert under_way(room + 1, []).is_too_tight(plan)
+    assert planned_for(under_way(room, []), plan) == [Situation()]
+    assert planned_for(under_way(room + 1, []), plan) == [Situation(), Situation(other_forwards=room + 1)]
 
 
 def test_forwards_that_the_plan_counts_already_are_not_counted_twice(plan: Plan) -> None:
     account = replace(plan.account, other_forwards=1000)
     counted = replace(plan, account=account, budget_bytes=plan.ceiling_bytes)
-    assert not under_way(1000, []).is_too_tight(counted)
-    assert under_way(1001, []).is_too_tight(counted)
+    assert planned_for(under_way(1000, []), counted) == [Situation()]
+    assert len(planned_for(under_way(1001, []), counted)) == 2
+
+
+def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
+    tight = replace(plan, budget_bytes=plan.ceiling_bytes)
+
+    def make(situation: Situation) -> Plan:
+        if situation.other_forwards:
+            raise BudgetError(10, 20, "what waits")
+        return tight
+
+    with pytest.raises(BudgetError, match="what waits"):
+        under_way(1000, []).fitting(make, lambda made: made)
 
 
 def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:

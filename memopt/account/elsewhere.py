@@ -1,0 +1,230 @@
+"""The bytes on a model's device that are no part of its training step: a teacher, an average of the parameters, the
+other half of a GAN, cached tensors, another model's optimiser state."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+
+import torch
+from torch import nn
+
+from memopt.account.account import BOOKKEEPING_BYTES
+from memopt.account.allocated import allocated_bytes
+from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.optimizer_state import state_tensors
+from memopt.device.workspace_cuda import library_workspaces
+from memopt.meter import blocks_of, live_objects
+from memopt.recent import Recent
+from memopt.units import size
+
+_STEPS = 64
+"""Plans that make room for more bytes elsewhere do so in steps of this part of the budget."""
+_NOTABLE = 256
+"""Growth below this part of the budget is looked at less often, and without collecting garbage first."""
+_PATIENCE = 50
+"""Looks for small growth take at most one part in this many of the time."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look at the device found, in bytes."""
+
+    other: int = 0
+    """Tensors that belong to neither the model nor its optimisers, inputs or outputs."""
+    state: int = 0
+    """The state of the model's optimisers."""
+    largest: tuple[str, ...] = field(default=(), compare=False)
+    """The largest tensors of `other`, in words."""
+
+    def beside(self, planned_state: int) -> int:
+        """The bytes beside a step whose account has `planned_state` bytes of optimiser state; 0 where the account's row
+        for scalars covers them."""
+        beside = self.other + max(0, self.state - planned_state)
+        return beside if beside > BOOKKEEPING_BYTES else 0
+
+
+@dataclass(frozen=True)
+class Around:
+    """What belongs to a call of the model, or is known to be there already."""
+
+    inputs: tuple[torch.Tensor, ...] = ()
+    addresses: Callable[[], frozenset[int]] = frozenset
+    """Returns the addresses of further memory that is counted otherwise, such as what earlier forwards hold."""
+    waiting_bytes: int = 0
+    """Held by forwards of this model whose backward is still to come."""
+    others_bytes: int = 0
+    """Held by such forwards of other models."""
+    kind: object = None
+    """Equal for moments at which the same things are allocated, for each of which growth is noted by itself."""
+
+    @property
+    def known_bytes(self) -> int:
+        """The bytes that differ from call to call and are known."""
+        inputs = sum(tensor.nbytes for tensor in self.inputs if tensor.layout == torch.strided)
+        return inputs + self.waiting_bytes + self.others_bytes
+
+
+class Elsewhere:
+    """Counts what lies on the device of a model beside its training step.
+
+    Python's objects are walked when a plan is made; later only where the bytes allocated on the device have grown so
+    much that the plan might not fit.
+
+    Args:
+        card_major: the major compute capability of a CUDA card, whose libraries' workspaces the account has.
+        fixed_bytes: the bytes to count instead of those that are there; 0 for a plan for another device.
+        with_state: whether the account has the optimiser's state, so that more than it expects is counted here.
+    """
+
+    def __init__(
+        self, model: nn.Module, budget_bytes: int, fixed_bytes: int | None, *, with_state: bool, card_major: int = 0
+    ) -> None:
+        self.model, self.budget_bytes, self.fixed_bytes = model, budget_bytes, fixed_bytes
+        self.with_state, self.card_major = with_state, card_major
+        self._found = Found()
+        self._allocated_by_kind: Recent[object, int] = Recent(_MOST_KINDS)
+        """The bytes that were allocated at the latest look at such a moment, without those that are known."""
+        self._next_look = 0.0
+        self._held_still = False
+
+    @property
+    def note(self) -> str:
+        """What the latest look found, as a sentence for plans and refusals; empty where it is next to nothing."""
+        if not self._found.largest or self._found.other <= max(BOOKKEEPING_BYTES, self.budget_bytes // _NOTABLE):
+            return ""
+        return (
+            f"elsewhere on the device are {size(self._found.other)} that are no part of this step, the largest "
+            f"{', '.join(self._found.largest)}; what is freed before the next step leaves it more room, and "
+            "elsewhere_gb=0 leaves them out of the budget"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def held_still(self, around: Around) -> Iterator[None]:
+        """A context in which what appears is not counted, for copies that are made to check a step."""
+        self.now(around)
+        before, self._held_still = self._held_still, True
+        try:
+            yield
+        finally:
+            self._held_still = before
+
+    def at_most(self, around: Around) -> Found | None:
+        """No less than what is there now, read in microseconds; None where only a look can tell."""
+        if self.fixed_bytes is not None:
+            return Found(self.fixed_bytes)
+        if self._held_still:
+            return self._found
+        growth = self._growth(around)
+        return None if growth is None else replace(self._found, other=self._found.other + max(0, growth))
+
+    def about(self, around: Around) -> int:
+        """The bytes of other tensors that are there now, as far as it is known without a look."""
+        found = self._found.other if self.fixed_bytes is None else self.fixed_bytes
+        growth = None if self._held_still or self.fixed_bytes is not None else self._growth(around)
+        return found + min(0, growth or 0)
+
+    def now(self, around: Around) -> Found:
+        """What is there now. Small growth may be found some seconds late, so that looks take little of the time.
+
+        Garbage that has not been collected is collected before growth is believed.
+        """
+        if self.fixed_bytes is not None:
+            return Found(self.fixed_bytes)
+        notable = self.budget_bytes // _NOTABLE
+        growth = self._growth(around)
+        patient = time.monotonic() < self._next_look and (growth is None or abs(growth) < notable)
+        none = growth is not None and abs(growth) < BOOKKEEPING_BYTES
+        if self._held_still or patient or none:
+            return self._found
+        found = self._look(around)
+        if found.other - self._found.other > notable:
+            gc.collect()
+            found = self._look(around)
+        self._found = found
+        return found
+
+    def _growth(self, around: Around) -> int | None:
+        """The bytes allocated beyond those at the latest look at such a moment; None where that is not known."""
+        allocated = allocated_bytes(self.device)
+        before = self._allocated_by_kind.get(around.kind)
+        return None if allocated is None or before is None else allocated - around.known_bytes - before
+
+    def _look(self, around: Around) -> Found:
+        started = time.monotonic()
+        found = look(self.model, self.device, around, libraries=sum(library_workspaces(self.card_major)))
+        allocated = allocated_bytes(self.device)
+        if allocated is not None:
+            self._allocated_by_kind[around.kind] = allocated - around.known_bytes
+        ended = time.monotonic()
+        self._next_look = ended + _PATIENCE * (ended - started)
+        return found if self.with_state else replace(found, state=0)
+
+
+def look(model: nn.Module, device: torch.device, around: Around, *, libraries: int = 0) -> Found:
+    """Look for tensors on a device beside a model, its gradients, its optimisers' state and its present call.
+
+    They are found among Python's objects, which takes about 0.2 seconds for half a million of them. Memory that only
+    C++ holds is not seen on the CPU, such as activations that a plain model saved. On CUDA the allocator counts it, and
+    `libraries` are the bytes of its count that the account has in its reserve.
+    """
+    found = live_objects(torch.Tensor, torch.optim.Optimizer)
+    parameters = list(model.parameters())
+    ids = set(map(id, parameters))
+    optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and _steps(one, ids)]
+    block = ROUNDING_BYTES if device.type == "cuda" else 1
+    named = around.addresses()
+    own = blocks_of([*parameters, *model.buffers(), *around.inputs], device)
+    state = blocks_of((tensor for optimizer in optimizers for tensor in state_tensors(optimizer)), device)
+    state = {address: nbytes for address, nbytes in state.items() if address not in own}
+    tensors = [one for one in found if not isinstance(one, torch.optim.Optimizer)]
+    beside = {
+        address: nbytes
+        for address, nbytes in blocks_of(tensors, device).items()
+        if not (address in own or address in state or address in named)
+    }
+    other = sum(-(-nbytes // block) * block for nbytes in beside.values())
+    state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
+    other += around.others_bytes
+    if device.type == "cuda":
+        known = sum(-(-nbytes // block) * block for nbytes in own.values()) + state_bytes + around.waiting_bytes
+        other = max(other, torch.cuda.memory_allocated(device) - known - libraries)
+    return Found(other, state_bytes, _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device))
+
+
+def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:
+    """The dtypes, shapes and bytes of the tensors at these addresses, the largest tensor at each."""
+    words: dict[int, tuple[int, str]] = {}
+    for tensor in tensors:
+        for address, nbytes in blocks_of((tensor,), device).items() if tensor.device == device else ():
+            if address in addresses and tensor.nbytes > words.get(address, (0, ""))[0]:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                words[address] = tensor.nbytes, f"{kind} {list(tensor.shape)} of {size(nbytes)}"
+    return tuple(words[address][1] for address in addresses if address in words)
+
+
+def in_steps(nbytes: int, budget_bytes: int) -> int:
+    """The bytes rounded up to a multiple of a small part of the budget, so that plans differ for few values only."""
+    step = max(1, budget_bytes // _STEPS)
+    return -(-nbytes // step) * step
+
+
+def _steps(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
+    """Whether an optimiser steps any of the parameters with these `id`s."""
+    groups = getattr(optimizer, "param_groups", ())
+    return any(id(parameter) in ids for group in groups for parameter in group["params"])
+
+
+_SHOWN = 3
+"""The number of tensors that a note describes."""
+_MOST_KINDS = 64
+"""The number of kinds of moments for which the bytes allocated are remembered."""

@@ -1,0 +1,56 @@
+"""The plan of a forward that runs beside others like it before their first backward, as two views of a batch do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memopt.errors import BudgetError
+from memopt.planning.plan import Plan
+from memopt.planning.planner import LITTLE
+from memopt.units import size
+
+_ROUNDS = 2
+"""How often the room for the others is halved after a plan was found."""
+_CLOSE = 64
+"""Room that differs by less than this part of the budget is not worth another round."""
+
+
+def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) -> Plan:
+    """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
+
+    Args:
+        beside: the plan of the forward where others hold that many bytes. Raises `BudgetError`.
+
+    Raises `BudgetError` where no plan leaves enough room.
+    """
+    found = beside(0)
+    low = 0
+    high = others * _held(found)
+    try:
+        found = beside(high)
+    except BudgetError as refused:
+        high -= refused.smallest_bytes - budget_bytes
+        if high <= 0:
+            raise
+        found = beside(high)
+        missing = others * _held(found) - high
+        if missing > 0:
+            reason = f"{others + 1} forwards of this model before the first backward"
+            if elsewhere := found.account.elsewhere:
+                reason += f", elsewhere {size(elsewhere)}"
+            raise BudgetError(budget_bytes, budget_bytes + missing, reason, least=False) from None
+    for _ in range(_ROUNDS):
+        if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:
+            break
+        middle = (low + high) // 2
+        closer = beside(middle)
+        if others * _held(closer) <= middle:
+            found, high = closer, middle
+        else:
+            low = middle
+    return found
+
+
+def _held(plan: Plan) -> int:
+    """The bytes that the plan's forward holds until its backward."""
+    return plan.held_bytes + plan.account.between_regions

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.account.allocated import allocated_bytes
+from memopt.account.elsewhere import Around, Elsewhere, Found, in_steps
+from memopt.compat.storages import weak_storages
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
+
+pytestmark = pytest.mark.usefixtures("counted")
+MB = 2**20
+
+
+def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:
+    model, inputs, held = nn.Linear(1000, 1000), torch.zeros(1000, 1000), torch.zeros(500, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(inputs).sum().backward()
+    optimizer.step()
+    around = Around((inputs,), lambda: frozenset(storage.address for storage in weak_storages([held])))
+    found = Elsewhere(model, 100 * MB, None, with_state=True).now(around)
+    assert found.other < 100_000
+    assert found.state == pytest.approx(2 * 1001 * 1000 * 4, abs=100)
+    assert found.beside(found.state) == found.other * (found.other > 16384)
+
+
+def test_another_model_its_gradients_and_its_optimizer_are_elsewhere() -> None:
+    model, other = nn.Linear(10, 10), nn.Linear(1000, 1000)
+    optimizer = torch.optim.AdamW(other.parameters())
+    other(torch.zeros(1, 1000)).sum().backward()
+    optimizer.step()
+    found = Elsewhere(model, 100 * MB, None, with_state=True).now(Around())
+    assert found.other == pytest.approx(4 * 1001 * 1000 * 4, rel=0.01)
+    assert found.largest[0].startswith("float32 [1000, 1000] of ")
+
+
+def test_growth_is_known_without_a_look() -> None:
+    model = nn.Linear(10, 10)
+    elsewhere = Elsewhere(model, 100 * MB, None, with_state=True)
+    assert elsewhere.at_most(Around()) is None, "nothing is known before the first look"
+    before = elsewhere.now(Around()).other
+    if allocated_bytes(torch.device("cpu")) is None:
+        pytest.skip("the C library does not say what is allocated")
+    most = elsewhere.at_most(Around())
+    assert most is not None
+    assert most.other < before + 100_000
+    cached = torch.zeros(10 * MB)
+    most = elsewhere.at_most(Around())
+    assert most is not None
+    assert most.other >= before + cached.nbytes
+    assert elsewhere.now(Around()).other == pytest.approx(before + cached.nbytes, abs=100_000)
+    del cached
+    assert elsewhere.about(Around()) < before + 100_000
+
+
+def test_bytes_that_the_user_gives_take_the_place_of_those_found() -> None:
+    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, 5 * MB, with_state=True)
+    cached = torch.zeros(MB)
+    assert elsewhere.now(Around()) == elsewhere.at_most(Around()) == Found(5 * MB)
+    assert cached.nbytes == 4 * MB
+
+
+def test_copies_made_while_it_is_held_still_are_not_counted() -> None:
+    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
+    with elsewhere.held_still(Around()):
+        before = elsewhere.now(Around())
+        copies = torch.zeros(10 * MB)
+        assert elsewhere.now(Around()) == elsewhere.at_most(Around()) == before
+    assert elsewhere.now(Around()).other >= before.other + copies.nbytes
+
+
+def test_steps() -> None:
+    assert in_steps(0, 6400) == 0
+    assert in_steps(1, 6400) == 100
+    assert in_steps(100, 6400) == 100
