@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
 from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations
+from memopt.compat.mask_branches import eager_mask_branches
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
 
@@ -123,7 +124,7 @@ def compile_call(call: Callable[..., Any], backend: Backend, *, whole: bool) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            with capture_settings():
+            with capture_settings(), eager_mask_branches(args, kwargs):
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure

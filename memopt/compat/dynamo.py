@@ -4,7 +4,7 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`.
+`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -13,8 +13,8 @@ import them inside the function that catches them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +82,26 @@ def capture_settings() -> ExitStack:
     stack.enter_context(
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
+    stack.enter_context(_not_exporting())
     return stack
+
+
+@contextmanager
+def _not_exporting() -> Iterator[None]:
+    """Context in which `torch.compiler.is_exporting()` is false in what Dynamo traces, as it is from torch 2.14 on.
+
+    Before that it is true under `torch.compile` too, and transformers then builds a causal mask that its eager model
+    does without: attention with a mask, above all with shared keys, rounds its gradients in another way.
+    """
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    answers: Any = tracing_state_functions()
+    before = answers[torch.compiler.is_exporting]
+    answers[torch.compiler.is_exporting] = False
+    try:
+        yield
+    finally:
+        answers[torch.compiler.is_exporting] = before
 
 
 def compile_with(backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.eager_kernels import eager_kernels
+
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -62,7 +64,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     """Traces a region's forward and backward on fake `inputs`. To be called in the region's tracing context."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with ExitStack() as stack:
+    with eager_kernels(), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )

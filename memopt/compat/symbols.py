@@ -17,7 +17,7 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 
-__all__ = ["data_symbols_of", "known_sizes", "plain_symbol", "rebind_data_sizes", "upper_bound"]
+__all__ = ["data_symbols_of", "is_symbolic", "known_sizes", "plain_symbol", "rebind_data_sizes", "upper_bound"]
 
 _known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
 
@@ -65,6 +65,13 @@ def data_symbols_of(value: Any) -> set[str]:
 
 
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbol, or a tensor of symbolic sizes."""
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(size, int) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def plain_symbol(size: int | torch.SymInt) -> str | None:
