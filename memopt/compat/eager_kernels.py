@@ -1,14 +1,14 @@
 """Tracing by the kernels that eager mode runs, where torch traces by Python replacements that give other bits.
 
 Private names, in torch 2.11 to 2.15: of operator overloads `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`.
+`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`, and the setting `torch._inductor.config.fallback_random`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,12 +36,22 @@ def eager_kernels() -> Iterator[None]:
     """
     replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
     for (operator, key), python in replaced.items():
-        _set_kernel(operator, key, functools.partial(_call, _eager_kernel(operator, key), python))
+        _set_kernel(operator, key, _eager_kernel(operator, key, python))
     try:
         yield
     finally:
         for (operator, key), python in replaced.items():
             _set_kernel(operator, key, python)
+
+
+def dead_draws_kept() -> AbstractContextManager[None]:
+    """Context in which random operators without readers are left in traced graphs: they advance the generator.
+
+    While it traces, torch takes this setting of inductor's to say so, whatever the backend.
+    """
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.patch(fallback_random=True)
 
 
 def _set_kernel(operator: Any, key: DispatchKey, kernel: Callable[..., Any]) -> None:
@@ -65,34 +75,30 @@ def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
     return tuple(found)
 
 
-def _eager_kernel(operator: Any, key: DispatchKey) -> Callable[..., Any]:
-    """What eager mode runs for an operator."""
+def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs what eager mode runs for an operator, or with symbolic sizes torch's replacement of it."""
     if operator is aten.dropout.default:
         return _dropout
 
     def eager(*args: Any, **kwargs: Any) -> Any:
-        outer = operator.py_kernels.pop(key)
+        if any(map(is_symbolic, tree_leaves((args, kwargs)))):
+            return python(*args, **kwargs)
+        ours = operator.py_kernels.pop(key)
         operator._dispatch_cache.clear()
         try:
             return operator(*args, **kwargs)
         finally:
-            _set_kernel(operator, key, outer)
+            _set_kernel(operator, key, ours)
 
     return eager
 
 
-def _call(eager: Callable[..., Any], python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator by its eager kernel, or with symbolic sizes by the Python one."""
-    symbolic = any(map(is_symbolic, tree_leaves((args, kwargs))))
-    return (python if symbolic else eager)(*args, **kwargs)
-
-
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout with the bits of eager mode, with a mask of one byte an element."""
-    if train and 0 < p < 1 and value.device.type == "cpu" and value.dtype.is_floating_point and value.numel() > 0:
+    """Dropout with the bits of eager mode, on sizes of any kind, with a mask of one byte an element."""
+    empty = not is_symbolic(value) and value.numel() == 0
+    if train and 0 < p < 1 and value.device.type == "cpu" and value.dtype.is_floating_point and not empty:
         return _Dropout.apply(value, p)  # type: ignore[no-untyped-call]
-    composite = functools.partial(aten.dropout.default._op_dk, DispatchKey.CompositeImplicitAutograd)
-    return composite(value, p, train)
+    return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, value, p, train)
 
 
 class _Dropout(torch.autograd.Function):

@@ -52,10 +52,11 @@ def test_symbolic_sizes_are_left_to_torch() -> None:
         assert aten.upsample_bilinear2d_backward.default not in differentiated(bilinear, x, "symbolic")
 
 
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
 @pytest.mark.parametrize(("dtype", "native"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
-def test_the_backward_of_dropout_is_native_where_that_rounds_alike(dtype: torch.dtype, native: bool) -> None:
+def test_the_backward_of_dropout_is_native_where_that_rounds_alike(dtype: torch.dtype, native: bool, mode: str) -> None:
     with eager_kernels():
-        found = differentiated(dropped, torch.randn(4, 4, dtype=dtype))
+        found = differentiated(dropped, torch.randn(4, 4, dtype=dtype), mode)
     assert aten.native_dropout.default in found, "a mask of one byte an element"
     assert (aten.native_dropout_backward.default in found) is native
 
