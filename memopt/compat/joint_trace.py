@@ -20,6 +20,8 @@ import torch
 from torch import fx
 
 from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
+from memopt.compat.fakes import traced_mode
+from memopt.compat.true_strides import correct_strides
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
@@ -64,6 +66,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     """Traces a region's forward and backward on fake `inputs`. To be called in the region's tracing context."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+    correct_strides(traced_mode())
     with eager_kernels(), dead_draws_kept(), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True

@@ -43,6 +43,34 @@ class Upsampled(nn.Module):
         return self.decode(F.interpolate(wide, scale_factor=0.5, mode="bicubic")).pow(2).mean()
 
 
+class DeadDraws(nn.Module):
+    """Random numbers that nobody reads, with inputs and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(3)
+        h = self.layer(x)
+        self.dropout(h).relu()
+        with torch.no_grad():
+            torch.bernoulli(h.sigmoid())
+        return self.dropout(h).pow(2).mean()
+
+
+class Transposed(nn.Module):
+    """Batch normalisation and softplus of transposed values, whose kernels lay memory out as torch's fakes do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return (F.softplus(x).transpose(1, 2).cumsum(-1) ** 2).mean()
+
+
 def tokens(**extra: Any) -> Callable[[], Batch]:
     def batch() -> Batch:
         ids = integers(VOCABULARY, TOKENS, LENGTH)
@@ -68,6 +96,8 @@ CASES = {
     "gqa under autocast": (gqa, tokens(), True),
     "dropout of an odd share": (odd_gpt2, tokens(), False),
     "dropout under autocast": (gpt2, tokens(), True),
+    "dead draws": (seeded(DeadDraws), lambda: {"x": normals(16, 8)}, False),
+    "layouts of kernels": (seeded(Transposed), lambda: {"x": normals(12, 8, 16)}, False),
     "interpolation": (seeded(Upsampled), lambda: {"x": normals(2, 4, 12, 12)}, False),
 }
 
@@ -97,7 +127,11 @@ def assert_exact(make: Callable[[], nn.Module], batch: Batch, *, autocast: bool 
         assert not differs, f"at {budget_gb} GB: {differs}"
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("gqa", "dropout under autocast", "dead draws", "layouts of kernels", "interpolation")
+"""Cases that every run tries; `make test-all` tries all."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
 def test_bits_of_the_plain_step(case: str) -> None:
     make, batch, autocast = CASES[case]
     assert_exact(make, batch(), autocast=autocast)
