@@ -76,6 +76,7 @@ def capture_settings() -> ExitStack:
             accumulated_recompile_limit=16 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
             suppress_errors=False,
+            allow_rnn=True,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
         )
     )

@@ -1,14 +1,15 @@
 """Tracing by the kernels that eager mode runs, where torch traces by Python replacements that give other bits.
 
 Private names, in torch 2.11 to 2.15: of operator overloads `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`, and the setting `torch._inductor.config.fallback_random`.
+`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`, `torch._C._set_mkldnn_enabled`, and the setting
+`torch._inductor.config.fallback_random`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,17 +81,32 @@ def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -
     if operator is aten.dropout.default:
         return _dropout
 
+    # oneDNN's LSTM saves a workspace whose size only a run tells, and must not run on made-up values.
+    by_cells = operator.overloadpacket is aten.lstm
+
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if any(map(is_symbolic, tree_leaves((args, kwargs)))):
+        if not by_cells and any(map(is_symbolic, tree_leaves((args, kwargs)))):
             return python(*args, **kwargs)
         ours = operator.py_kernels.pop(key)
         operator._dispatch_cache.clear()
         try:
-            return operator(*args, **kwargs)
+            with _without_onednn() if by_cells else nullcontext():
+                return operator(*args, **kwargs)
         finally:
             _set_kernel(operator, key, ours)
 
     return eager
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Context in which composite operators do not choose oneDNN's; the public flags warn of missing cards."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:

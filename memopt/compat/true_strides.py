@@ -4,7 +4,10 @@ Torch works out many fake results by Python decompositions, which may lay memory
 does: `batch_norm` and the backward of `softplus` on a transposed input. A trace then holds a `view` that fails when it
 runs, or a copy that eager mode does not make.
 
-Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`.
+Only operators that have such a decomposition are tried, and none that reads indices: others might not survive made-up
+operands.
+
+Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.decomposition_table`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.operators import OpOverload, schema_of
+from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.symbols import is_symbolic
 
@@ -102,7 +105,9 @@ class _Corrected:
 
 
 def _is_doubtful(func: Any, inputs: list[torch.Tensor], result: Any) -> bool:
-    if not isinstance(func, OpOverload) or func.namespace != "aten" or not inputs:
+    from torch._decomp import decomposition_table
+
+    if func not in decomposition_table or not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
     if any(map(is_symbolic, inputs)) or all(tensor.is_contiguous() for tensor in inputs):
         return False
@@ -114,6 +119,10 @@ def _is_doubtful(func: Any, inputs: list[torch.Tensor], result: Any) -> bool:
     return any(
         isinstance(leaf, FakeTensor) and leaf.dim() > 1 and not is_symbolic(leaf) for leaf in tree_leaves(result)
     )
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype == torch.bool
 
 
 def _layout(leaf: Any) -> Hashable:

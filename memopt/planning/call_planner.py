@@ -13,6 +13,7 @@ from torch import nn
 
 from memopt.account.account import Account, account_of
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.departures import departures
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
@@ -121,7 +122,8 @@ class CallPlanner:
         self, joints: tuple[JointGraph, ...], captured: CapturedCall, call: Call, rewriting: Rewriting
     ) -> Captured:
         check_rules(self.model, [joint.operators for joint in joints if joint.operators])
-        sizes, notes = DataSizes(), captured.notes
+        sizes = DataSizes()
+        notes = captured.notes + departures(run.region.graph_module for run in captured.runs)
         if captured.whole:
             sizes = self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
