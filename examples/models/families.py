@@ -241,14 +241,7 @@ def labelled_batch(scale: Scale) -> Batch:
 FAMILIES = (
     Family("gpt2-sdpa", gpt2_sdpa, causal_batch, checkpoint_library_blocks),
     Family("gpt2-eager", gpt2_eager, causal_batch, checkpoint_library_blocks),
-    Family(
-        "llama",
-        llama,
-        causal_batch,
-        checkpoint_library_blocks,
-        rounding="Compiled, the library always makes a mask, and with a mask it repeats the keys and values itself "
-        "instead of asking attention to share them (enable_gqa): their gradients are summed in another order.",
-    ),
+    Family("llama", llama, causal_batch, checkpoint_library_blocks),
     Family("mixtral", mixtral, padded_batch, checkpoint_library_blocks),
     Family("bert", bert, masked_batch, checkpoint_library_blocks),
     Family("vit", vit, image_batch, checkpoint_library_blocks),

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
 from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations, keeping_requires_grad
+from memopt.compat.mask_branches import eager_mask_branches
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
 
@@ -131,7 +132,8 @@ def compile_call(
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
-            with _capturing(), capture_settings(), keeping_requires_grad() if whole else nullcontext():
+            requires_grad = keeping_requires_grad() if whole else nullcontext()
+            with _capturing(), capture_settings(), requires_grad, eager_mask_branches(args, kwargs):
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure

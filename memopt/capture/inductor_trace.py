@@ -26,6 +26,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
     found: list[tuple[fx.GraphModule, int]] = []
 
     def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
+        _tag_forward(joint.graph, num_fwd_outputs)
         found.append((joint, num_fwd_outputs))
         raise _JointGraphTraced
 
@@ -35,6 +36,20 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     return found[0] if found else (None, 0)
+
+
+def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
+    """Take the mark of the backward from operators that an output of the forward needs: where a pass of inductor's
+    replaces an operator by an equal one (`x - zeros` by `x`), that one may have got it."""
+    results: Any = graph.output_node().args[0]
+    needed = [result for result in results[:forward_outputs] if isinstance(result, fx.Node)]
+    seen = set(needed)
+    while needed:
+        node = needed.pop()
+        if node.meta.get("partitioner_tag") == "is_backward":
+            node.meta["partitioner_tag"] = "is_forward"
+        needed += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
 
 
 def not_compiled(failure: InductorFailed) -> CaptureError:

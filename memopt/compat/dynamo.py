@@ -5,8 +5,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
 `torch._dynamo.maybe_mark_dynamic`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.TensorVariable.method_requires_grad_`,
-`TorchDynamoException.real_stack`.
+`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
+`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `TorchDynamoException.real_stack`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -83,13 +83,33 @@ def capture_settings() -> ExitStack:
             accumulated_recompile_limit=16 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
             suppress_errors=False,
+            allow_rnn=True,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
         )
     )
     stack.enter_context(
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
+    stack.enter_context(_not_exporting())
     return stack
+
+
+@contextmanager
+def _not_exporting() -> Iterator[None]:
+    """Context in which `torch.compiler.is_exporting()` is false in what Dynamo traces, as it is from torch 2.14 on.
+
+    Before that it is true under `torch.compile` too, and transformers then builds a causal mask that its eager model
+    does without: attention with a mask, above all with shared keys, rounds its gradients in another way.
+    """
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    answers: Any = tracing_state_functions()
+    before = answers[torch.compiler.is_exporting]
+    answers[torch.compiler.is_exporting] = False
+    try:
+        yield
+    finally:
+        answers[torch.compiler.is_exporting] = before
 
 
 _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "failing_on_fakes", "fresh_fakes", "new_fake_mode", "to_fake"]
+__all__ = ["FakeTensor", "FakeTensorMode", "failing_on_fakes", "fresh_fakes", "new_fake_mode", "to_fake", "traced_mode"]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -34,6 +34,13 @@ def to_fake(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def traced_mode() -> FakeTensorMode:
+    """The fake mode of the region that is being traced. To be called in the region's tracing context."""
+    context: Any = torch._guards.TracingContext.get()
+    mode: FakeTensorMode = context.fake_mode
+    return mode
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

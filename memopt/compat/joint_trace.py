@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
+from memopt.compat.fakes import traced_mode
+from memopt.compat.true_strides import correct_strides
+
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
@@ -62,7 +66,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     """Traces a region's forward and backward on fake `inputs`. To be called in the region's tracing context."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with ExitStack() as stack:
+    correct_strides(traced_mode())
+    with eager_kernels(), dead_draws_kept(), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )
@@ -101,7 +106,7 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
     state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state):
+    with _fakes_active(state), dead_draws_kept():
         compiled, _ = second_phase(
             state,
             capture,

@@ -21,6 +21,7 @@ from memopt.compat.fakes import FakeTensorMode
 __all__ = [
     "AssumedSizes",
     "data_symbols_of",
+    "is_symbolic",
     "known_sizes",
     "limit_of",
     "plain_symbol",
@@ -74,6 +75,13 @@ def data_symbols_of(value: Any) -> set[str]:
 
 
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a symbol, or a tensor of symbolic sizes."""
+    if isinstance(value, torch.Tensor):
+        return any(not isinstance(size, int) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def plain_symbol(size: int | torch.SymInt) -> str | None:

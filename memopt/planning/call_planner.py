@@ -14,6 +14,7 @@ from torch import nn
 from memopt.account.account import Account, account_of
 from memopt.account.elsewhere import Around, Elsewhere, in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
+from memopt.capture.departures import departures
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
@@ -132,7 +133,8 @@ class CallPlanner:
         self, joints: tuple[JointGraph, ...], captured: CapturedCall, call: Call, rewriting: Rewriting
     ) -> Captured:
         check_rules(self.model, [joint.operators for joint in joints if joint.operators])
-        sizes, notes = captured.sizes, captured.notes
+        sizes = captured.sizes
+        notes = captured.notes + departures(run.region.graph_module for run in captured.runs)
         if captured.whole:
             sizes |= self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss

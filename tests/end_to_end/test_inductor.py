@@ -115,6 +115,25 @@ def test_gradients_are_added_within_the_compiled_backward() -> None:
         torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-5, atol=1e-7)
 
 
+class AgainstZeros(nn.Module):
+    """A loss whose subtraction of zeros inductor removes from the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).sigmoid()
+        return F.mse_loss(y, torch.zeros_like(y))
+
+
+def test_an_operator_that_inductor_replaces_remains_in_the_forward() -> None:
+    model, inputs = AgainstZeros().train(), {"x": normals(16, 32)}
+    plain = train_step(model, inputs)
+    memopt.optimize(model, 1, backend="inductor", **MODE)
+    assert_equal(train_step(model, inputs), plain, ROUNDING)
+
+
 def test_refusals_leave_the_model_plain() -> None:
     model = make()
     with pytest.raises(memopt.BudgetError, match="smallest that works"):

@@ -1,0 +1,157 @@
+"""Tracing by the kernels that eager mode runs, where torch traces by Python replacements that give other bits.
+
+Private names, in torch 2.11 to 2.15: of operator overloads `py_kernels`, `_dispatch_cache` and `_op_dk`,
+`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`, `torch._C._set_mkldnn_enabled`, and the setting
+`torch._inductor.config.fallback_random`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from memopt.compat.dispatch import plain_tensors, without_torch_functions
+from memopt.compat.pytree import tree_leaves
+from memopt.compat.symbols import is_symbolic
+
+aten = torch.ops.aten
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+# Eager batch normalisation writes its running statistics without saying so, which a trace would lose.
+_KEPT = ("batch_norm",)
+_SAMPLE = 65_537
+"""Values on which a product is tried: every significand of 16-bit numbers many times, and a part of fp32's."""
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Context in which operators on fixed sizes are differentiated by eager mode's kernels.
+
+    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces, so that sizes may be
+    symbols, by Python functions that sum or round in another order and may hold more memory.
+    """
+    replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
+    for (operator, key), python in replaced.items():
+        _set_kernel(operator, key, _eager_kernel(operator, key, python))
+    try:
+        yield
+    finally:
+        for (operator, key), python in replaced.items():
+            _set_kernel(operator, key, python)
+
+
+def dead_draws_kept() -> AbstractContextManager[None]:
+    """Context in which random operators without readers are left in traced graphs: they advance the generator.
+
+    While it traces, torch takes this setting of inductor's to say so, whatever the backend.
+    """
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.patch(fallback_random=True)
+
+
+def _set_kernel(operator: Any, key: DispatchKey, kernel: Callable[..., Any]) -> None:
+    operator.py_kernels[key] = kernel
+    operator._dispatch_cache.clear()
+
+
+@functools.cache
+def _replaced_operators() -> tuple[tuple[Any, DispatchKey], ...]:
+    """The operators that have a Python replacement and a kernel of eager mode, with the dispatch keys of the former."""
+    found: list[tuple[Any, DispatchKey]] = []
+    for name in torch._C._dispatch_get_all_op_names():
+        library, _, overload = name.partition("::")
+        base, _, variant = overload.partition(".")
+        if library != "aten" or any(kept in base for kept in _KEPT) or variant == "out":
+            continue
+        operator = getattr(getattr(aten, base), variant or "default", None)
+        kernels = getattr(operator, "py_kernels", {})
+        if DispatchKey.Autograd in kernels or operator is aten.matmul.default:
+            found += [(operator, key) for key in _KEYS if key in kernels]
+    return tuple(found)
+
+
+def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs what eager mode runs for an operator, or with symbolic sizes torch's replacement of it."""
+    if operator is aten.dropout.default:
+        return _dropout
+
+    # oneDNN's LSTM saves a workspace whose size only a run tells, and must not run on made-up values.
+    by_cells = operator.overloadpacket is aten.lstm
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        if not by_cells and any(map(is_symbolic, tree_leaves((args, kwargs)))):
+            return python(*args, **kwargs)
+        ours = operator.py_kernels.pop(key)
+        operator._dispatch_cache.clear()
+        try:
+            with _without_onednn() if by_cells else nullcontext():
+                return operator(*args, **kwargs)
+        finally:
+            _set_kernel(operator, key, ours)
+
+    return eager
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Context in which composite operators do not choose oneDNN's; the public flags warn of missing cards."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout with the bits of eager mode, on sizes of any kind, with a mask of one byte an element."""
+    empty = not is_symbolic(value) and value.numel() == 0
+    if train and 0 < p < 1 and value.device.type == "cpu" and value.dtype.is_floating_point and not empty:
+        return _Dropout.apply(value, p)  # type: ignore[no-untyped-call]
+    return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, value, p, train)
+
+
+class _Dropout(torch.autograd.Function):
+    """Multiplies kept elements by `1 / (1 - p)` in the dtype of the value, as eager mode does on a CPU.
+
+    `native_dropout` and its backward do so where they round alike, which depends on `p` and on the dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, p: float) -> torch.Tensor:
+        result, kept = aten.native_dropout(value, p, True)
+        if not _rounds_alike(p, value.dtype)[0]:
+            result = value * _noise(kept, p, value.dtype)
+        ctx.save_for_backward(kept)
+        ctx.p = p
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (kept,) = ctx.saved_tensors
+        (grad,) = grads
+        if _rounds_alike(ctx.p, grad.dtype)[1]:
+            return aten.native_dropout_backward(grad, kept, 1 / (1 - ctx.p)), None
+        return grad * _noise(kept, ctx.p, grad.dtype), None
+
+
+def _noise(kept: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    return kept.to(dtype).div(1 - p)
+
+
+@functools.lru_cache(maxsize=64)
+def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether `native_dropout`, and whether its backward, give the products of eager mode's dropout."""
+    with plain_tensors(), without_torch_functions(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        values = torch.linspace(1, 2, _SAMPLE, dtype=torch.float64, device="cpu").to(dtype)
+        result, kept = torch.native_dropout(values, p, True)
+        expected = values * _noise(kept, p, dtype)
+        forward = torch.equal(expected, result)
+        backward = torch.equal(expected, aten.native_dropout_backward(values, kept, 1 / (1 - p)))
+    return forward, backward

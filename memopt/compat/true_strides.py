@@ -1,0 +1,163 @@
+"""Strides of fake results as the kernels give them, where torch's own rules for fake tensors differ.
+
+Torch works out many fake results by Python decompositions, which may lay memory out in another order than the kernel
+does: `batch_norm` and the backward of `softplus` on a transposed input. A trace then holds a `view` that fails when it
+runs, or a copy that eager mode does not make.
+
+Only operators that have such a decomposition are tried, and none that reads indices: others might not survive made-up
+operands.
+
+Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.decomposition_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from memopt.compat.dispatch import plain_tensors, without_torch_functions
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
+from memopt.compat.operators import schema_of
+from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.symbols import is_symbolic
+
+_SMALL = 4
+"""Sizes up to this one are kept when an operator is tried on small tensors."""
+_TRUSTED = ("mm", "conv", "empty", "new_", "as_strided", "attention", "set_", "_like", "lift", "rng")
+"""Parts of the names of operators whose fake results are laid out as their kernels' are, or whose layout depends on
+sizes."""
+
+
+def correct_strides(mode: FakeTensorMode) -> None:
+    """Have a fake mode give the results of operators the strides that their kernels give them, from now on.
+
+    An operator with an input that is not contiguous is run once on small tensors of the same layouts, real and fake;
+    where these disagree, the order of the real dimensions is taken.
+    """
+    if "dispatch" not in vars(mode):
+        mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
+
+
+class _Corrected:
+    """The dispatch of a fake mode, with corrected strides."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self.fake = mode, mode.dispatch
+        self._orders: dict[Hashable, list[tuple[int, ...] | None]] = {}
+        """For each kind of call the order of the dimensions of each result, or None where the fake one is right. A mode
+        belongs to one region, which bounds its size."""
+
+    def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.fake(func, types, args, kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not _is_doubtful(func, inputs, result):
+            return result
+        key = func, *map(_layout, tree_leaves((args, kwargs)))
+        if key not in self._orders:
+            self._orders[key] = []  # for the calls made meanwhile
+            self._orders[key] = self._tried(func, types, args, kwargs or {})
+        if not self._orders[key]:
+            return result
+        orders = iter(self._orders[key])
+        return tree_map(lambda leaf: self._ordered(leaf, next(orders, None)), result)
+
+    def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[tuple[int, ...] | None]:
+        """The order of each result of a call on small real tensors, None where it is that of small fakes."""
+        sizes = {size for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
+        numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(sorted(size for size in sizes if size > _SMALL))}
+
+        def small(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+            def shrunk(leaf: Any) -> Any:
+                return make(_small_like(leaf, numbers)) if isinstance(leaf, torch.Tensor) else leaf
+
+            positional, named = tree_map(shrunk, (args, kwargs))
+            return [_shrunk_sizes(argument, numbers) for argument in positional], named
+
+        def real(meta: torch.Tensor) -> torch.Tensor:
+            made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+            return made.fill_(1)
+
+        def fake(meta: torch.Tensor) -> torch.Tensor:
+            with self.mode:
+                return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        try:
+            with plain_tensors(), without_torch_functions(), torch.no_grad():
+                positional, named = small(real)
+                true = tree_leaves(func(*positional, **named))
+                positional, named = small(fake)
+                guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
+        except Exception:  # an operator may refuse made-up values and sizes with any error
+            return []
+        orders = [None if _same(*pair) else _order(pair[0]) for pair in zip(true, guessed, strict=True)]
+        return orders if any(orders) else []
+
+    def _ordered(self, result: Any, order: tuple[int, ...] | None) -> Any:
+        """A fake result laid out in this order of dimensions, outermost first."""
+        if order is None or not isinstance(result, FakeTensor):
+            return result
+        with self.mode:
+            laid = torch.empty([result.shape[dim] for dim in order], dtype=result.dtype, device=result.device)
+            return laid.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _is_doubtful(func: Any, inputs: list[torch.Tensor], result: Any) -> bool:
+    from torch._decomp import decomposition_table
+
+    if func not in decomposition_table or not all(_is_number(tensor.dtype) for tensor in inputs):
+        return False
+    if any(map(is_symbolic, inputs)) or all(tensor.is_contiguous() for tensor in inputs):
+        return False
+    schema = schema_of(func)
+    if any(part in schema.name for part in _TRUSTED) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns)):
+        return False
+    return any(
+        isinstance(leaf, FakeTensor) and leaf.dim() > 1 and not is_symbolic(leaf) for leaf in tree_leaves(result)
+    )
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype == torch.bool
+
+
+def _layout(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), repr(leaf)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost to the innermost in memory."""
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _same(real: Any, fake: Any) -> bool:
+    if not isinstance(real, torch.Tensor) or real.shape != fake.shape:
+        return True
+    moves = [dim for dim, size in enumerate(real.shape) if size > 1]
+    return all(real.stride(dim) == fake.stride(dim) for dim in moves)
+
+
+def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
+    """A tensor on "meta" with fewer elements and its dimensions in the same order; expanded ones stay so."""
+    strides = [0] * tensor.dim()
+    step = 1
+    for dim in reversed(_order(tensor)):
+        if tensor.stride(dim) > 0:
+            strides[dim] = step
+            step *= numbers.get(tensor.shape[dim], tensor.shape[dim])
+    shape = [numbers.get(size, size) for size in tensor.shape]
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def _shrunk_sizes(argument: Any, numbers: dict[int, int]) -> Any:
+    """An argument with its sizes replaced where it is a list of numbers."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
+    return argument
