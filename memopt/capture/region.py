@@ -16,6 +16,7 @@ from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.device.storages import storage_bytes
 
 
 @dataclass(eq=False)
@@ -129,6 +130,15 @@ class CapturedCall:
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""
         return not self.break_reason
+
+    @property
+    def output_bytes(self) -> int:
+        """The bytes of the tensors that the last region returns."""
+        (results,) = self.runs[-1].region.graph_module.graph.output_node().args
+        nodes = [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+        detached = (node if "example_value" in node.meta else node.args[0] for node in nodes)
+        values = (node.meta.get("example_value") for node in detached if isinstance(node, fx.Node))
+        return sum(storage_bytes(value) for value in values if isinstance(value, torch.Tensor))
 
     @property
     def notes(self) -> tuple[str, ...]:

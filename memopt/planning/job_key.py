@@ -76,7 +76,7 @@ class Job:
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
             [(name, _value(value), id(value) in state.hooked) for name, value in self.model.named_parameters()],
             account_of(self.model, tensors_in(self.call), None, card),
-            (state.gradients_held, state.other_forwards),
+            (state.gradients_held, state.other_forwards, state.buckets),
             optimizer,
             (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
             [_own(extension) for extension in (*options.passes, *options.solvers)],

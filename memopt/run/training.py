@@ -35,6 +35,7 @@ from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
+from memopt.run.data_parallel import DataParallel
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.planning_log import PlanningLog
 from memopt.run.road import Road
@@ -59,9 +60,10 @@ class TrainingCalls:
         loss_fn: Callable[..., Any] | None,
         own_call: Callable[..., Any] | None,
         watch: UnplannedWatch | None = None,
+        parallel: DataParallel | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
-        self.watch = watch
+        self.watch, self.parallel = watch, parallel or DataParallel(model)
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
@@ -83,7 +85,8 @@ class TrainingCalls:
         self.planner.proposing.check_parameters()
         waiting = self.pending.waiting()
         self._check_waiting(waiting)
-        self.accumulation.allowed = not waiting
+        self.parallel.look()
+        self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
         try:
             with self.planner.types():
                 return self._run((args, kwargs), sum(forward.held_bytes for forward in waiting))
@@ -145,7 +148,8 @@ class TrainingCalls:
         Raises `BudgetError`, `CaptureError`.
         """
         started = time.perf_counter()
-        situation = replace(self._situation(), gradients_held=gradients_held)
+        buckets = self.parallel.buckets(gradients_held=gradients_held)
+        situation = replace(self._situation(), gradients_held=gradients_held, buckets=buckets)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
@@ -252,6 +256,7 @@ class TrainingCalls:
         return Situation(
             gradients_held=any(parameter.grad is not None for parameter in parameters),
             hooked=frozenset(map(id, hooked)),
+            buckets=self.parallel.buckets(),
         )
 
     def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
