@@ -3,7 +3,7 @@
 Private names, in torch 2.11 to 2.15: `DistributedDataParallel._get_active_ddp_module`, `_build_params_for_reducer`,
 `_get_ddp_logging_data`, `_delay_all_reduce_all_params`, `_use_python_reducer`, `_ddp_sink_clone`,
 `_static_graph_delay_allreduce_enqueued`, of its reducer `_autograd_hook` and `_remove_autograd_hooks` (DDP's own mixed
-precision calls the first from Python), and `Tensor._is_view`.
+precision calls the first from Python), `torch.distributed.distributed_c10d._get_default_store`, and `Tensor._is_view`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.autograd import current_backward
@@ -26,6 +26,7 @@ __all__ = [
     "defers_exchange",
     "is_bucket_view",
     "reducer_hooks",
+    "shared_store",
     "unwrapped",
 ]
 
@@ -33,6 +34,14 @@ __all__ = [
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself, out of `DistributedDataParallel`."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def shared_store() -> Any | None:
+    """The key-value store that all ranks of the default process group share; None without such a group."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    anything: Any = distributed.distributed_c10d
+    return anything._get_default_store()
 
 
 def active_wrapper() -> DistributedDataParallel | None:
