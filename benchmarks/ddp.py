@@ -1,7 +1,7 @@
 """Two ranks under `DistributedDataParallel` with 100 MB of parameters: peaks against five budgets, gradients against
 plain DDP's; one JSON file and a table.
 
-    python -m benchmarks.ddp [--budgets 0.43 0.44 0.46 0.48 0.5]
+    python -m benchmarks.ddp [--budgets 0.425 0.44 0.455 0.47 0.485]
 
 The ranks are two processes of this machine that exchange gradients by gloo. Peaks are metered from the making of the
 model on, so that the buckets are among them. The odd budgets are met by a model that is optimised before it is wrapped,
@@ -123,9 +123,18 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS)
     found = rows(parser.parse_args().budgets)
     write_result(RESULT, {**stamp(), "rows": found})
-    table = Table(*found[0])
+    table = Table("budget", "optimised", "views", "accumulate", "peaks of the ranks", "gradients", "added", "seconds")
     for row in found:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            "plain" if row["budget_gb"] is None else f"{row['budget_gb']} GB",
+            row["optimised"],
+            str(row["gradient_as_bucket_view"]),
+            str(row["accumulate"]),
+            ", ".join(f"{peak:.4f} GB" for peak in row["peaks_gb"]),
+            "equal" if all(row["equal"]) else "differ",
+            "" if row["added_time"] is None else f"{row['added_time']:.1%}",
+            f"{row['seconds']:.1f}",
+        )
     Console().print(table)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -193,8 +193,8 @@ def all_cases(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[list[dict[str, Any]]]:
-    yield on_two_ranks(all_cases)
+def ranks() -> list[dict[str, Any]]:
+    return on_two_ranks(all_cases)
 
 
 @pytest.mark.parametrize("case", CASES)
