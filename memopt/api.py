@@ -249,7 +249,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     call = planned_call_of(model)
     if call is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    return call.chosen.apply(model, optimizer)
+    return call.chosen.apply(call.model, optimizer)
 
 
 def remove(model: Model) -> Model:
@@ -267,4 +267,4 @@ def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if call is None or call.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")
     inputs, targets = batch
-    return call.loss(inputs, targets)
+    return call.loss(inputs, targets, model)

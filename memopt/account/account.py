@@ -37,6 +37,13 @@ class Account:
     """Bytes held by other forwards whose backward is still to come."""
     elsewhere: int = 0
     """Bytes on the device that are no part of the step: other models, copies, caches (`memopt.account.elsewhere`)."""
+    buckets: int = 0
+    """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
+    among `gradients`."""
+    into_buckets: int = 0
+    """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimiser steps."""
+    output_clones: int = 0
+    """Clones of the model's outputs that `DistributedDataParallel` returns."""
     between_regions: int = 0
     """The most that eager code holds between captured regions, where the forward breaks into several."""
     lowering: int = 0
@@ -53,8 +60,9 @@ class Account:
         """Bytes held from the first op of the forward to the last of the backward."""
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
+        wrapper = self.buckets + self.output_clones
         allocator = self.rounding + self.fragmentation
-        beside = self.other_forwards + self.elsewhere
+        beside = wrapper + self.other_forwards + self.elsewhere
         return fixed + held + beside + self.between_regions + self.lowering + allocator
 
     @property
@@ -64,7 +72,8 @@ class Account:
 
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs` bytes."""
-        resident = replace(self, gradients_held=True, lowering=0).resident_bytes
+        left = self.gradients - self.into_buckets
+        resident = replace(self, gradients=left, gradients_held=True, lowering=0).resident_bytes
         return resident + outputs + self.optimizer_temporaries
 
 

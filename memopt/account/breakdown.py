@@ -37,6 +37,8 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "buffers": account.buffers,
         "inputs": account.inputs,
         "optimizer state": account.optimizer_state,
+        "buckets": account.buckets,
+        "clones of outputs": account.output_clones,
         "forwards in waiting": account.other_forwards,
         "elsewhere": account.elsewhere,
         "between the regions": account.between_regions,
@@ -51,7 +53,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     if optimizer_peak > graph_peak:
         rows = {
             **fixed,
-            "gradients": account.gradients,
+            "gradients": account.gradients - account.into_buckets,
             "outputs": outputs,
             "optimizer temporaries": account.optimizer_temporaries,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from torch import fx
 
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
 from memopt.device.fusion import can_inline, fused_away
+from memopt.device.storages import StorageInfo, find_storages
 from passes import CANONICAL, FoundReuse, FreeFirst, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
 
@@ -111,6 +113,32 @@ class JointGraph:
             and result.op != "placeholder"
             and len(result.users) == times[result] == 1
         }
+
+    @cached_property
+    def own_gradients(self) -> frozenset[int]:
+        """The positions in `parameter_gradients` of gradients that fill memory made in the backward, in which no other
+        result lies. None where kernels are `fused`: their memory is used again."""
+        if self.fused:
+            return frozenset()
+        storages = find_storages(self.module.graph, reuses=self.reuses)
+        results = self.module.graph.output_node().args[0]
+        nodes = [result if isinstance(result, fx.Node) else None for result in results]  # type: ignore[union-attr]
+        backward = backward_nodes(self.module.graph)
+        users = Counter(block for node in nodes if node is not None for block in storages.of.get(node, ()))
+
+        def is_own(position: int) -> bool:
+            node = nodes[position]
+            assert node is not None
+            blocks = storages.of.get(node, ())
+            return len(blocks) == 1 and users[blocks[0]] == 1 and self._fills(node, storages.infos[blocks[0]], backward)
+
+        return frozenset(filter(is_own, self.parameter_gradients))
+
+    @staticmethod
+    def _fills(node: fx.Node, storage: StorageInfo, backward: Collection[fx.Node]) -> bool:
+        """Whether a node's value is all of a storage that is made in the backward."""
+        made_here = storage.maker in backward and storage.maker.op != "placeholder"
+        return made_here and storage.bytes == node.meta["val"].nbytes
 
     @cached_property
     def ends_before_loss(self) -> bool:

@@ -19,6 +19,7 @@ from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.symbols import AssumedSizes, plain_symbol
+from memopt.device.storages import storage_bytes
 
 Sizes: TypeAlias = tuple[int, ...]
 """Values of a region's changing sizes, in the order of `RecordedRegion.changing`; empty where all sizes are fixed."""
@@ -158,6 +159,15 @@ class CapturedCall:
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""
         return not self.break_reason
+
+    @property
+    def output_bytes(self) -> int:
+        """The bytes of the tensors that the last region returns."""
+        (results,) = self.runs[-1].region.graph_module.graph.output_node().args
+        nodes = [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+        detached = (node if "example_value" in node.meta else node.args[0] for node in nodes)
+        values = (node.meta.get("example_value") for node in detached if isinstance(node, fx.Node))
+        return sum(storage_bytes(value) for value in values if isinstance(value, torch.Tensor))
 
     @property
     def notes(self) -> tuple[str, ...]:

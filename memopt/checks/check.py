@@ -49,6 +49,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, optimizer)
+    model = planned.model  # out of DDP, whose gradients would be exchanged
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)

@@ -52,6 +52,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, reference)
+    model = planned.model  # out of DDP, whose gradients would be exchanged
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
     calls = planned.with_loss or planned.forward

@@ -66,7 +66,7 @@ def capture_settings() -> ExitStack:
 
     Sizes and scalars that depend on data become symbols of the graph. Hooks that are added after a capture are noticed.
     Past the limit of recompilations there is an error instead of an eager run, which would exceed the budget. Dropout
-    is recomputed from saved generator states.
+    is recomputed from saved generator states. The buckets of DistributedDataParallel do not split the forward.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -84,6 +84,7 @@ def capture_settings() -> ExitStack:
             fail_on_recompile_limit_hit=True,
             suppress_errors=False,
             allow_rnn=True,
+            optimize_ddp=False,
             ignore_logging_functions=ignored | ({warn_once} if warn_once else set()),
         )
     )

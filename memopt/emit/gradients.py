@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import fx, nn
@@ -14,26 +15,44 @@ from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 
+class Exchange(Protocol):
+    """Exchanges gradients between ranks while the backward runs."""
+
+    views: bool
+    """Whether a gradient that is ready becomes a view of a bucket at once."""
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of this parameter is exchanged."""
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Exchange the parameter's `.grad`, which is complete."""
+
+
 @dataclass
 class Accumulation:
-    """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
-    backward: autograd then sums their gradients first, and adding them singly would round differently."""
+    """How gradients reach `.grad` in the backwards of a model."""
 
     allowed: bool = True
+    """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
+    autograd then sums their gradients first, and adding them singly would round differently."""
+    exchange: Exchange | None = None
+    """What exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
+    of them, at the end of a region's backward, or there is one rank."""
 
 
 class AccumulateGradient(nn.Module):
     """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do only that with it. It also
     returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
-    the gradient: the first one, one that a hook reads, one for `torch.autograd.grad`.
+    the gradient: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the first one becomes
+    `.grad`, too, and is exchanged while the backward goes on.
 
     The parameter is input `position` (counted among tensors) of the call whose backward runs, because one region serves
     calls with different parameters.
     """
 
-    def __init__(self, accumulation: Accumulation, position: int) -> None:
+    def __init__(self, accumulation: Accumulation, position: int, *, own_memory: bool = False) -> None:
         super().__init__()
-        self.accumulation, self.position = accumulation, position
+        self.accumulation, self.position, self.own_memory = accumulation, position, own_memory
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return self.take(gradient, *self.receiver())
@@ -56,8 +75,42 @@ class AccumulateGradient(nn.Module):
         ):
             assert parameter.grad is not None
             parameter.grad.add_(gradient)
+            if (exchange := self.accumulation.exchange) is not None and exchange.takes(parameter):
+                exchange.ready(parameter)
+            return None
+        if parameter is not None and fate is Fate.ACCUMULATED and self._exchange_first(parameter, gradient):
             return None
         return gradient
+
+    def _exchange_first(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
+        it; returns whether it was done."""
+        exchange = self.accumulation.exchange
+        if (
+            exchange is None
+            or not (exchange.views or self.own_memory)
+            or not self.accumulation.allowed
+            or not exchange.takes(parameter)
+            or is_hooked(parameter)
+            or not _can_be_grad(parameter, gradient)
+        ):
+            return False
+        parameter.grad = gradient
+        exchange.ready(parameter)
+        if not self.own_memory and parameter.grad.data_ptr() == gradient.data_ptr():  # in no bucket: it may change
+            parameter.grad = gradient.clone()
+        return True
+
+
+def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether autograd would take this gradient as the parameter's `.grad`, which is None, without copying it."""
+    return (
+        parameter.grad is None
+        and gradient.layout == torch.strided
+        and gradient.dtype == parameter.dtype
+        and gradient.shape == parameter.shape
+        and gradient.stride() == parameter.stride()
+    )
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
@@ -117,12 +170,13 @@ def accumulate_in_place(
     inputs: Mapping[int, int],
     accumulation: Accumulation,
     steps: Mapping[int, Collection[str]] | None = None,
+    own_memory: Collection[int] = (),
 ) -> None:
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
     Positions in `steps` get a `StepParameter` instead, after all nodes that `steps` names: those that read the
-    parameter, which has its new value from then on.
+    parameter, which has its new value from then on. No other result shares memory with those at `own_memory`.
     """
     graph = backward.graph
     output = graph.output_node()
@@ -133,7 +187,7 @@ def accumulate_in_place(
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
         kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
-        backward.add_submodule(f"{name}_{number}", kind(accumulation, number))
+        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=position in own_memory))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
         node.meta = dict(gradient.meta)

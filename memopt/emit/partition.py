@@ -30,7 +30,8 @@ def partition(
     if accumulation is not None:
         first, tensors = joint.forward_outputs, joint.tensor_positions
         inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
-        accumulate_in_place(backward, inputs, accumulation, steps)
+        own = {position - first for position in joint.own_gradients} if accumulation.exchange is not None else ()
+        accumulate_in_place(backward, inputs, accumulation, steps, own)
     return forward, backward
 
 

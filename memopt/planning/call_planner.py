@@ -32,7 +32,7 @@ from memopt.planning.options import Options, backend_for
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.proposing import Proposing
-from memopt.planning.situation import Situation
+from memopt.planning.situation import Buckets, Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.rewrite import FP8_LEVERS, REINPLACE, LeverSet, lever_sets, offload_link
@@ -95,6 +95,8 @@ class CallPlanner:
             lowering=lowering_bytes,
             between_regions=captured.between_bytes,
         )
+        if situation.buckets is not None and situation.buckets.clone_outputs:
+            account = replace(account, output_clones=captured.output_bytes)
         if self.options.passes:
             search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
         for levers in self.lever_sets:
@@ -244,9 +246,13 @@ class CallPlanner:
         account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
         held, others = situation.gradients_held, situation.other_forwards
         account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        if situation.buckets is not None:
+            account = _with_buckets(account, situation.buckets)
         elsewhere = situation.elsewhere
         if elsewhere is None:
             elsewhere = self.elsewhere.now(self.around(call)).beside(account.optimizer_state)
+            if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
+                elsewhere = max(0, elsewhere - account.buckets)
         return replace(account, elsewhere=elsewhere)
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
@@ -345,3 +351,12 @@ class CallPlanner:
     def differentiate_all(self) -> bool:
         """Whether all outputs of the model may get gradients, not the loss alone."""
         return self.options.outputs == "all"
+
+
+def _with_buckets(account: Account, buckets: Buckets) -> Account:
+    """The account under `DistributedDataParallel`. Gradients that lie in the buckets are counted there, and as held:
+    none is kept elsewhere until the backward's end."""
+    exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
+    if not buckets.hold_gradients:
+        return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)
+    return replace(account, buckets=buckets.nbytes, gradients=account.gradients - exchanged, gradients_held=True)

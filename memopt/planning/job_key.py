@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
-from memopt.device import Hardware
+from memopt.device import Hardware, hardware_of
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
 from memopt.planning.situation import Situation
@@ -52,6 +52,11 @@ class Job:
             return None
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
+    def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
+        """The key without the times that this machine measured, which is the same on all ranks with equal shapes."""
+        card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
+        return replace(self, card=card).key(graph_module)
+
     def sketch(self) -> str | None:
         """The key of the call before it is captured, made from the model's structure, plain attributes and source, for
         which Dynamo most likely captures the same graph. A plan found by a sketch must be checked against `key` before
@@ -76,7 +81,7 @@ class Job:
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
             [(name, _value(value), id(value) in state.hooked) for name, value in self.model.named_parameters()],
             account_of(self.model, tensors_in(self.call), None, card),
-            (state.gradients_held, state.other_forwards, state.to_come),
+            (state.gradients_held, state.other_forwards, state.to_come, state.buckets),
             optimizer,
             (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
             options.dynamic,

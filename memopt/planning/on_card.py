@@ -69,7 +69,8 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     sizes."""
     there = account.parameters + account.buffers + account.inputs
     held = _split_into(account.gradients if account.gradients_held else 0, joined.given)
-    eager = (account.other_forwards, account.elsewhere, account.between_regions)
+    wrapper = (account.buckets, account.output_clones)
+    eager = (*wrapper, account.other_forwards, account.elsewhere, account.between_regions)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
         state=_split_into(account.optimizer_state, joined.given),

@@ -36,6 +36,29 @@ class Kept:
         """The plan with its graphs, which `captured` captures on first use."""
         return with_graphs(self.plan, captured)
 
+    def as_json(self) -> dict[str, Any]:
+        """The values that `from_json` makes an equal plan of."""
+        assert self.plan.schedule is not None
+        return {
+            "lever_set": self.lever_set,
+            "plan": as_json(self.plan),
+            "schedule": asdict(self.plan.schedule),
+            "footprint": None if self.footprint is None else asdict(self.footprint),
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> Kept | None:
+        """The plan of `as_json`; None for values that are damaged or of another version."""
+        if not isinstance(values, dict):
+            return None
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            offloads = tuple(Offload(**fields) for fields in values["schedule"]["offloads"])
+            schedule = Schedule(tuple(values["schedule"]["evaluations"]), offloads)
+            plan = replace(Plan(**fields_from(values["plan"])), schedule=schedule)
+            footprint = values["footprint"]
+            return cls(plan, int(values["lever_set"]), None if footprint is None else Footprint(**footprint))
+        return None
+
 
 def is_on() -> bool:
     """Whether jobs have keys, so that plans are read and written: not with `MEMOPT_CACHE=0` in the environment."""
@@ -44,31 +67,15 @@ def is_on() -> bool:
 
 def find(key: str | None) -> Kept | None:
     """The plan stored under a key; None where there is none, or where the file cannot be read."""
-    values = read_json(_path(key)) if key is not None else None
-    if not isinstance(values, dict):
-        return None
-    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # damaged, or of another version
-        offloads = tuple(Offload(**fields) for fields in values["schedule"]["offloads"])
-        schedule = Schedule(tuple(values["schedule"]["evaluations"]), offloads)
-        plan = replace(Plan(**fields_from(values["plan"])), schedule=schedule)
-        footprint = values["footprint"]
-        return Kept(plan, int(values["lever_set"]), None if footprint is None else Footprint(**footprint))
-    return None
+    return Kept.from_json(read_json(_path(key))) if key is not None else None
 
 
 def keep(key: str | None, kept: Kept) -> None:
     """Store a plan under a key. Nothing happens where the folder is not writable."""
     if key is None:
         return
-    assert kept.plan.schedule is not None
-    values = {
-        "lever_set": kept.lever_set,
-        "plan": as_json(kept.plan),
-        "schedule": asdict(kept.plan.schedule),
-        "footprint": None if kept.footprint is None else asdict(kept.footprint),
-    }
     with contextlib.suppress(OSError):
-        write_json(_path(key), values)
+        write_json(_path(key), kept.as_json())
         _drop_the_oldest()
 
 

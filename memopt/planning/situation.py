@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Buckets:
+    """The memory from which `DistributedDataParallel` exchanges gradients, beside what it holds of a forward."""
+
+    nbytes: int
+    views: bool = False
+    """Gradients are views of the buckets once they are exchanged."""
+    hold_gradients: bool = False
+    """Each gradient becomes such a view as soon as it is computed, or is one already."""
+    clone_outputs: bool = False
+    """The wrapper returns clones of the model's outputs."""
+
+
+@dataclass(frozen=True)
 class Situation:
     """What surrounds a training call when its forward begins."""
 
@@ -20,3 +33,5 @@ class Situation:
     """The bytes on the device beside the step that the plan must leave room for; None: those that are found there."""
     hooked: frozenset[int] = frozenset()
     """The `id`s of parameters whose gradients hooks wait for: those are not added in place."""
+    buckets: Buckets | None = None
+    """The buckets of the `DistributedDataParallel` around the model; None without one."""

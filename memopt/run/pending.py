@@ -149,6 +149,8 @@ class PendingForward:
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
             return fate is Fate.RETURNED or (fate is Fate.ACCUMULATED and not free)
+        if leaf.grad is None and self.plan.account.gradients_held and self.plan.account.buckets:
+            return not self.accumulation.allowed  # else it becomes a view of its bucket at once
         if leaf.grad is None or not self.plan.account.gradients_held or id(leaf) in self.hooked:
             return False
         fate = fate_of_gradient(leaf)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import as_call, check_device
+from memopt.compat.ddp import unwrapped
 from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
 from memopt.optimizers import Proposals
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
+from memopt.run.data_parallel import DataParallel
 from memopt.run.training import TrainingCalls
 from memopt.run.unplanned import UnplannedWatch
 
@@ -24,25 +28,36 @@ class PlannedCall:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         check_model(model)
-        self.model, self.options = model, options
-        self.own_call = _own_call(model)
-        self.watch = UnplannedWatch(model, self)
-        self.forward = TrainingCalls(model, options, None, self.own_call, self.watch)
-        self.with_loss = (
-            TrainingCalls(model, options, options.loss_fn, self.own_call, self.watch) if options.loss_fn else None
-        )
+        self.model, self.options = unwrapped(model), options
+        self.own_call = _own_call(self.model)
+        self.watch = UnplannedWatch(self.model, self)
+        parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
+        calls = partial(TrainingCalls, self.model, options, own_call=self.own_call, watch=self.watch, parallel=parallel)
+        self.forward = calls(None)
+        self.with_loss = calls(options.loss_fn) if options.loss_fn else None
         self.uncompiled: Callable[..., Any] = self.forward
+        self._loss_to_come: Callable[[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loss_to_come is not None:
+            loss, self._loss_to_come = self._loss_to_come, None
+            return loss(*args)
         if not self.trains():
             return self._plain(self.forward, *args, **kwargs)
         if torch.compiler.is_compiling():
             return self.uncompiled(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
-    def loss(self, inputs: Any, targets: Any) -> Any:
-        """The loss of `(inputs, targets)`, with model and loss function in one planned region."""
+    def loss(self, inputs: Any, targets: Any, model: nn.Module | None = None) -> Any:
+        """The loss of `(inputs, targets)`, with model and loss function in one planned region, inside the forward of
+        `model` if that is `DistributedDataParallel` around the planned model."""
         assert self.with_loss is not None
+        if isinstance(model, DistributedDataParallel):
+            self._loss_to_come = lambda moved: self.loss(moved, targets)
+            try:
+                return model(inputs)
+            finally:
+                self._loss_to_come = None
         if self.trains():
             return self.with_loss(inputs, targets)
         return self._plain(self.with_loss, inputs, targets)
@@ -110,8 +125,8 @@ class PlannedCall:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """The call that replaces an optimised model's own; None for a plain model."""
-    call = compiled_call(model)
+    """The call that replaces an optimised model's own, inside `DistributedDataParallel` too; None for a plain model."""
+    call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
     return call if isinstance(call, PlannedCall) else None
 
 

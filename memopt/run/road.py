@@ -19,8 +19,10 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
+from memopt.planning.agreement import agreed
 from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.plan_search import PlanSearch
@@ -118,7 +120,7 @@ class Road:
 
         def plan(situation: Situation, search: PlanSearch) -> Plan:
             candidates = self.planner.candidates(captured, call, situation, search, lowering_bytes=lowering_bytes)
-            return search.fastest(candidates)
+            return self._agreed(search.fastest(candidates), captured, call, situation, lowering_bytes)
 
         if not situation.to_come:
             return plan(situation, search)
@@ -128,6 +130,23 @@ class Road:
             return plan(others, self.planner.search(others, advise=False))
 
         return among_equals(beside, situation.to_come, self.planner.options.budget_bytes)
+
+    def _agreed(
+        self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int
+    ) -> Plan:
+        """The plan that the first rank made for such a call, with this rank's graphs."""
+        kept = self._kept(plan)
+        first = self._of_ranks(kept, captured, call, situation, lowering_bytes)
+        return plan if first is kept or first is None else self._by_kept(first, captured, call, situation) or plan
+
+    def _of_ranks(
+        self, kept: Kept | None, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int = 0
+    ) -> Kept | None:
+        """The plan by which all ranks run such a call, which is `kept` unless another rank has planned it before."""
+        if kept is None or captured.graph is None or situation.buckets is None:
+            return kept
+        key = self.planner.job(call, situation).key_of_ranks(captured.graph)
+        return kept if key is None else agreed(f"{key}-{lowering_bytes}", kept)
 
     def sketch(self, call: Call, situation: Situation) -> str | None:
         """The key on disk of a call that is not captured yet; None where plans are not kept."""
@@ -143,13 +162,19 @@ class Road:
         return self.planner.options.kept and plan_cache.is_on()
 
     def keep(self, key: str | None, plan: Plan, emitted: EmittedCall | None = None) -> None:
-        """Keep a plan on disk for the next start, unless it depends on data-dependent sizes of the batch at hand."""
+        """Keep a plan on disk for the next start."""
+        kept = self._kept(plan, emitted.region.footprint if emitted else None)
+        if kept is not None:
+            plan_cache.keep(key, kept)
+
+    def _kept(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
+        """What other starts and ranks need of a plan; None where it depends on data-dependent sizes of the batch."""
         captured = plan.captured
         assert captured is not None
         rewritings = [levers.rewriting for levers in self.planner.lever_sets]
-        if not captured.data_sizes.allowed and captured.rewriting in rewritings:
-            footprint = emitted.region.footprint if emitted else None
-            plan_cache.keep(key, Kept(plan, rewritings.index(captured.rewriting), footprint))
+        if captured.data_sizes.allowed or captured.rewriting not in rewritings:
+            return None
+        return Kept(plan, rewritings.index(captured.rewriting), footprint)
 
     def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
         """A plan from disk with the graphs of this captured call; None where it was made for other graphs."""
@@ -172,6 +197,8 @@ class Road:
         kept = plan_cache.find(key)
         if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None
+        if not self.planner.fuses:
+            kept = self._of_ranks(kept, captured, call, situation) or kept
         plan = self._by_kept(kept, captured, call, situation)
         region = emit_plan(plan, self.accumulation) if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:

@@ -39,6 +39,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.beside import Beside, Groups
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
+from memopt.run.data_parallel import DataParallel
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog
@@ -65,9 +66,10 @@ class TrainingCalls:
         loss_fn: Callable[..., Any] | None,
         own_call: Callable[..., Any] | None,
         watch: UnplannedWatch | None = None,
+        parallel: DataParallel | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
-        self.watch = watch
+        self.watch, self.parallel = watch, parallel or DataParallel(model)
         self.pending = PendingForwards()
         self.accumulation = Accumulation()
         self.groups = Groups(options.forwards)
@@ -93,7 +95,8 @@ class TrainingCalls:
         waiting = self.pending.waiting()
         self.groups.begin(len(waiting))
         self._check_waiting(waiting)
-        self.accumulation.allowed = not waiting
+        self.parallel.look()
+        self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
         call = args, kwargs
         situation = self._situation()
         beside = self._beside(call, situation)
@@ -166,7 +169,8 @@ class TrainingCalls:
             call = at_largest(call, self._declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
-        situation = replace(self._situation(), gradients_held=gradients_held)
+        buckets = self.parallel.buckets(gradients_held=gradients_held)
+        situation = replace(self._situation(), gradients_held=gradients_held, buckets=buckets)
         if group := self._beside(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
@@ -292,6 +296,7 @@ class TrainingCalls:
         return Situation(
             gradients_held=any(parameter.grad is not None for parameter in parameters),
             hooked=frozenset(map(id, hooked)),
+            buckets=self.parallel.buckets(),
         )
 
     def _beside(self, call: Call, situation: Situation) -> Beside:

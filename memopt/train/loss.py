@@ -11,7 +11,6 @@ from torch import nn
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import as_call
 from memopt.run.planned_call import planned_call_of
-from memopt.train.ranks import is_parallel, unwrapped
 
 LossFunction = Callable[..., Any]
 
@@ -27,13 +26,13 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
         ValueError: the loss is no scalar or has no gradient; the two loss functions differ; the model is optimised and
             in eval mode, in which it would run plain and exceed its budget.
     """
-    planned = planned_call_of(unwrapped(model))
+    planned = planned_call_of(model)
     if planned is not None and not planned.model.training:
         raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
     if planned is not None and planned.with_loss is not None:
-        _check_single_loss_function(model, loss_fn, planned.options.loss_fn)
-        args, _ = as_call(batch, with_targets=True)
-        return scalar_loss(planned.loss(*args))
+        _check_single_loss_function(loss_fn, planned.options.loss_fn)
+        (inputs, targets), _ = as_call(batch, with_targets=True)
+        return scalar_loss(planned.loss(inputs, targets, model))
     args, kwargs = as_call(batch, with_targets=loss_fn is not None)
     if loss_fn is not None and isinstance(args[0], Mapping):
         args = (dict(args[0]), args[1])
@@ -42,7 +41,7 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
 
 def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
     """Whether a batch of this model is a pair `(inputs, targets)`."""
-    planned = planned_call_of(unwrapped(model))
+    planned = planned_call_of(model)
     return loss_fn is not None or (planned is not None and planned.with_loss is not None)
 
 
@@ -77,15 +76,10 @@ def scalar_loss(output: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _check_single_loss_function(model: nn.Module, given: LossFunction | None, own: LossFunction | None) -> None:
-    """Raise `ValueError` where a model optimised with a loss function is given another, or is under DDP."""
+def _check_single_loss_function(given: LossFunction | None, own: LossFunction | None) -> None:
+    """Raise `ValueError` where a model optimised with a loss function is given another."""
     if given is not None and given is not own:
         raise ValueError(
             f"this TrainStep has the loss_fn {given!r}, but its model was optimised with {own!r}; leave the loss_fn "
             "of the TrainStep out"
-        )
-    if is_parallel(model):
-        raise ValueError(
-            "a model optimised with a loss_fn computes its loss without DistributedDataParallel, so gradients would "
-            "stay apart; wrap a module that returns its loss, and optimise that"
         )

@@ -9,11 +9,6 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of `DistributedDataParallel`."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def is_parallel(model: nn.Module) -> bool:
     """Whether the model is wrapped in `DistributedDataParallel`."""
     return isinstance(model, DistributedDataParallel)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memopt.compat.ddp import unwrapped
 from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.generators import random_state, set_random_state
-from memopt.train.ranks import unwrapped
 from memopt.train.scaling import Scaling
 from passes.ops.fp8_history import histories_state, load_histories
 

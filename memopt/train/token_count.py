@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.compat.ddp import unwrapped
 from memopt.microbatch import samples_of
-from memopt.train.ranks import unwrapped
 
 IGNORED = -100
 """The target that torch's cross entropy and Hugging Face's losses ignore."""

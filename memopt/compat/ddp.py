@@ -1,0 +1,169 @@
+"""`DistributedDataParallel` (DDP): the wrapper that runs, its buckets, and its hooks on gradients.
+
+Private names, in torch 2.11 to 2.15: `DistributedDataParallel._get_active_ddp_module`, `_build_params_for_reducer`,
+`_get_ddp_logging_data`, `_delay_all_reduce_all_params`, `_use_python_reducer`, `_ddp_sink_clone`,
+`_static_graph_delay_allreduce_enqueued`, of its reducer `_autograd_hook` and `_remove_autograd_hooks` (DDP's own mixed
+precision calls the first from Python), `torch.distributed.distributed_c10d._get_default_store`, and `Tensor._is_view`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt.compat.autograd import current_backward
+
+__all__ = [
+    "ReducerHooks",
+    "active_wrapper",
+    "check_wrapper",
+    "clones_outputs",
+    "defers_exchange",
+    "is_bucket_view",
+    "reducer_hooks",
+    "shared_store",
+    "unwrapped",
+]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, out of `DistributedDataParallel`."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def shared_store() -> Any | None:
+    """The key-value store that all ranks of the default process group share; None without such a group."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    anything: Any = distributed.distributed_c10d
+    return anything._get_default_store()
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """The DDP wrapper whose forward is running; None outside of one."""
+    anything: Any = DistributedDataParallel
+    found: DistributedDataParallel | None = anything._get_active_ddp_module()
+    return found
+
+
+def check_wrapper(wrapper: DistributedDataParallel) -> None:
+    """Raise `ValueError` for options of a wrapper with which a planned model would not run as planned."""
+    anything: Any = wrapper
+    if wrapper.mixed_precision is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=…) trains copies of the parameters in 16 bits, which no plan "
+            "counts; leave it out, and give memopt.optimize a precision"
+        )
+    if anything._delay_all_reduce_all_params:
+        raise ValueError(
+            "DistributedDataParallel(delay_all_reduce_named_params=…) with all parameters runs the model's forward "
+            "past its plan; leave the option out"
+        )
+    if anything._use_python_reducer:
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' exchanges gradients by compiled autograd, which a "
+            "planned model does not use; leave the setting at its default when DistributedDataParallel is made"
+        )
+
+
+def clones_outputs(wrapper: DistributedDataParallel) -> bool:
+    """Whether the next forward returns clones of the tensors that the module returns."""
+    anything: Any = wrapper
+    sinks = defers_exchange(wrapper) or (wrapper.find_unused_parameters and not wrapper.static_graph)
+    return sinks and anything._ddp_sink_clone
+
+
+def defers_exchange(wrapper: DistributedDataParallel) -> bool:
+    """Whether the next backward exchanges gradients at its end only: the first one of a static graph."""
+    anything: Any = wrapper
+    return wrapper.static_graph and not anything._static_graph_delay_allreduce_enqueued
+
+
+def is_bucket_view(gradient: torch.Tensor) -> bool:
+    """Whether a `.grad` lies in a bucket, under `gradient_as_bucket_view`. Gradients from autograd are no views."""
+    anything: Any = gradient
+    return bool(anything._is_view())
+
+
+class ReducerHooks:
+    """The hooks by which a wrapper learns that a gradient is accumulated, moved from C++ to Python.
+
+    They do what DDP's own did: after autograd has accumulated a gradient, the gradient goes into its bucket, and a full
+    bucket is exchanged. In addition, `ready` does so earlier, in the middle of a backward, and the hook then does
+    nothing in that backward.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        anything: Any = wrapper
+        facts = anything._get_ddp_logging_data()
+        self.nbytes = int(facts["total_parameter_size_bytes"])
+        """The bytes of all buckets."""
+        self._reducer = weakref.ref(anything.reducer)
+        self._parameters: list[nn.Parameter] = anything._build_params_for_reducer()[0]
+        if len(self._parameters) != int(facts["num_parameter_tensors"]):  # some were frozen since: numbers have changed
+            self._parameters = []
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._ready: dict[int, int] = {}
+        """By number of a parameter the backward in which `ready` was called for it."""
+        self._moved = False
+        at_once = wrapper.gradient_as_bucket_view and not getattr(wrapper, "batched_grad_copy", False)
+        self.views = at_once and bool(self._numbers)
+        """Whether a gradient that is ready becomes a view of its bucket at once."""
+
+    def belong_to(self, wrapper: DistributedDataParallel) -> bool:
+        """Whether the wrapper still has the reducer that the hooks are for."""
+        return self._reducer() is wrapper.reducer
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Whether `ready` may be called for the parameter."""
+        return id(parameter) in self._numbers
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Have the parameter's `.grad` go into its bucket now, in the running backward."""
+        number = self._numbers[id(parameter)]
+        self._ready[number] = current_backward()
+        self._tell(number)
+
+    def take_over(self) -> None:
+        """Move the hooks, at the first call. To be called outside of a backward."""
+        if self._moved or not self._parameters:
+            return
+        reducer: Any = self._reducer()
+        reducer._remove_autograd_hooks()
+        self._moved = True
+        for number, parameter in enumerate(self._parameters):
+            accumulate: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
+
+    def after_accumulation(self, number: int) -> None:
+        """Tell the reducer of a gradient, unless `ready` has in this backward."""
+        if self._ready.pop(number, None) != current_backward():
+            self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        reducer: Any = self._reducer()
+        if reducer is not None:
+            reducer._autograd_hook(number)
+
+
+def _after_accumulation(hooks: weakref.ref[ReducerHooks], number: int, *_: Any) -> None:
+    found = hooks()
+    if found is not None:
+        found.after_accumulation(number)
+
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerHooks] = weakref.WeakKeyDictionary()
+"""Owned by the wrappers: an entry lives as long as its wrapper."""
+
+
+def reducer_hooks(wrapper: DistributedDataParallel) -> ReducerHooks:
+    """The hooks of a wrapper, always the same."""
+    hooks = _hooks.get(wrapper)
+    if hooks is None or not hooks.belong_to(wrapper):
+        hooks = _hooks[wrapper] = ReducerHooks(wrapper)
+    return hooks

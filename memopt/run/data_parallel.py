@@ -1,0 +1,74 @@
+"""The `DistributedDataParallel` around a model: what it holds beside a step, and when its gradients are exchanged."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt.compat.ddp import (
+    ReducerHooks,
+    active_wrapper,
+    check_wrapper,
+    clones_outputs,
+    defers_exchange,
+    is_bucket_view,
+    reducer_hooks,
+)
+from memopt.planning.situation import Buckets
+
+
+class DataParallel:
+    """The wrapper around a model, if there is one: given, or found when its forward calls the model."""
+
+    def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
+        self.model = model
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        if wrapper is not None:
+            self._take(wrapper)
+
+    def look(self) -> None:
+        """Notice the wrapper whose forward is running. Raises `ValueError` where it cannot be planned for."""
+        found = active_wrapper()
+        if found is not None and found is not self.wrapper and any(part is self.model for part in found.modules()):
+            self._take(found)
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper; None without one, and once it is freed."""
+        return self._wrapper() if self._wrapper is not None else None
+
+    @property
+    def exchange(self) -> ReducerHooks | None:
+        """What exchanges each gradient of the forward that begins now as soon as it is complete; None where nothing is
+        exchanged, or only after the backward."""
+        wrapper = active_wrapper()
+        if wrapper is None or wrapper is not self.wrapper or not _exchanges(wrapper):
+            return None
+        hooks = reducer_hooks(wrapper)
+        hooks.take_over()
+        return hooks
+
+    def buckets(self, *, gradients_held: bool | None = None) -> Buckets | None:
+        """The wrapper's buckets in the forward that begins now; None without a wrapper. `gradients_held`: with
+        gradients outside of the buckets from its start, or without; None: as they are now."""
+        wrapper = self.wrapper
+        if wrapper is None:
+            return None
+        hooks = reducer_hooks(wrapper)
+        buckets = Buckets(hooks.nbytes, hooks.views, clone_outputs=clones_outputs(wrapper))
+        held = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        if not hooks.views or gradients_held or not all(map(is_bucket_view, held)):
+            return buckets
+        return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
+
+    def _take(self, wrapper: DistributedDataParallel) -> None:
+        check_wrapper(wrapper)
+        self._wrapper = weakref.ref(wrapper)
+
+
+def _exchanges(wrapper: DistributedDataParallel) -> bool:
+    """Whether the backward of the wrapper's next forward exchanges gradients while it runs."""
+    return wrapper.require_backward_grad_sync and not defers_exchange(wrapper)

@@ -1,0 +1,29 @@
+"""Runs a function on two ranks: processes that exchange tensors by gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+
+def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(rank, *arguments)` returns on each rank. It is a function of a module, and its results can be
+    saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (folder, function, arguments), nprocs=2)
+        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(2)]
+
+
+def _run(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.save(function(rank, *arguments), Path(folder) / str(rank))
+    distributed.barrier()
+    # No teardown: the group's destructor joins gloo's thread while it holds the GIL that this thread may wait for.
+    os._exit(0)
