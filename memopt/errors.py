@@ -52,6 +52,10 @@ class UnplannedGradientError(ValueError):
     """A gradient flows into an output for which the plan has no backward."""
 
 
+class StaleOutputError(ValueError):
+    """An output that is computed on demand was looked at after the values that it takes had changed."""
+
+
 def round_up(gb: float) -> str:
     """The value with six digits, rounded up, so that the text works as a budget."""
     return _rounded(gb, 6, ROUND_CEILING)

@@ -14,6 +14,7 @@ from torch import fx, nn
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 
 
@@ -28,8 +29,11 @@ class RecordedRegion:
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
     undifferentiated: frozenset[int]
-    """Positions of the outputs that require gradients in the plain model and are detached here."""
+    """Positions, among the outputs of the model's call, of those that require gradients in the plain model and are
+    detached or withheld here."""
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
+    withheld: Withheld | None = None
+    """The outputs that the graph does not return; None where it returns all of them."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
 
@@ -42,16 +46,17 @@ class RecordedRegion:
         differentiate_all: bool,
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend. Edits the graph: all outputs but the loss are detached unless
-        `differentiate_all`.
+        """Record a region, in Dynamo's backend. Edits the graph: unless `differentiate_all`, all outputs but
+        the loss are detached, and large ones withheld.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own.
         """
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
+        withheld = withhold(graph_module, undifferentiated)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again())
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld)
 
     @property
     def parameters(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from memopt.emit.stepping import check_own_memory
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
+from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay
@@ -40,6 +41,7 @@ class WholeCalls:
         """The plans that were made before the first run of their call."""
         self._emitted: Recent[tuple[RecordedRegion, Situation], EmittedCall] = Recent(_MOST)
         self._captured: Recent[RecordedRegion, CapturedCall] = Recent(_MOST)
+        self._notice = Notice()
         self._compiled = self._compile()
 
     def run(self, under_way: UnderWay) -> Any:
@@ -78,7 +80,8 @@ class WholeCalls:
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
-        return hand_out(emitted.region.run(*inputs), region.undifferentiated, forward)
+        outputs = run_withholding(region, emitted.region.run, inputs, self._notice)
+        return hand_out(outputs, region.undifferentiated, forward)
 
     def _emitted_for(self, region: RecordedRegion, under_way: UnderWay) -> EmittedCall:
         emitted = self._emitted_in(region, under_way.call, under_way.situation)
