@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,18 +32,46 @@ _MOST_NODES = 16
 class Piece:
     """A piece of a region's recorded forward that computes outputs which the region does not return."""
 
-    module: fx.GraphModule = field(repr=False)
-    """Takes the region's inputs `inputs`, then `taken` values, and returns the outputs at `positions`."""
+    graph: fx.Graph = field(repr=False)
+    """Takes the region's inputs `inputs`, then the value `taken` if there is one, and returns the outputs."""
+    root: fx.GraphModule = field(repr=False)
+    """The module whose attributes the graph reads."""
     inputs: tuple[int, ...]
     """Numbers of the region's inputs that it reads."""
-    taken: tuple[fx.Node, ...]
-    """The values of the forward that it reads; the region returns them after its other outputs."""
+    taken: fx.Node | None
+    """The value of the forward that it starts from; None for a second run of the forward from its inputs."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers, and must run from the state in which the generators were."""
+        return self.taken is None
+
+    def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs, for the values of `inputs` and of `taken`, which may be in another dtype than in the plain
+        forward."""
+        given = list(arguments)
+        if self.taken is not None:
+            given[-1] = given[-1].to(_example(self.taken).dtype)
+        results: tuple[torch.Tensor, ...] = self._module(*given)
+        return results
+
+    @cached_property
+    def _module(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.graph)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Outputs that are computed together, when one of them is looked at."""
+
     positions: tuple[int, ...]
-    """The positions of its results among the outputs of the model's call."""
+    """Their positions among the outputs of the model's call."""
     examples: tuple[torch.Tensor, ...] = field(repr=False)
-    """A fake tensor for each of its results."""
-    draws: bool = False
-    """Whether it may draw random numbers, so that it must run from the state that the generators had."""
+    """A fake tensor for each."""
+    head: Piece | None
+    """Computes them from a value that the region returns in their place; None where only a second forward does."""
+    forward: Piece | None
+    """Computes them by a second run of the forward; None where that would change something."""
 
     @cached_property
     def is_static(self) -> bool:
@@ -51,35 +79,29 @@ class Piece:
         sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
         return all(isinstance(number, int) for number in sizes)
 
-    def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs, for the values of `inputs` and of `taken`, which may be in other dtypes than in the plain
-        forward."""
-        given = list(arguments)
-        for number, node in enumerate(self.taken, start=len(self.inputs)):
-            given[number] = given[number].to(_example(node).dtype)
-        results: tuple[torch.Tensor, ...] = self.module(*given)
-        return results
-
 
 @dataclass(frozen=True, eq=False)
 class Withheld:
     """The outputs that a region does not return."""
 
-    pieces: tuple[Piece, ...]
+    groups: tuple[Group, ...]
     returned: tuple[int, ...]
     """The positions, among the outputs of the model's call, of the outputs that the region does return."""
     taken: tuple[fx.Node, ...]
-    """The values that it returns after them, for the pieces."""
+    """The values that it returns after them, in place of others."""
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions of all outputs that are not returned."""
-        return tuple(position for piece in self.pieces for position in piece.positions)
+    def released(self) -> frozenset[int]:
+        """The positions, among the region's results, of values that are let go when the backward begins, since a second
+        forward gives the outputs as well."""
+        needed = {group.head.taken for group in self.groups if group.head and not group.forward}
+        first = len(self.returned)
+        return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)
 
     @property
     def bytes(self) -> int:
         """The bytes of the outputs that are not returned."""
-        return sum(_bytes(example) for piece in self.pieces for example in piece.examples)
+        return sum(_bytes(example) for group in self.groups for example in group.examples)
 
     @property
     def taken_bytes(self) -> int:
@@ -103,13 +125,18 @@ def withhold(graph_module: fx.GraphModule, detached: Collection[int]) -> Withhel
         for position in sorted(detached)
         if _is_known(node := results[position].args[0]) and _bytes(_example(node)) > SMALLEST_BYTES
     }
-    heads = {position: head for position, node in large.items() if (head := _head(graph_module, position, node))}
-    others = _second_forward(graph_module, {at: node for at, node in large.items() if at not in heads})
-    pieces = (*heads.values(), *([others] if others else ()))
-    if not pieces:
+    found: list[Group] = []
+    for position, node in large.items():
+        if head := _head(graph_module, node):
+            found.append(Group((position,), (_example(node),), head, _second_forward(graph_module, [node])))
+    heads = {position for one in found for position in one.positions}
+    others = {position: node for position, node in large.items() if position not in heads}
+    if _worth_a_forward(graph_module, others) and (forward := _second_forward(graph_module, [*others.values()])):
+        found.append(Group(tuple(others), tuple(map(_example, others.values())), None, forward))
+    if not found:
         return None
-    taken = tuple(dict.fromkeys(node for piece in pieces for node in piece.taken))
-    gone = {position for piece in pieces for position in piece.positions}
+    taken = tuple(dict.fromkeys(one.head.taken for one in found if one.head and one.head.taken))
+    gone = {position for one in found for position in one.positions}
     returned = tuple(position for position in range(len(results)) if position not in gone)
     with graph_module.graph.inserting_before(output):
         given = [graph_module.graph.call_method("detach", (node,)) for node in taken]
@@ -119,7 +146,14 @@ def withhold(graph_module: fx.GraphModule, detached: Collection[int]) -> Withhel
         if position in heads:
             _erase_unread(graph_module.graph, large[position])
     graph_module.recompile()
-    return Withheld(pieces, returned, taken)
+    return Withheld(tuple(found), returned, taken)
+
+
+def _worth_a_forward(graph_module: fx.GraphModule, outputs: Mapping[int, fx.Node]) -> bool:
+    """Whether outputs that only a second forward gives are large enough to be withheld."""
+    given = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
+    weights = sum(_bytes(value) for value in given if isinstance(value, nn.Parameter))
+    return sum(_bytes(_example(node)) for node in outputs.values()) > SMALL_SHARE * weights
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
@@ -132,7 +166,7 @@ def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
         _erase_unread(graph, given)
 
 
-def _head(graph_module: fx.GraphModule, position: int, output: fx.Node) -> Piece | None:
+def _head(graph_module: fx.GraphModule, output: fx.Node) -> Piece | None:
     """The piece of a few pure operators that computes an output from one value of at most half of its bytes, and from
     inputs of the region; None where there is none."""
     most = _bytes(_example(output)) // 2
@@ -150,53 +184,41 @@ def _head(graph_module: fx.GraphModule, position: int, output: fx.Node) -> Piece
             continue
         inside.add(node)
         waiting += node.all_input_nodes
-        if len(inside) > _MOST_NODES or node.op not in ("call_function", "call_method"):
+        if len(inside) > _MOST_NODES or len(taken) > 1 or node.op not in ("call_function", "call_method"):
             return None
-    if len(taken) != 1:
+    if len(taken) != 1 or not all(map(_is_unwritten, (*inside, *taken, *_placeholders_of(inside)))):
         return None
-    if not all(map(_is_unwritten, (*inside, *taken, *_placeholders_of(inside)))):
-        return None
-    piece = _piece(graph_module, inside, tuple(taken), {position: output})
-    return piece if _is_pure(piece, graph_module) else None
+    piece = _piece(graph_module, inside, [output], *taken)
+    return piece if _is_pure(piece, _example(output)) else None
 
 
-def _second_forward(graph_module: fx.GraphModule, outputs: dict[int, fx.Node]) -> Piece | None:
-    """The piece that computes all of `outputs` from the region's inputs; None where they are too few, or where a second
-    run would change something."""
-    given = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
-    weights = sum(_bytes(value) for value in given if isinstance(value, nn.Parameter))
-    if sum(_bytes(_example(node)) for node in outputs.values()) <= SMALL_SHARE * weights:
-        return None
+def _second_forward(graph_module: fx.GraphModule, outputs: Sequence[fx.Node]) -> Piece | None:
+    """The piece that computes outputs from the region's inputs; None where a second run would change something."""
     nodes = list(graph_module.graph.nodes)
-    last = max(nodes.index(node) for node in outputs.values())
+    last = max(map(nodes.index, outputs))
     inside = {node for node in nodes[: last + 1] if node.op != "placeholder"}
     if not all(map(_is_unwritten, _placeholders_of(inside))) or any(map(_acts_outside, inside)):
         return None
-    return _piece(graph_module, inside, (), outputs, draws=True)
+    return _piece(graph_module, inside, outputs)
 
 
 def _piece(
-    graph_module: fx.GraphModule,
-    inside: set[fx.Node],
-    taken: tuple[fx.Node, ...],
-    outputs: dict[int, fx.Node],
-    *,
-    draws: bool = False,
+    graph_module: fx.GraphModule, inside: set[fx.Node], outputs: Sequence[fx.Node], taken: fx.Node | None = None
 ) -> Piece:
-    """The calls `inside`, in the autocast blocks that they stand in, as a module of their own."""
+    """The calls `inside`, in the autocast blocks that they stand in, as a graph of their own."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    read = set(_placeholders_of(inside)) | {node for node in outputs.values() if node.op == "placeholder"}
+    read = set(_placeholders_of(inside))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     numbers = tuple(number for number, node in enumerate(placeholders) if node in read)
-    for node in (*(placeholders[number] for number in numbers), *taken):
+    for node in (*(placeholders[number] for number in numbers), *([taken] if taken else ())):
         copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta
     for node in graph_module.graph.nodes:
         autocast = node.op == "call_function" and (enters_autocast(node.target) or leaves_autocast(node.target))
         if (node in inside and not sets_grad_mode(node.target)) or autocast:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in outputs.values()))
-    examples = tuple(map(_example, outputs.values()))
-    return Piece(fx.GraphModule(graph_module, graph), numbers, taken, tuple(outputs), examples, draws)
+    graph.output(tuple(copies[node] for node in outputs))
+    return Piece(graph, graph_module, numbers, taken)
 
 
 def _placeholders_of(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
@@ -255,14 +277,11 @@ def _bytes(value: torch.Tensor) -> int:
     return math.prod(sizes) * value.element_size()
 
 
-def _is_pure(piece: Piece, graph_module: fx.GraphModule) -> bool:
+def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
     """Whether a piece calls only ATen operators that write to nothing and draw no random numbers."""
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    given = [placeholders[number].meta["example_value"] for number in piece.inputs]
-    example = piece.examples[0]
     mode = example.fake_mode if isinstance(example, FakeTensor) else nullcontext()
     with torch.no_grad(), mode, _Impure() as impure:
-        piece.module(*given, *map(_example, piece.taken))
+        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
     return not impure.found
 
 

@@ -82,7 +82,7 @@ class PlanSearch:
         try:
             plan = make_plan(captured, account, self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
-            self._refused.append(error)
+            self._refused.append(error.with_traceback(None))  # which would hold the outputs of the call
             return None
         self._plans.append((plan, levers))
         if levers.next_is_faster or plan.added_time > LITTLE:

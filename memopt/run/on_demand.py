@@ -7,12 +7,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from memopt.capture.region import RecordedRegion
-from memopt.capture.withheld import Piece
+from memopt.capture.withheld import Group, Piece
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.subclasses import as_implemented, needs_memory, reads_no_values, wrapper_tensor
 from memopt.compat.symbols import symbol_values, with_values
@@ -30,13 +30,13 @@ class Notice:
     def __init__(self) -> None:
         self.said = False
 
-    def say(self, results: Sequence[torch.Tensor], *, replays: bool) -> None:
+    def say(self, results: Sequence[torch.Tensor], *, again: bool) -> None:
         """Warn that these outputs were computed beside the plan."""
         if self.said:
             return
         self.said = True
         nbytes = sum(result.numel() * result.element_size() for result in results)
-        how = "by a second run of the forward" if replays else "from the forward's last values"
+        how = "by a second run of the forward" if again else "from the forward's last values"
         warnings.warn(
             f"an output of the model was looked at: {size(nbytes)} (the first of shape {tuple(results[0].shape)}) are "
             f"computed {how}, and held beside what the plan counts; this is said once",
@@ -44,74 +44,108 @@ class Notice:
         )
 
 
+class Waiting(Protocol):
+    """A forward whose backward has not run yet."""
+
+    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+        """Have `value` let go of its bytes when the backward begins."""
+
+
+class LetsGo(Protocol):
+    def let_go(self) -> None:
+        """Give up memory that can be done without."""
+
+
 def run_withholding(
-    region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice
+    region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice, forward: Waiting
 ) -> Sequence[Any]:
     """Run a region by `run`, and return the outputs of the model's call: those that the region withholds as tensors
     that are computed when they are first looked at."""
     withheld = region.withheld
     if withheld is None:
         return run(*inputs)
-    device = withheld.pieces[0].examples[0].device
-    generators = generator_states(device) if any(piece.draws for piece in withheld.pieces) else None
+    device = withheld.groups[0].examples[0].device
+    generators = generator_states(device)
     values = run(*inputs)
     outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
     taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
-    for piece in withheld.pieces:
-        arguments = *(inputs[number] for number in piece.inputs), *(taken[node] for node in piece.taken)
-        later = _Later(piece, arguments, generators if piece.draws else None, notice)
-        symbols = {} if piece.is_static else symbol_values(region.inputs, inputs)
-        for number, (position, example) in enumerate(zip(piece.positions, piece.examples, strict=True)):
+    for group in withheld.groups:
+        later = _Later(group, inputs, taken[group.head.taken] if group.head else None, generators, notice)
+        forward.until_backward(later, later.start_bytes)
+        symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
+        for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
             sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
             outputs[position] = OnDemand(_Value(later, number), *sizes, example.dtype, example.device)
     return [outputs[position] for position in range(len(outputs))]
 
 
 class _Later:
-    """The computation of a piece for one call, with what it reads."""
+    """The computation of a group of outputs for one call, with what it reads."""
 
-    def __init__(self, piece: Piece, arguments: Sequence[Any], generators: Any, notice: Notice) -> None:
-        self.piece, self.generators, self.notice = piece, generators, notice
-        self.arguments = [value.detach() if isinstance(value, torch.Tensor) else value for value in arguments]
-        """Aliases, which share the version counters of the tensors."""
-        self.versions = self._versions()
-        self.device = piece.examples[0].device
+    def __init__(
+        self, group: Group, inputs: Sequence[Any], start: torch.Tensor | None, generators: Any, notice: Notice
+    ) -> None:
+        self.group, self.start, self.generators, self.notice = group, start, generators, notice
+        read = {number for piece in (group.head, group.forward) if piece for number in piece.inputs}
+        self.inputs = {number: inputs[number] for number in read}
+        self.states = {number: _state(value) for number, value in self.inputs.items()}
+        self.device = group.examples[0].device
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
 
-    def _versions(self) -> list[int]:
-        return [value._version for value in self.arguments if isinstance(value, torch.Tensor)]
+    @property
+    def start_bytes(self) -> int:
+        """The bytes of the value that the outputs are computed from."""
+        return 0 if self.start is None else self.start.numel() * self.start.element_size()
+
+    def let_go(self) -> None:
+        """Drop the value that the outputs are computed from, where a second forward gives them too."""
+        if self.group.forward is not None:
+            self.start = None
+
+    @property
+    def piece(self) -> Piece:
+        """What computes the outputs now."""
+        piece = self.group.forward if self.start is None else self.group.head
+        assert piece is not None
+        return piece
 
     @property
     def is_stale(self) -> bool:
         """Whether anything that it reads was changed since the forward."""
-        return self._versions() != self.versions
+        return any(_state(self.inputs[number]) != self.states[number] for number in self.piece.inputs)
 
     def compute(self) -> None:
-        """Compute the outputs of the piece, and give each to those who hold it. Raises `StaleOutputError`."""
+        """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError`."""
         if self.is_stale:
             raise StaleOutputError(
-                f"an output of shape {tuple(self.piece.examples[0].shape)} is computed when it is first looked at, but "
+                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first looked at, but "
                 "the weights or inputs that it takes have changed since its forward; look at it before "
                 "optimizer.step(), or optimise with outputs='all'"
             )
         results = self._results()
-        self.notice.say(results, replays=self.piece.draws)
-        for value in self.values:
+        self.notice.say(results, again=self.start is None)
+        for value in list(self.values):
             value.take(results[value.number])
 
     def _results(self) -> Sequence[torch.Tensor]:
-        enabled, dtype = self.autocast
-        after = generator_states(self.device) if self.generators else None
+        piece, (enabled, dtype) = self.piece, self.autocast
+        arguments = [self.inputs[number] for number in piece.inputs]
+        arguments += [] if self.start is None else [self.start]
+        now = generator_states(self.device)
         try:
-            if self.generators:
+            if piece.draws:
                 set_generators(self.generators, self.device)
             with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
-                return self.piece.run(self.arguments)
+                return piece.run(arguments)
         finally:
-            if after:
-                set_generators(after, self.device)
+            set_generators(now, self.device)
+
+
+def _state(value: Any) -> Any:
+    """What changes when a tensor is written to, or gets other memory; another value itself."""
+    return (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
 
 
 class _Value:

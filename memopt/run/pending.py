@@ -18,6 +18,7 @@ from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
+from memopt.run.on_demand import LetsGo
 from memopt.solver import Schedule
 
 
@@ -35,12 +36,23 @@ class PendingForward:
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     done: bool = False
+    _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
+    """What lets go of memory when the backward begins."""
     _backward: int = -1
     _extra_bytes: int = 0
+
+    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+        """Have `value` let go of `nbytes` when the backward begins, unless the plan counts them to the step's end."""
+        assert self.plan.captured is not None
+        if self.plan.captured.regions[0].released:
+            self._lent.add(value)
+            self.held_bytes += nbytes
 
     def before_backward(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves would exceed the budget in the present
         state."""
+        for value in self._lent:
+            value.let_go()
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()

@@ -80,7 +80,7 @@ class WholeCalls:
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
-        outputs = run_withholding(region, emitted.region.run, inputs, self._notice)
+        outputs = run_withholding(region, emitted.region.run, inputs, self._notice, forward)
         return hand_out(outputs, region.undifferentiated, forward)
 
     def _emitted_for(self, region: RecordedRegion, under_way: UnderWay) -> EmittedCall:
