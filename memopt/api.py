@@ -67,9 +67,11 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
-        outputs: "loss" (default): only scalars are differentiated, and a gradient into another output raises an error;
-            "all": all outputs are; "loss_only": as "loss", and logits that only the loss needs come back empty where
-            the loss is computed in chunks.
+        outputs: "loss" (default): only scalars are differentiated, and a gradient into another output raises an error.
+            What only the loss needs of the other outputs (logits) is not held: it comes back as a tensor that is
+            computed when it is first looked at, with the plain model's value, beside the budget; look at it before
+            `optimizer.step()`, or it raises `StaleOutputError`. Sizes and dtype can be read at any time. "all": all
+            outputs are differentiated, and held; "loss_only" is an older name of "loss".
         passes: your own passes (`passes.Pass`), run on the graphs that they ask for, checked and priced.
         solvers: your own solvers, with a `name` and `candidates(problem, budget_bytes)`; the simulator judges their
             schedules beside those of memopt's own.

@@ -16,6 +16,7 @@ from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.units import size
 
 
 @dataclass(eq=False)
@@ -136,7 +137,9 @@ class CapturedCall:
     def notes(self) -> tuple[str, ...]:
         """Notes on the capture for the plan."""
         if self.whole:
-            return ()
+            withheld = self.runs[0].region.withheld
+            later = "of outputs beside the loss are computed when they are first looked at, and not held before"
+            return () if withheld is None else (f"{size(withheld.bytes)} {later}",)
         return (
             f"captured in {len(self.runs)} regions, since {self.break_reason}; eager code between them is not planned",
         )

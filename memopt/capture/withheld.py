@@ -178,8 +178,8 @@ def _head(graph_module: fx.GraphModule, output: fx.Node) -> Piece | None:
         if node in inside or node in taken or node.op == "placeholder":
             continue
         value = node.meta.get("example_value")
-        plain = isinstance(value, torch.Tensor) and node is not output
-        if plain and _bytes(value) <= most and not _from_weights(node):
+        small = isinstance(value, torch.Tensor) and _bytes(value) <= most
+        if small and node is not output and not _from_weights(node):
             taken.add(node)
             continue
         inside.add(node)
@@ -297,4 +297,3 @@ class _Impure(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aten = schema.name.startswith(("aten::", "prim::")) and "batch_norm" not in schema.name
         self.found |= not aten or schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
-

@@ -17,7 +17,15 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 
-__all__ = ["data_symbols_of", "known_sizes", "plain_symbol", "rebind_data_sizes", "symbol_values", "upper_bound", "with_values"]
+__all__ = [
+    "data_symbols_of",
+    "known_sizes",
+    "plain_symbol",
+    "rebind_data_sizes",
+    "symbol_values",
+    "upper_bound",
+    "with_values",
+]
 
 _known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
 

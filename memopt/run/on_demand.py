@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +21,10 @@ from memopt.training_state import generator_states, set_generators
 from memopt.units import size
 
 aten = torch.ops.aten
+_MAY_RETURN_ITSELF = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
+)
 _DDP = "torch.nn.parallel.distributed"
 
 
@@ -70,7 +74,8 @@ def run_withholding(
     outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
     taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
     for group in withheld.groups:
-        later = _Later(group, inputs, taken[group.head.taken] if group.head else None, generators, notice)
+        start = taken[group.head.taken] if group.head and group.head.taken else None
+        later = _Later(group, inputs, start, generators, notice)
         forward.until_backward(later, later.start_bytes)
         symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
         for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
@@ -199,14 +204,18 @@ class OnDemand(torch.Tensor):
         kwargs = kwargs or {}
         if needs_memory(func):
             args, kwargs = tree_map(as_plain, (args, kwargs))
-        elif not reads_no_values(func) and not _is_copied_by_ddp(func):
-            for leaf in tree_leaves((args, kwargs)):
-                _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
+        looks = not reads_no_values(func) and not _is_copied_by_ddp(func)
+        for leaf in tree_leaves((args, kwargs)) if looks else ():
+            _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
         with as_implemented():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        # What changes nothing (`.cpu()`) returns the tensor itself, and what writes to it as well.
+        return as_plain(result) if func in _MAY_RETURN_ITSELF else result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (aten.detach.default, aten.alias.default):
             return args[0]._alias(args[0]._value)
         if func is aten.clone.default and args[0]._value.later is not None:
@@ -219,7 +228,7 @@ class OnDemand(torch.Tensor):
         with as_implemented():
             return OnDemand(value, self.shape, self.stride(), self.dtype, self.device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         later = self._value.later
         if later is not None and later.is_stale:
             return f"OnDemand(not computed, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -243,4 +252,6 @@ def _look(value: Any) -> Any:
 
 def _is_copied_by_ddp(func: Any) -> bool:
     """Whether `DistributedDataParallel` copies an output, as it does for some of its options: nobody looks at it."""
-    return func is torch.Tensor.clone and sys._getframe(2).f_globals.get("__name__") == _DDP
+    frame = inspect.currentframe() if func is torch.Tensor.clone else None
+    caller = frame.f_back.f_back if frame and frame.f_back else None
+    return caller is not None and caller.f_globals.get("__name__") == _DDP
