@@ -112,7 +112,7 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
     found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
         base = precision_rewriting("bf16", planned_for)
-        top = lever_sets(base, {"chunked_loss", *levers}, drop_logits=True, card=planned_for)[-1]
+        top = lever_sets(base, {"chunked_loss", *levers}, card=planned_for)[-1]
         regions = trace_call(captured, replace(top.rewriting, needed=""))
         problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
         everything = Schedule.save_all(problem)
@@ -166,7 +166,7 @@ def train(mode: str, small: bool, steps: int, bf16: Trained | None) -> Trained:
     optimizer = optim.AdamW(model.parameters(), lr=1e-3 if small else 2e-4)
     schedule = optim.lr_scheduler.OneCycleLR(optimizer, 1e-3 if small else 2e-4, total_steps=steps + 1)
     levers = MODES[mode] | (set() if small else {"chunked_loss"})
-    options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "allow": levers, "outputs": "loss_only"}
+    options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "allow": levers}
     batch = next(drawn)
     budget_gb = smallest(model, batch, **options)
     memopt.optimize(model, budget_gb, **options, backend="aten" if small else "auto")

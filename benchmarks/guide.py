@@ -88,7 +88,7 @@ def needs(name: str, *, lora: bool) -> Needs:
     """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimiser levers."""
     allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
-    options = check_options(0.6, precision="bf16", allow=allow, outputs="loss_only", device=CARD)
+    options = check_options(0.6, precision="bf16", allow=allow, device=CARD)
     try:
         PlannedCall(made(name, lora=lora), options).plan(batch, advise=False)
     except BudgetError as error:

@@ -35,7 +35,6 @@ CARD, CARD_GB, LENGTH = "rtx-4090", 24, 2048
 ARTICLE_GB = 14.3
 OPTIONS: dict[str, Any] = {
     "device": CARD,
-    "outputs": "loss_only",
     "optimizer": torch.optim.AdamW,
     "allow": DEFAULT_LEVERS - {"offload_activations"},
 }

@@ -39,7 +39,6 @@ from memopt.planning.levers import DEFAULT_LEVERS
 RESULT = Path(__file__).parent / "results" / "total_budget.json"
 SHARES = (0.5, 0.35, 0.25)
 STEPS = 2
-OPTIONS: dict[str, Any] = {"outputs": "loss_only"}
 Batch = dict[str, torch.Tensor]
 Step = Callable[[Batch], Any]
 Trainer = Callable[[nn.Module, torch.optim.Optimizer], Step]
@@ -121,7 +120,7 @@ def train(
     # What is to be pulled about the optimiser is decided on one sample, since TrainStep splits the batch as it must.
     whole = batch if trainer is by_loop else split(batch, samples_of(batch))[0]
     sample = whole if allow != DEFAULT_LEVERS else None
-    memopt.optimize(model, budget_gb, example_inputs=sample, allow=allow, **OPTIONS)
+    memopt.optimize(model, budget_gb, example_inputs=sample, allow=allow)
     proposals = memopt.plan_of(model).proposals if sample else ()
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
     with warnings.catch_warnings(record=True) as said:

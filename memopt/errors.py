@@ -65,6 +65,10 @@ class UnplannedGradientError(ValueError):
     """A gradient flows into an output for which the plan has no backward."""
 
 
+class StaleOutputError(ValueError):
+    """An output that is computed on demand was looked at after the values that it takes had changed."""
+
+
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
     """The words for a change with which a step needs `needed_bytes`, which are within the budget.
 

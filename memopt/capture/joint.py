@@ -37,7 +37,8 @@ class JointGraph:
     reuses: tuple[FoundReuse, ...] = ()
     """The backward calls whose result overwrites an operand that the backward itself makes. The backward runs each of
     them once, in this order, so that the operand is dead by then in every schedule."""
-
+    released: frozenset[int] = frozenset()
+    """The positions of the forward's results that its caller holds to the end of the forward only."""
     trace: Any = field(default=None, repr=False, compare=False)
     """The `RegionTrace` from which its halves are compiled; None for a graph that is only planned."""
     differentiated: bool = True
@@ -58,6 +59,7 @@ class JointGraph:
         *,
         fused: bool = False,
         reinplace: bool = False,
+        released: frozenset[int] = frozenset(),
         trace: Any = None,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd gives it to a partitioner, after the passes that `decide`
@@ -76,7 +78,7 @@ class JointGraph:
         if reinplace and not fused:
             module = FreeFirst()(module)
             reuses = find_reuses(module, backward_nodes(module.graph))
-        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, trace)
+        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released, trace)
 
     @cached_property
     def fingerprint(self) -> str:

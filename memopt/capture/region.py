@@ -17,9 +17,11 @@ from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.symbols import AssumedSizes, plain_symbol
 from memopt.device.storages import storage_bytes
+from memopt.units import size
 
 Sizes: TypeAlias = tuple[int, ...]
 """Values of a region's changing sizes, in the order of `RecordedRegion.changing`; empty where all sizes are fixed."""
@@ -36,8 +38,11 @@ class RecordedRegion:
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
     undifferentiated: frozenset[int]
-    """Positions of the outputs that require gradients in the plain model and are detached here."""
+    """Positions, among the outputs of the model's call, of those that require gradients in the plain model and are
+    detached or withheld here."""
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
+    withheld: Withheld | None = None
+    """The outputs that the graph does not return; None where it returns all of them."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
 
@@ -50,8 +55,9 @@ class RecordedRegion:
         differentiate_all: bool,
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend. Edits the graph: all outputs but the loss are detached unless
-        `differentiate_all`, and calls of `requires_grad_` are removed.
+        """Record a region, in Dynamo's backend. Edits the graph: calls of `requires_grad_` are removed, and unless
+        `differentiate_all`, all outputs but the loss are detached, and large ones withheld.
+
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
@@ -59,9 +65,10 @@ class RecordedRegion:
         """
         drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
+        withheld = withhold(graph_module, undifferentiated)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again())
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld)
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -173,7 +180,9 @@ class CapturedCall:
     def notes(self) -> tuple[str, ...]:
         """Notes on the capture for the plan."""
         if self.whole:
-            return ()
+            withheld = self.runs[0].region.withheld
+            later = "of outputs beside the loss are computed when they are first looked at, and not held before"
+            return () if withheld is None else (f"{size(withheld.bytes)} {later}",)
         return (
             f"captured in {len(self.runs)} regions, since {self.break_reason}; eager code between them is not planned",
         )

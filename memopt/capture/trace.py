@@ -26,6 +26,7 @@ from memopt.compat.dispatch import without_autocast
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
+from passes import is_random
 
 INDUCTOR = "inductor"
 
@@ -99,8 +100,18 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
             decide_joint,
             fused=backend == INDUCTOR,
             reinplace=rewriting.reinplace,
+            released=_released(region, joint, backend),
             trace=traced,
         )
+
+
+def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:
+    """The results that a second forward can replace: none where inductor draws other random numbers than the plain
+    forward does."""
+    draws = any(is_random(node) or "inductor_seed" in str(node.target) for node in joint.graph.nodes)
+    if region.withheld is None or (backend == INDUCTOR and draws):
+        return frozenset()
+    return region.withheld.released
 
 
 def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "aten") -> tuple[JointGraph, ...]:

@@ -8,7 +8,7 @@ which takes a third of a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,7 +26,9 @@ __all__ = [
     "limit_of",
     "plain_symbol",
     "rebind_data_sizes",
+    "symbol_values",
     "upper_bound",
+    "with_values",
 ]
 
 _known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
@@ -90,6 +92,22 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
         return None
     expression: Any = size.node.expr
     return expression.name if expression.is_symbol else None
+
+
+def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
+    """The value of each symbol that is an input, or a size or stride of one, where `symbolic` inputs are these."""
+    found: dict[Any, int] = {}
+    for one, other in zip(symbolic, concrete, strict=True):
+        pairs = [(one, other)]
+        if isinstance(one, torch.Tensor):
+            pairs = [*zip(one.shape, other.shape, strict=True), *zip(one.stride(), other.stride(), strict=True)]
+        found.update((size.node.expr, int(value)) for size, value in pairs if isinstance(size, torch.SymInt))
+    return found
+
+
+def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) -> tuple[int, ...]:
+    """The sizes as numbers, where symbols have these values."""
+    return tuple(size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes)
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:

@@ -317,14 +317,8 @@ class CallPlanner:
     @property
     def lever_sets(self) -> tuple[LeverSet, ...]:
         """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
-        drop_logits = self.options.outputs == "loss_only"
-        found = lever_sets(
-            self.rewriting,
-            self.options.allow - self._idle_levers,
-            drop_logits=drop_logits,
-            card=self.card,
-            histories=self.histories,
-        )
+        allow = self.options.allow - self._idle_levers
+        found = lever_sets(self.rewriting, allow, card=self.card, histories=self.histories)
         if not self.options.passes:
             return found
         names = tuple(dict.fromkeys(user_pass.name for user_pass in self.options.passes))

@@ -143,6 +143,7 @@ class Captured:
                 1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
                 self._steps(region, left),
                 region.reuses if reinplace else (),
+                region.released,
             )
             for region in self.regions
         ]

@@ -21,6 +21,7 @@ from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
+"""Which outputs are differentiated and held; "loss_only" is an older name of "loss"."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 

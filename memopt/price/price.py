@@ -42,6 +42,7 @@ def price(
     block_bytes: int = 1,
     steps: ParameterSteps = NO_STEPS,
     reuses: Collection[FoundReuse] = (),
+    released: Collection[int] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -57,9 +58,10 @@ def price(
         steps: the parameters stepped within the backward: each as soon as neither it nor its gradient is read any more
             where that is possible, the others at the end, one after the other.
         reuses: the calls of the backward whose results take an operand's memory.
+        released: positions of the forward's results that its caller holds to the end of the forward only.
     """
     return _Pricer(
-        joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses
+        joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses, released
     ).run()
 
 
@@ -76,6 +78,7 @@ class _Pricer:
     block_bytes: int
     steps: ParameterSteps
     reuses: Collection[FoundReuse]
+    released: Collection[int]
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
     """Storages of the gradients that a parameter step frees."""
@@ -120,6 +123,7 @@ class _Pricer:
             if is_random(node):
                 self.add_generator_state(node)
             self.add(node, paths[node], blocks.get(paths[node], -1), self.recomputable(node))
+        self.add_return()
         forward_ops = len(self.ops)
         self.add_tangents()
         for node in backward:
@@ -133,7 +137,7 @@ class _Pricer:
 
     def kept_results(self) -> set[int]:
         """Storages of the results that are alive to the end of the step."""
-        gone = {*self.accumulated, *(step.position for steps in self.placed.values() for step in steps)}
+        gone = {*self.accumulated, *self.released, *(step.position for steps in self.placed.values() for step in steps)}
         return {
             index
             for position, node in enumerate(self.results)
@@ -212,6 +216,13 @@ class _Pricer:
         self.listed.append(Storage(f"{node.name}_state", state_bytes, movable=False))
         self.values.append("")
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
+
+    def add_return(self) -> None:
+        """Append the op that keeps released results to the end of the forward, where there are any."""
+        nodes = (self.results[position] for position in self.released)
+        held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
+        if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):
+            self.append(Op("return_outputs", 0.0, reads, (), recomputable=False))
 
     def add_tangents(self) -> None:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""

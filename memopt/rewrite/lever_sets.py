@@ -33,7 +33,7 @@ class LeverSet:
 
 
 def lever_sets(
-    base: Rewriting, allow: Collection[str], *, drop_logits: bool, card: Hardware | None = None, histories: str = ""
+    base: Rewriting, allow: Collection[str], *, card: Hardware | None = None, histories: str = ""
 ) -> tuple[LeverSet, ...]:
     """Returns `base` without levers, followed by sets that each add one allowed lever, the cheapest first.
 
@@ -52,7 +52,7 @@ def lever_sets(
     if CHUNKED_LOSS in allow:
         for weight_in_backward in (False, True):
             # It stands after precision, since it computes in the dtype that the layer was given.
-            sets.after = (ChunkLosses(drop_logits, weight_in_backward),)
+            sets.after = (ChunkLosses(weight_in_backward),)
             sets.add(CHUNKED_LOSS, sets.base)
     if fp8 and not quick:
         sets.add(fp8, in_fp8(sets.base, _required(card), fp8, histories))

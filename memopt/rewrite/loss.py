@@ -9,7 +9,6 @@ from memopt.units import size
 from passes import ChunkLoss, EliminateDeadCode, FoundLoss, Pipeline, find_losses
 
 CHUNKED_LOSS = "chunked_loss"
-GIVE_UP_LOGITS = "its logits are returned as well (outputs='loss_only' gives them up)"
 
 
 @dataclass(frozen=True)
@@ -20,30 +19,20 @@ class ChunkLosses:
     recomputed logits: a fourth matmul, but the gradient is held only once.
     """
 
-    drop_logits: bool = False
-    """Return empty logits where the model returns them."""
     weight_in_backward: bool = False
 
     def __call__(self, graph: OperatorGraph) -> Decision:
-        found = find_losses(graph.module, drop_logits=self.drop_logits)
+        found = find_losses(graph.module)
         chunked = [loss for loss in found if not loss.reason]
-        left = tuple(f"{CHUNKED_LOSS}: {loss.name} is left alone, since {_why(loss)}" for loss in found if loss.reason)
+        left = tuple(f"{CHUNKED_LOSS}: {loss.name} is left alone, since {loss.reason}" for loss in found if loss.reason)
         if not chunked:
             return Decision(Pipeline((), label=CHUNKED_LOSS), notes=left)
         names = frozenset(loss.name for loss in chunked)
-        passes = (
-            ChunkLoss(names, weight_in_backward=self.weight_in_backward, drop_logits=self.drop_logits),
-            EliminateDeadCode(),
-        )
+        passes = ChunkLoss(names, weight_in_backward=self.weight_in_backward), EliminateDeadCode()
         reasons = {loss.name: "in chunks" for loss in chunked}
         return Decision(Pipeline(passes, label=CHUNKED_LOSS), reasons, (*map(self._note, chunked), *left))
 
     def _note(self, loss: FoundLoss) -> str:
         logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
-        empty = ", which come back empty" if loss.returned else ""
         later = ", its weight's gradient in the backward" if self.weight_in_backward else ""
-        return f"{CHUNKED_LOSS}: {loss.name} without its {logits}{empty}{later}; equal but for rounding"
-
-
-def _why(loss: FoundLoss) -> str:
-    return GIVE_UP_LOGITS if loss.returned else loss.reason
+        return f"{CHUNKED_LOSS}: {loss.name} without its {logits}{later}; equal but for rounding"

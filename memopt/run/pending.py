@@ -21,6 +21,7 @@ from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
 from memopt.run.beside import Beside
+from memopt.run.on_demand import LetsGo
 from memopt.solver import Schedule
 from memopt.units import size
 
@@ -49,8 +50,17 @@ class PendingForward:
     number: int = 0
     """Its place in the order of all forwards of its model."""
     done: bool = False
+    _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
+    """What lets go of memory when the backward begins."""
     _backward: int = -1
     _extra_bytes: int = 0
+
+    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+        """Have `value` let go of `nbytes` when the backward begins, unless the plan counts them to the step's end."""
+        assert self.plan.captured is not None
+        if self.plan.captured.regions[0].released:
+            self._lent.add(value)
+            self.held_bytes += nbytes
 
     def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Note what a region of this forward returned, and return it."""
@@ -66,6 +76,8 @@ class PendingForward:
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
         would exceed the budget in the present state."""
+        for value in self._lent:
+            value.let_go()
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()

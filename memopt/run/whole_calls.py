@@ -16,6 +16,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
 from memopt.run.ceilings import Ceilings, captured_for
+from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay
@@ -58,6 +59,7 @@ class WholeCalls:
         self._emitted: Recent[tuple[RecordedRegion, Situation], Recent[Sizes, EmittedCall]] = Recent(_MOST)
         """Code by the largest sizes that it is for."""
         self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
+        self._notice = Notice()
         self._compiled = self._compile(symbols=True)
         self._of_fixed_sizes: Callable[..., Any] | None = None
         """Captures each set of shapes by itself: for sizes that the region with changing sizes is not valid for."""
@@ -102,7 +104,12 @@ class WholeCalls:
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
         forward = self.under_way.begin(plan)
-        return hand_out(forward.hands_out(emitted.region.run(*inputs)), region.undifferentiated, forward)
+
+        def run(*values: Any) -> Any:
+            return forward.hands_out(emitted.region.run(*values))
+
+        outputs = run_withholding(region, run, inputs, self._notice, forward)
+        return hand_out(outputs, region.undifferentiated, forward)
 
     def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
         return under_way.fitting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import fx, nn
@@ -17,7 +18,12 @@ def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) ->
 
     def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         found.append(RecordedRegion.record(graph_module, given, differentiate_all=differentiate_all))
-        return graph_module.forward
+        raise _Recorded  # the region may return less than the call does
 
-    compile_call(training_call(model, None), backend, whole=True)(*inputs)
+    with suppress(_Recorded):
+        compile_call(training_call(model, None), backend, whole=True)(*inputs)
     return found[0]
+
+
+class _Recorded(Exception):
+    """Ends a call once its only region is recorded."""

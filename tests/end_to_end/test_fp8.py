@@ -191,7 +191,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     tokens, card = torch.zeros(4, 2048, dtype=torch.long), hardware("h100")
     call = ((), {"input_ids": tokens, "labels": tokens})
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
-    used = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, drop_logits=True, card=card)[-1]
+    used = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, card=card)[-1]
     (region,) = trace_call(captured, replace(used.rewriting, needed=""))
     problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
     copies: set[torch.fx.Node] = set()

@@ -36,7 +36,7 @@ def tokens(samples: int, length: int, device: str = "cpu") -> dict[str, torch.Te
     return {"input_ids": drawn, "labels": drawn}
 
 
-OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW, "outputs": "loss_only"}
+OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}
 OPTIONS["allow"] = {"recompute"}  # without "microbatch", TrainStep refuses what does not fit whole
 
 

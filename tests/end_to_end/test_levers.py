@@ -94,19 +94,19 @@ def plain(name: str) -> Step:
 @cache
 def smallest_gb(name: str, allow: frozenset[str]) -> float:
     """Return the smallest budget with these levers."""
-    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": allow}
     return smallest.smallest_gb(make(name), batch(), **options)
 
 
 def train(name: str, allow: Collection[str], budget_gb: float) -> tuple[memopt.Plan, Step]:
     model = make(name)
-    memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", outputs="loss_only", allow=allow)
+    memopt.optimize(model, budget_gb, optimizer=None, precision="fp32", allow=allow)
     step = train_step(model, batch())
     return memopt.plan_of(model), step
 
 
 def planned(name: str, allow: Collection[str], budget_gb: float) -> memopt.Plan:
-    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "outputs": "loss_only", "allow": allow}
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": allow}
     return memopt.plan(make(name), budget_gb, batch(), **options)
 
 
@@ -184,7 +184,10 @@ def test_no_lever_is_used_that_is_not_needed() -> None:
 
 
 def test_nothing_is_allowed() -> None:
-    assert smallest_gb("gpt2", frozenset()) >= plain("gpt2").peak_bytes / GIB
+    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": frozenset()}
+    as_plain = smallest.smallest_gb(make("gpt2"), batch(), outputs="all", **options)
+    assert as_plain >= plain("gpt2").peak_bytes / GIB
+    assert smallest_gb("gpt2", frozenset()) < as_plain, "outputs are computed on demand"
 
 
 def test_the_receipt() -> None:
@@ -198,13 +201,16 @@ def test_the_receipt() -> None:
     assert "fused_attention" in plan.table()
 
 
-def test_logits_that_are_returned_are_computed() -> None:
-    model = make("gpt2")
-    options: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"chunked_loss"}}
-    memopt.optimize(model, 1.1 * plain("gpt2").peak_bytes / GIB, **options)
-    assert model(**batch()).logits.shape == (4, LENGTH, VOCABULARY)
-    with pytest.raises(memopt.BudgetError, match="outputs='loss_only'"):
-        memopt.plan(make("gpt2"), smallest_gb("gpt2", frozenset({"chunked_loss"})), batch(), **options)
+def test_logits_that_are_returned_are_no_obstacle() -> None:
+    """A loss in chunks by default, and logits when they are looked at."""
+    model, reference = make("gpt2"), make("gpt2")
+    memopt.optimize(model, smallest_gb("gpt2", frozenset({"chunked_loss"})), optimizer=None, allow={"chunked_loss"})
+    torch.manual_seed(2)
+    expected = reference(**batch()).logits
+    torch.manual_seed(2)
+    with pytest.warns(UserWarning, match="an output of the model was looked at"):
+        assert torch.equal(model(**batch()).logits, expected)
+    assert memopt.plan_of(model).levers == ("chunked_loss",)
 
 
 def test_a_loss_function_needs_no_logits_of_its_own() -> None:

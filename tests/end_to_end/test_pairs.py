@@ -39,7 +39,7 @@ def in_16_bits(pair: Collection[str]) -> bool:
 
 def options(pair: Collection[str]) -> dict[str, Any]:
     precision = "bf16" if in_16_bits(pair) else "fp32"
-    return {"allow": set(pair), "precision": precision, "outputs": "loss_only", "optimizer": torch.optim.AdamW}
+    return {"allow": set(pair), "precision": precision, "optimizer": torch.optim.AdamW}
 
 
 @cache

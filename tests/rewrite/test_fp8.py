@@ -25,17 +25,17 @@ def test_none_is_used_unless_named() -> None:
 def test_first_of_all_where_it_is_faster_and_last_where_it_is_not() -> None:
     names = tuple(OPERATOR_LEVERS)
     allow = {*OPERATOR_LEVERS, "fp8", "fp8_activations"}
-    quick = lever_sets(BASE, allow, drop_logits=False, card=H100)
+    quick = lever_sets(BASE, allow, card=H100)
     assert [levers.levers for levers in quick][:3] == [(), ("fp8",), ("fp8", names[0])]
     assert [levers.next_is_faster for levers in quick] == [True] + [False] * (len(quick) - 1)
     assert quick[-1].levers == ("fp8", *names, "fp8_activations")
-    slow = lever_sets(BASE, allow, drop_logits=False, card=CPU)
+    slow = lever_sets(BASE, allow, card=CPU)
     assert [levers.levers for levers in slow][-2:] == [(*names, "fp8"), (*names, "fp8", "fp8_activations")]
     assert not any(levers.next_is_faster for levers in slow)
 
 
 def test_the_deciders_of_each_lever_set() -> None:
-    *_, fp8, top = lever_sets(BASE, {"fp8", "fp8_activations"}, drop_logits=False, card=CPU, histories="3/")
+    *_, fp8, top = lever_sets(BASE, {"fp8", "fp8_activations"}, card=CPU, histories="3/")
     assert fp8.rewriting.deciders == (DecideFp8(CPU, histories="3/"),)
     assert (fp8.rewriting.needed, fp8.rewriting.joint) == ("fp8", None)
     assert top.rewriting.joint is quantizing
@@ -44,17 +44,17 @@ def test_the_deciders_of_each_lever_set() -> None:
 @pytest.mark.parametrize("lever", sorted(NAMES))
 def test_a_step_in_fp32_is_refused(lever: str) -> None:
     with pytest.raises(ValueError, match=f"'{lever}' in allow needs a step in 16 bits.*precision='bf16'"):
-        lever_sets(Rewriting(), {lever}, drop_logits=False, card=CPU)
+        lever_sets(Rewriting(), {lever}, card=CPU)
 
 
 def test_two_ways_to_scale_are_refused() -> None:
     with pytest.raises(ValueError, match="'fp8' and 'fp8_block', which scale the same layers; name one"):
-        lever_sets(BASE, {"fp8", "fp8_block"}, drop_logits=False, card=CPU)
+        lever_sets(BASE, {"fp8", "fp8_block"}, card=CPU)
 
 
 def test_the_users_rules_are_known() -> None:
     base = precision_rewriting({"default": "bf16", "q_proj": "bf16"}, CPU)
-    (_, levers) = lever_sets(base, {"fp8"}, drop_logits=False, card=CPU)
+    (_, levers) = lever_sets(base, {"fp8"}, card=CPU)
     decide = levers.rewriting.deciders[-1]
     assert isinstance(decide, DecideFp8)
     assert decide.rules.dtypes == (("q_proj", torch.bfloat16),)

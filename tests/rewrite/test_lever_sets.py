@@ -20,24 +20,24 @@ BASE = Rewriting((precision,), autocast=torch.bfloat16, planned_for="cuda", repl
 
 
 def test_the_cheapest_first_and_each_with_those_before() -> None:
-    sets = lever_sets(BASE, OPERATOR_LEVERS, drop_logits=False)
+    sets = lever_sets(BASE, OPERATOR_LEVERS)
     names = ("fused_ops", "fused_attention", "chunked_loss")
     assert [lever_set.levers for lever_set in sets] == [(), names[:1], names[:2], names, names]
     assert [lever_set.rewriting.needed for lever_set in sets] == ["", *names, names[-1]]
 
 
 def test_what_is_fused_is_asked_before_precision_and_the_loss_after() -> None:
-    top = lever_sets(BASE, OPERATOR_LEVERS, drop_logits=True)[-1].rewriting
-    assert top.deciders == (fuse_ops, fuse_attention, precision, ChunkLosses(drop_logits=True, weight_in_backward=True))
+    top = lever_sets(BASE, OPERATOR_LEVERS)[-1].rewriting
+    assert top.deciders == (fuse_ops, fuse_attention, precision, ChunkLosses(weight_in_backward=True))
 
 
 def test_all_else_of_the_rewriting_stays() -> None:
-    for lever_set in lever_sets(BASE, OPERATOR_LEVERS, drop_logits=False):
+    for lever_set in lever_sets(BASE, OPERATOR_LEVERS):
         assert (lever_set.rewriting.autocast, lever_set.rewriting.planned_for) == (torch.bfloat16, "cuda")
         assert lever_set.rewriting.replaces_autocast
 
 
 def test_only_what_is_allowed() -> None:
-    assert [lever_set.levers for lever_set in lever_sets(BASE, {"recompute"}, drop_logits=False)] == [()]
-    (_, only) = lever_sets(BASE, {"recompute", "fused_attention"}, drop_logits=False)
+    assert [lever_set.levers for lever_set in lever_sets(BASE, {"recompute"})] == [()]
+    (_, only) = lever_sets(BASE, {"recompute", "fused_attention"})
     assert (only.levers, only.rewriting.deciders) == (("fused_attention",), (fuse_attention, precision))

@@ -1,0 +1,210 @@
+"""Language models with a large vocabulary, default options: predicted and measured peaks in four loops, on the CPU.
+
+    python -m benchmarks.outputs_on_demand [--only GPT-2] [--before]
+
+For each model, the smallest budget and one half-way to the plain peak; in each, two steps of AdamW: by `TrainStep`, by
+a plain loop that drops the model's outputs, by one that holds them, by one that reads their logits for an accuracy (the
+peak is then above the plan by what it says, and loss and logits are compared with the plain model's), and by the
+`Trainer` of transformers, where its package accelerate is installed. `--before` notes the smallest budgets of another
+tree (with PYTHONPATH set to it) beside those that are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import memopt
+from benchmarks.stamp import stamp, write_result
+from memopt.account.account import distinct_bytes
+from memopt.errors import GIB
+from memopt.meter import measure_peak
+
+RESULT = Path(__file__).parent / "results" / "outputs_on_demand.json"
+STEPS = 2
+Batch = dict[str, torch.Tensor]
+SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 32}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "GPT-2": lambda: transformers.GPT2Config(n_embd=128, n_layer=4, n_head=4),
+    "OPT": lambda: transformers.OPTConfig(
+        vocab_size=20_000, hidden_size=128, ffn_dim=512, num_hidden_layers=4, num_attention_heads=4,
+        word_embed_proj_dim=128,
+    ),
+    "Qwen3": lambda: transformers.Qwen3Config(vocab_size=151_936, **GROUPED),
+    "Gemma2": lambda: transformers.Gemma2Config(vocab_size=256_000, **{**GROUPED, "hidden_size": 64}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    vocabulary: int
+    loop: str
+    budget_gb: float
+    predicted_gb: float
+    measured_gb: float
+    over: float
+    """Predicted over measured, less 1."""
+    levers: tuple[str, ...]
+    bitwise: bool | None = None
+    """For the loop that reads logits, in fp32 with recomputation alone: whether loss and logits are the plain ones."""
+
+
+def make(name: str) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(0, config.vocab_size, (4, 128))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def dropping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def holding(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def reading(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = model(**batch)
+    logits = outputs.logits.detach().clone()
+    outputs.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return outputs.loss.detach(), logits
+
+
+LOOPS = {"loop, outputs dropped": dropping, "loop, outputs held": holding}
+
+
+def smallest_gb(name: str) -> float:
+    model, batch = make(name)
+    try:
+        memopt.plan(model, 1e-3, batch)
+    except memopt.BudgetError as refused:
+        return refused.smallest_gb
+    raise AssertionError("a budget of a thousandth of a GB was met")
+
+
+def measured_gb(model: nn.Module, batch: Batch, steps: Callable[[], None]) -> float:
+    held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
+    gc.collect()
+    with measure_peak("cpu") as peak:
+        steps()
+    return (peak.allocated_bytes + held) / GIB
+
+
+def by_loop(step: Callable[..., Any], model: nn.Module, batch: Batch) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step(model, batch, optimizer)
+
+    return steps
+
+
+def by_train_step(model: nn.Module, batch: Batch) -> Callable[[], None]:
+    step = memopt.TrainStep(model, torch.optim.AdamW(model.parameters()), max_grad_norm=None)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step(batch)
+
+    return steps
+
+
+def by_trainer(model: nn.Module, batch: Batch) -> Callable[[], None]:
+    """Hugging Face's `Trainer`, whose data loader gives the batch again and again."""
+    samples = [{key: value[row] for key, value in batch.items()} for row in range(4)] * STEPS
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_grad_norm=0,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, optim="adamw_torch",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=samples)
+    return lambda: trainer.train() and None
+
+
+def row_of(name: str, loop: str, budget_gb: float, steps_of: Callable[[nn.Module, Batch], Callable[[], None]]) -> Row:
+    model, batch = make(name)
+    memopt.optimize(model, budget_gb)
+    measured = measured_gb(model, batch, steps_of(model, batch))
+    plan = memopt.plan_of(model)
+    predicted = plan.predicted_peak_gb
+    return Row(
+        name, model.config.vocab_size, loop, budget_gb, predicted, measured, predicted / measured - 1, plan.levers
+    )
+
+
+def reads_bitwise(name: str) -> bool:
+    """Whether two steps that read logits give the plain model's losses and logits."""
+    model, batch = make(name)
+    plain = copy.deepcopy(model)
+    exact: Any = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+    memopt.optimize(model, 4.0, **exact)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(one.parameters())
+        found.append([tensor for _ in range(STEPS) for tensor in reading(one, batch, optimizer)])
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def rows_of(name: str) -> list[Row]:
+    least = smallest_gb(name)
+    model, batch = make(name)
+    plain = memopt.plan(model, 1000, batch).plain_peak_gb
+    loops: dict[str, Callable[[nn.Module, Batch], Callable[[], None]]] = {"TrainStep": by_train_step}
+    for loop, step in LOOPS.items():
+        loops[loop] = lambda model, batch, step=step: by_loop(step, model, batch)
+    if find_spec("accelerate"):
+        loops["Trainer"] = by_trainer
+    rows = []
+    for budget_gb in (1.001 * least, (least + plain) / 2):
+        for loop, steps_of in loops.items():
+            rows.append(row_of(name, loop, budget_gb, steps_of))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--before", action="store_true")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    smallest = known.get("smallest_gb", {})
+    rows = [row for row in known.get("rows", []) if row["model"] not in arguments.only]
+    for name in arguments.only:
+        smallest.setdefault(name, {})["before" if arguments.before else "now"] = smallest_gb(name)
+        if not arguments.before:
+            smallest[name]["reads_bitwise"] = reads_bitwise(name)
+            rows += [asdict(row) for row in rows_of(name)]
+        print(name, smallest[name], flush=True)
+    write_result(RESULT, {**stamp(), "smallest_gb": smallest, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Outputs that only the loss needs, which a region does not return: pieces of its forward compute them on demand."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.fakes import FakeTensor
+from memopt.compat.graph_calls import enters_autocast, leaves_autocast, sets_grad_mode
+from memopt.compat.operators import schema_of
+from memopt.compat.symbols import data_symbols_of, upper_bound
+
+SMALLEST_BYTES = 16 * 1024
+"""Smaller outputs are always returned: they are not worth a second look."""
+SMALL_SHARE = 1 / 64
+"""Outputs that only a second forward could give are returned where they take less than this share of the parameters'
+bytes."""
+_MOST_NODES = 16
+"""The most calls between an output and the values that it is computed from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A piece of a region's recorded forward that computes outputs which the region does not return."""
+
+    graph: fx.Graph = field(repr=False)
+    """Takes the region's inputs `inputs`, then the value `taken` if there is one, and returns the outputs."""
+    root: fx.GraphModule = field(repr=False)
+    """The module whose attributes the graph reads."""
+    inputs: tuple[int, ...]
+    """Numbers of the region's inputs that it reads."""
+    taken: fx.Node | None
+    """The value of the forward that it starts from; None for a second run of the forward from its inputs."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw random numbers, and must run from the state in which the generators were."""
+        return self.taken is None
+
+    def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs, for the values of `inputs` and of `taken`, which may be in another dtype than in the plain
+        forward."""
+        given = list(arguments)
+        if self.taken is not None:
+            given[-1] = given[-1].to(_example(self.taken).dtype)
+        results: tuple[torch.Tensor, ...] = self._module(*given)
+        return results
+
+    @cached_property
+    def _module(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.graph)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Outputs that are computed together, when one of them is looked at."""
+
+    positions: tuple[int, ...]
+    """Their positions among the outputs of the model's call."""
+    examples: tuple[torch.Tensor, ...] = field(repr=False)
+    """A fake tensor for each."""
+    head: Piece | None
+    """Computes them from a value that the region returns in their place; None where only a second forward does."""
+    forward: Piece | None
+    """Computes them by a second run of the forward; None where that would change something."""
+
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether the sizes of its results are numbers."""
+        sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
+        return all(isinstance(number, int) for number in sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Withheld:
+    """The outputs that a region does not return."""
+
+    groups: tuple[Group, ...]
+    returned: tuple[int, ...]
+    """The positions, among the outputs of the model's call, of the outputs that the region does return."""
+    taken: tuple[fx.Node, ...]
+    """The values that it returns after them, in place of others."""
+
+    @property
+    def released(self) -> frozenset[int]:
+        """The positions, among the region's results, of values that are let go when the backward begins, since a second
+        forward gives the outputs as well."""
+        needed = {group.head.taken for group in self.groups if group.head and not group.forward}
+        first = len(self.returned)
+        return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the outputs that are not returned."""
+        return sum(_bytes(example) for group in self.groups for example in group.examples)
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes of the values that are returned in their place."""
+        return sum(_bytes(_example(node)) for node in self.taken)
+
+
+def withhold(graph_module: fx.GraphModule, detached: Collection[int]) -> Withheld | None:
+    """Have a region's graph return, instead of large outputs, the smaller values that they are computed from.
+
+    `detached` holds the positions of the outputs that may be withheld, each of them a call of `detach`. An output is
+    withheld where few operators compute it from a value of at most half of its bytes (the logits of a language model
+    from its hidden states and its head's weight). All others are withheld together where they are many and a second run
+    of the forward gives them (keys and values of a cache). Edits the graph; returns None, and leaves it as it is, where
+    it returns everything.
+    """
+    output = graph_module.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    large = {
+        position: node
+        for position in sorted(detached)
+        if _is_known(node := results[position].args[0]) and _bytes(_example(node)) > SMALLEST_BYTES
+    }
+    found: list[Group] = []
+    for position, node in large.items():
+        if head := _head(graph_module, node):
+            found.append(Group((position,), (_example(node),), head, _second_forward(graph_module, [node])))
+    heads = {position for one in found for position in one.positions}
+    others = {position: node for position, node in large.items() if position not in heads}
+    if _worth_a_forward(graph_module, others) and (forward := _second_forward(graph_module, [*others.values()])):
+        found.append(Group(tuple(others), tuple(map(_example, others.values())), None, forward))
+    if not found:
+        return None
+    taken = tuple(dict.fromkeys(one.head.taken for one in found if one.head and one.head.taken))
+    gone = {position for one in found for position in one.positions}
+    returned = tuple(position for position in range(len(results)) if position not in gone)
+    with graph_module.graph.inserting_before(output):
+        given = [graph_module.graph.call_method("detach", (node,)) for node in taken]
+    output.args = ((*(results[position] for position in returned), *given),)
+    for position in gone:
+        graph_module.graph.erase_node(results[position])
+        if position in heads:
+            _erase_unread(graph_module.graph, large[position])
+    graph_module.recompile()
+    return Withheld(tuple(found), returned, taken)
+
+
+def _worth_a_forward(graph_module: fx.GraphModule, outputs: Mapping[int, fx.Node]) -> bool:
+    """Whether outputs that only a second forward gives are large enough to be withheld."""
+    given = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
+    weights = sum(_bytes(value) for value in given if isinstance(value, nn.Parameter))
+    return sum(_bytes(_example(node)) for node in outputs.values()) > SMALL_SHARE * weights
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a pure node that nothing reads, and what only it has read."""
+    if node.users or node.op == "placeholder":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for given in inputs:
+        _erase_unread(graph, given)
+
+
+def _head(graph_module: fx.GraphModule, output: fx.Node) -> Piece | None:
+    """The piece of a few pure operators that computes an output from one value of at most half of its bytes, and from
+    inputs of the region; None where there is none."""
+    most = _bytes(_example(output)) // 2
+    inside: set[fx.Node] = set()
+    taken: set[fx.Node] = set()
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node in inside or node in taken or node.op == "placeholder":
+            continue
+        value = node.meta.get("example_value")
+        small = isinstance(value, torch.Tensor) and _bytes(value) <= most
+        if small and node is not output and not _from_weights(node):
+            taken.add(node)
+            continue
+        inside.add(node)
+        waiting += node.all_input_nodes
+        if len(inside) > _MOST_NODES or len(taken) > 1 or node.op not in ("call_function", "call_method"):
+            return None
+    if len(taken) != 1 or not all(map(_is_unwritten, (*inside, *taken, *_placeholders_of(inside)))):
+        return None
+    piece = _piece(graph_module, inside, [output], *taken)
+    return piece if _is_pure(piece, _example(output)) else None
+
+
+def _second_forward(graph_module: fx.GraphModule, outputs: Sequence[fx.Node]) -> Piece | None:
+    """The piece that computes outputs from the region's inputs; None where a second run would change something."""
+    nodes = list(graph_module.graph.nodes)
+    last = max(map(nodes.index, outputs))
+    inside = {node for node in nodes[: last + 1] if node.op != "placeholder"}
+    if not all(map(_is_unwritten, _placeholders_of(inside))) or any(map(_acts_outside, inside)):
+        return None
+    return _piece(graph_module, inside, outputs)
+
+
+def _piece(
+    graph_module: fx.GraphModule, inside: set[fx.Node], outputs: Sequence[fx.Node], taken: fx.Node | None = None
+) -> Piece:
+    """The calls `inside`, in the autocast blocks that they stand in, as a graph of their own."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    read = set(_placeholders_of(inside))
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    numbers = tuple(number for number, node in enumerate(placeholders) if node in read)
+    for node in (*(placeholders[number] for number in numbers), *([taken] if taken else ())):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta
+    for node in graph_module.graph.nodes:
+        autocast = node.op == "call_function" and (enters_autocast(node.target) or leaves_autocast(node.target))
+        if (node in inside and not sets_grad_mode(node.target)) or autocast:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return Piece(graph, graph_module, numbers, taken)
+
+
+def _placeholders_of(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """The region's inputs that these nodes read."""
+    return (given for node in nodes for given in node.all_input_nodes if given.op == "placeholder")
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a node computes a dense tensor whose sizes are known once those of the inputs are."""
+    value = node.meta.get("example_value")
+    return (
+        node.op != "placeholder"
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not data_symbols_of(value)
+    )
+
+
+def _is_unwritten(node: fx.Node) -> bool:
+    """Whether nothing in the forward writes to a node's value."""
+    value = node.meta.get("example_value")
+    return not isinstance(value, torch.Tensor) or value._version == 0
+
+
+def _from_weights(node: fx.Node) -> bool:
+    """Whether a node's value depends on parameters alone, by a few calls."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        source = waiting.pop()
+        if source.op == "placeholder" and not isinstance(source.meta.get("example_value"), nn.Parameter):
+            return False
+        seen.add(source)
+        waiting += [given for given in source.all_input_nodes if given not in seen]
+        if len(seen) > _MOST_NODES:
+            return False
+    return any(source.op == "placeholder" for source in seen)
+
+
+def _acts_outside(node: fx.Node) -> bool:
+    """Whether a second run of a node may change what lies outside of the piece: statistics, or other ranks."""
+    name = f"{getattr(node.target, '__module__', '')} {node.target}"
+    return any(word in name for word in ("batch_norm", "instance_norm", "c10d", "distributed"))
+
+
+def _bytes(value: torch.Tensor) -> int:
+    """The bytes of a tensor's elements, for the sizes at hand; more than any other's where they depend on data."""
+    if data_symbols_of(value):
+        return sys.maxsize
+    sizes = (size if isinstance(size, int) else upper_bound(size) for size in value.shape)
+    return math.prod(sizes) * value.element_size()
+
+
+def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
+    """Whether a piece calls only ATen operators that write to nothing and draw no random numbers."""
+    mode = example.fake_mode if isinstance(example, FakeTensor) else nullcontext()
+    with torch.no_grad(), mode, _Impure() as impure:
+        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
+    return not impure.found
+
+
+class _Impure(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether operators are called that are not pure."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = schema_of(func)
+        aten = schema.name.startswith(("aten::", "prim::")) and "batch_norm" not in schema.name
+        self.found |= not aten or schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,60 @@
+"""Tensor subclasses without memory of their own, and which functions on tensors read no values.
+
+Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["as_implemented", "needs_memory", "reads_no_values", "wrapper_tensor"]
+
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
+_PROPERTIES = (
+    "_backward_hooks", "_base", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+    "is_meta", "is_mkldnn", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize",
+    "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "__hash__", "__len__", "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_conj",
+    "is_floating_point", "is_inference", "is_neg", "is_signed", "ndimension", "nelement", "numel", "register_hook",
+    "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
+)  # fmt: skip
+_FUNCTIONS = (torch.detach, torch.is_complex, torch.is_conj, torch.is_floating_point, torch.is_neg, torch.numel)
+_OF_MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "tolist")
+
+
+def _of(names: Sequence[str]) -> list[Any]:
+    return [found for name in names if (found := getattr(torch.Tensor, name, None)) is not None]
+
+
+_READ_NO_VALUES = frozenset((*(found.__get__ for found in _of(_PROPERTIES)), *_of(_METHODS), *_FUNCTIONS))
+_NEED_MEMORY = frozenset(_of(_OF_MEMORY))
+
+
+def reads_no_values(function: Any) -> bool:
+    """Whether a torch function, as `__torch_function__` gets it, reads sizes and the like only."""
+    return function in _READ_NO_VALUES
+
+
+def needs_memory(function: Any) -> bool:
+    """Whether a torch function hands out a tensor's memory, which it refuses for subclasses."""
+    return function in _NEED_MEMORY
+
+
+def as_implemented() -> AbstractContextManager[Any]:
+    """Context in which torch functions run their implementation, and return what that returns."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def wrapper_tensor(
+    kind: type[Subclass], sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Subclass:
+    """A tensor of the subclass `kind` with an empty storage, whose operators go to `kind.__torch_dispatch__`."""
+    make: Callable[..., Subclass] = torch.Tensor._make_wrapper_subclass
+    return make(kind, sizes, strides=strides, dtype=dtype, device=device, storage_size=0)

@@ -1,0 +1,257 @@
+"""Outputs on demand: tensors with the sizes of a model's outputs, which are computed when they are first looked at."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from memopt.capture.region import RecordedRegion
+from memopt.capture.withheld import Group, Piece
+from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.subclasses import as_implemented, needs_memory, reads_no_values, wrapper_tensor
+from memopt.compat.symbols import symbol_values, with_values
+from memopt.errors import StaleOutputError
+from memopt.training_state import generator_states, set_generators
+from memopt.units import size
+
+aten = torch.ops.aten
+_MAY_RETURN_ITSELF = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
+)
+_DDP = "torch.nn.parallel.distributed"
+
+
+class Notice:
+    """Says once for a model that an output was looked at."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def say(self, results: Sequence[torch.Tensor], *, again: bool) -> None:
+        """Warn that these outputs were computed beside the plan."""
+        if self.said:
+            return
+        self.said = True
+        nbytes = sum(result.numel() * result.element_size() for result in results)
+        how = "by a second run of the forward" if again else "from the forward's last values"
+        warnings.warn(
+            f"an output of the model was looked at: {size(nbytes)} (the first of shape {tuple(results[0].shape)}) are "
+            f"computed {how}, and held beside what the plan counts; this is said once",
+            stacklevel=2,
+        )
+
+
+class Waiting(Protocol):
+    """A forward whose backward has not run yet."""
+
+    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+        """Have `value` let go of its bytes when the backward begins."""
+
+
+class LetsGo(Protocol):
+    def let_go(self) -> None:
+        """Give up memory that can be done without."""
+
+
+def run_withholding(
+    region: RecordedRegion, run: Callable[..., Sequence[Any]], inputs: tuple[Any, ...], notice: Notice, forward: Waiting
+) -> Sequence[Any]:
+    """Run a region by `run`, and return the outputs of the model's call: those that the region withholds as tensors
+    that are computed when they are first looked at."""
+    withheld = region.withheld
+    if withheld is None:
+        return run(*inputs)
+    device = withheld.groups[0].examples[0].device
+    generators = generator_states(device)
+    values = run(*inputs)
+    outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
+    taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
+    for group in withheld.groups:
+        start = taken[group.head.taken] if group.head and group.head.taken else None
+        later = _Later(group, inputs, start, generators, notice)
+        forward.until_backward(later, later.start_bytes)
+        symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
+        for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
+            sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
+            outputs[position] = OnDemand(_Value(later, number), *sizes, example.dtype, example.device)
+    return [outputs[position] for position in range(len(outputs))]
+
+
+class _Later:
+    """The computation of a group of outputs for one call, with what it reads."""
+
+    def __init__(
+        self, group: Group, inputs: Sequence[Any], start: torch.Tensor | None, generators: Any, notice: Notice
+    ) -> None:
+        self.group, self.start, self.generators, self.notice = group, start, generators, notice
+        read = {number for piece in (group.head, group.forward) if piece for number in piece.inputs}
+        self.inputs = {number: inputs[number] for number in read}
+        self.states = {number: _state(value) for number, value in self.inputs.items()}
+        self.device = group.examples[0].device
+        kind = self.device.type
+        self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self.values: weakref.WeakSet[_Value] = weakref.WeakSet()
+
+    @property
+    def start_bytes(self) -> int:
+        """The bytes of the value that the outputs are computed from."""
+        return 0 if self.start is None else self.start.numel() * self.start.element_size()
+
+    def let_go(self) -> None:
+        """Drop the value that the outputs are computed from, where a second forward gives them too."""
+        if self.group.forward is not None:
+            self.start = None
+
+    @property
+    def piece(self) -> Piece:
+        """What computes the outputs now."""
+        piece = self.group.forward if self.start is None else self.group.head
+        assert piece is not None
+        return piece
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether anything that it reads was changed since the forward."""
+        return any(_state(self.inputs[number]) != self.states[number] for number in self.piece.inputs)
+
+    def compute(self) -> None:
+        """Compute the outputs, and give each to those who hold it. Raises `StaleOutputError`."""
+        if self.is_stale:
+            raise StaleOutputError(
+                f"an output of shape {tuple(self.group.examples[0].shape)} is computed when it is first looked at, but "
+                "the weights or inputs that it takes have changed since its forward; look at it before "
+                "optimizer.step(), or optimise with outputs='all'"
+            )
+        results = self._results()
+        self.notice.say(results, again=self.start is None)
+        for value in list(self.values):
+            value.take(results[value.number])
+
+    def _results(self) -> Sequence[torch.Tensor]:
+        piece, (enabled, dtype) = self.piece, self.autocast
+        arguments = [self.inputs[number] for number in piece.inputs]
+        arguments += [] if self.start is None else [self.start]
+        now = generator_states(self.device)
+        try:
+            if piece.draws:
+                set_generators(self.generators, self.device)
+            with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
+                return piece.run(arguments)
+        finally:
+            set_generators(now, self.device)
+
+
+def _state(value: Any) -> Any:
+    """What changes when a tensor is written to, or gets other memory; another value itself."""
+    return (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
+
+
+class _Value:
+    """One output of a piece, and once it is computed, its tensor; detached outputs share it."""
+
+    def __init__(self, later: _Later, number: int, *, copied: bool = False) -> None:
+        self.later: _Later | None = later
+        self.number, self.copied = number, copied
+        self._tensor: torch.Tensor | None = None
+        later.values.add(self)
+
+    def take(self, result: torch.Tensor) -> None:
+        """Keep the result, and nothing of what it was computed from, unless there is one already."""
+        if self._tensor is None:
+            self._tensor, self.later = result.clone() if self.copied else result, None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, computed now if it was not yet. Raises `StaleOutputError`."""
+        if self._tensor is None:
+            assert self.later is not None
+            self.later.compute()
+            assert self._tensor is not None
+        return self._tensor
+
+
+class OnDemand(torch.Tensor):
+    """An output that is computed when it is first looked at.
+
+    Its sizes, dtype and device are known without that. Every operator on it gives plain tensors, and so do pickles and
+    copies.
+    """
+
+    _value: _Value
+
+    @staticmethod
+    def __new__(
+        cls: type[OnDemand],
+        value: _Value,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> OnDemand:
+        made = wrapper_tensor(cls, sizes, strides, dtype, device)
+        made._value = value
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if needs_memory(func):
+            args, kwargs = tree_map(as_plain, (args, kwargs))
+        looks = not reads_no_values(func) and not _is_copied_by_ddp(func)
+        for leaf in tree_leaves((args, kwargs)) if looks else ():
+            _look(leaf)  # here, since the modes around the call do not hold any more when operators are dispatched
+        with as_implemented():
+            result = func(*args, **kwargs)
+        # What changes nothing (`.cpu()`) returns the tensor itself, and what writes to it as well.
+        return as_plain(result) if func in _MAY_RETURN_ITSELF else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]._alias(args[0]._value)
+        if func is aten.clone.default and args[0]._value.later is not None:
+            value = args[0]._value
+            return args[0]._alias(_Value(value.later, value.number, copied=True))
+        args, kwargs = tree_map(_look, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _alias(self, value: _Value) -> OnDemand:
+        with as_implemented():
+            return OnDemand(value, self.shape, self.stride(), self.dtype, self.device)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        later = self._value.later
+        if later is not None and later.is_stale:
+            return f"OnDemand(not computed, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return repr(as_plain(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(as_plain(self), memo)
+
+
+def as_plain(value: Any) -> Any:
+    """An output on demand as a plain tensor with the same memory and gradient; anything else as it is."""
+    return value.view(value.shape) if isinstance(value, OnDemand) else value
+
+
+def _look(value: Any) -> Any:
+    return value._value.tensor if isinstance(value, OnDemand) else value
+
+
+def _is_copied_by_ddp(func: Any) -> bool:
+    """Whether `DistributedDataParallel` copies an output, as it does for some of its options: nobody looks at it."""
+    frame = inspect.currentframe() if func is torch.Tensor.clone else None
+    caller = frame.f_back.f_back if frame and frame.f_back else None
+    return caller is not None and caller.f_globals.get("__name__") == _DDP
