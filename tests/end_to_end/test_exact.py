@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
-from examples.models.families import Batch, integers, library, loss_of, normals, seeded
+from examples.models.families import FAMILIES, Batch, Family, integers, library, loss_of, normals, seeded
 
 TOKENS, LENGTH, VOCABULARY = 2, 48, 128
 BITWISE: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": torch.optim.SGD}
@@ -29,6 +29,27 @@ odd_gpt2 = library(
     "GPT2", "GPT2LMHeadModel", "ForCausalLM", vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=1, n_head=4,
     resid_pdrop=0.15, use_cache=False,
 )  # fmt: skip
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+LIBRARY = {
+    "Qwen3": library("Qwen3", "Qwen3ForCausalLM", "ForCausalLM", num_key_value_heads=2, head_dim=8, **SMALL),
+    "Gemma2": library(
+        "Gemma2", "Gemma2ForCausalLM", "ForCausalLM", num_key_value_heads=2, head_dim=8, sliding_window=16, **SMALL
+    ),
+    "OPT": library("OPT", "OPTForCausalLM", "ForCausalLM", ffn_dim=64, word_embed_proj_dim=32, **SMALL),
+    "RoBERTa": library("Roberta", "RobertaForMaskedLM", intermediate_size=64, **SMALL),
+    "DistilBERT": library(
+        "DistilBert", "DistilBertForMaskedLM", vocab_size=VOCABULARY, dim=32, hidden_dim=64, n_layers=2, n_heads=4
+    ),
+    "Phi3": library(
+        "Phi3", "Phi3ForCausalLM", "ForCausalLM", num_key_value_heads=2, resid_pdrop=0.1, pad_token_id=0, **SMALL
+    ),
+}
+"""Decoders and encoders beside those of `examples/models/families.py`, with the library's own dropout."""
 
 
 class Upsampled(nn.Module):
@@ -135,6 +156,23 @@ QUICK = ("gqa", "dropout under autocast", "dead draws", "layouts of kernels", "i
 def test_bits_of_the_plain_step(case: str) -> None:
     make, batch, autocast = CASES[case]
     assert_exact(make, batch(), autocast=autocast)
+
+
+NO_AUTOCAST = ("moe",)
+"""Families that mix dtypes, which raises an error in the plain model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_library_models(name: str, autocast: bool) -> None:
+    assert_exact(LIBRARY[name], tokens()(), autocast=autocast)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name not in NO_AUTOCAST], ids=str)
+def test_families_under_autocast(family: Family) -> None:
+    assert_exact(family.make, family.batch("shorter"), autocast=True)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.15, 0.3, 0.5])
