@@ -84,7 +84,7 @@ def test_both_ways_give_the_plain_values(kind: type[Model]) -> None:
     region = recorded(model, X)
     assert region.withheld is not None
     (group,) = region.withheld.groups
-    named = {name: value for name, value in model.named_parameters()}
+    named = dict(model.named_parameters())
     torch.manual_seed(1)
     _, expected = model(X)
     torch.manual_seed(1)
