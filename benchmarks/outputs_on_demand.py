@@ -194,7 +194,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     smallest = known.get("smallest_gb", {})
-    rows = [row for row in known.get("rows", []) if row["model"] not in arguments.only]
+    measured = () if arguments.before else arguments.only
+    rows = [row for row in known.get("rows", []) if row["model"] not in measured]
     for name in arguments.only:
         smallest.setdefault(name, {})["before" if arguments.before else "now"] = smallest_gb(name)
         if not arguments.before:
