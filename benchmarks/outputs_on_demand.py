@@ -2,11 +2,11 @@
 
     python -m benchmarks.outputs_on_demand [--only GPT-2] [--before]
 
-For each model, the smallest budget and one half-way to the plain peak; in each, two steps of AdamW: by `TrainStep`, by
-a plain loop that drops the model's outputs, by one that holds them, by one that reads their logits for an accuracy (the
-peak is then above the plan by what it says, and loss and logits are compared with the plain model's), and by the
-`Trainer` of transformers, where its package accelerate is installed. `--before` notes the smallest budgets of another
-tree (with PYTHONPATH set to it) beside those that are known.
+For each model, two steps of AdamW in the smallest budget: by `TrainStep` (also half-way to the plain peak), by a plain
+loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers, where its package
+accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of the plain model, and its
+losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree (this file run by its
+path, with PYTHONPATH set to that tree) beside those that are known.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Row:
     over: float
     """Predicted over measured, less 1."""
     levers: tuple[str, ...]
-    bitwise: bool | None = None
-    """For the loop that reads logits, in fp32 with recomputation alone: whether loss and logits are the plain ones."""
 
 
 def make(name: str) -> tuple[nn.Module, Batch]:
@@ -181,8 +179,8 @@ def rows_of(name: str) -> list[Row]:
     if find_spec("accelerate"):
         loops["Trainer"] = by_trainer
     rows = []
-    for budget_gb in (1.001 * least, (least + plain) / 2):
-        for loop, steps_of in loops.items():
+    for budget_gb, some in ((1.001 * least, loops), ((least + plain) / 2, {"TrainStep": by_train_step})):
+        for loop, steps_of in some.items():
             rows.append(row_of(name, loop, budget_gb, steps_of))
             print(rows[-1], flush=True)
     return rows
@@ -196,7 +194,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     smallest = known.get("smallest_gb", {})
-    rows = [row for row in known.get("rows", []) if row["model"] not in arguments.only]
+    measured = () if arguments.before else arguments.only
+    rows = [row for row in known.get("rows", []) if row["model"] not in measured]
     for name in arguments.only:
         smallest.setdefault(name, {})["before" if arguments.before else "now"] = smallest_gb(name)
         if not arguments.before:

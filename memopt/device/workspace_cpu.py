@@ -14,6 +14,7 @@ from memopt.device.workspace_rules import (
     Rule,
     all_bytes,
     chunked_loss,
+    class_vectors,
     copies,
     first,
     for_each,
@@ -98,6 +99,12 @@ def _cpu_matmul(call: OpCall) -> int:
     return 0 if first(call).dtype.itemsize >= 4 else input_bytes(call) + 4 * call.outputs[0].numel + 256 * KB
 
 
+def _cpu_chunked_loss(call: OpCall) -> int:
+    """There are numbers for each class only where there is a bias, or class weights."""
+    by_class = call.argument(2) is not None or call.argument(4) is not None
+    return chunked_loss(call) + _cpu_matmul(call) + (class_vectors(call) if by_class else 0)
+
+
 def _cpu_fp8(call: OpCall) -> int:
     """Two fp32 copies of a part of the matrix, and where there are tiles the scale of each element of that part."""
     spec = first(call)
@@ -157,6 +164,6 @@ CPU: dict[str, Rule] = {
     "histc": lambda call: 64 * KB,
     **for_each(
         "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
-        lambda call: chunked_loss(call) + _cpu_matmul(call),
+        _cpu_chunked_loss,
     ),
 }

@@ -79,7 +79,13 @@ def chunked_loss(call: OpCall) -> int:
     cast = weight.numel * narrow if weight.dtype != hidden.dtype else 0
     of_weight = call.outputs[-2].numel  # in both operators; smaller than the weight where it is not computed
     sums = weight.numel * wide if of_weight == weight.numel and call.outputs[-2].dtype.itemsize < wide else 0
-    return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + 4 * weight.size[0] * wide + KB
+    return logits + cast + sums + 40 * tokens + 3 * rows * width * wide + KB
+
+
+def class_vectors(call: OpCall) -> int:
+    """Numbers for each class in a chunked cross entropy: bias, class weights, their casts and sums."""
+    hidden, weight = call.inputs[:2]
+    return 4 * weight.size[0] * max(4, hidden.dtype.itemsize)
 
 
 def fp8_scales(call: OpCall) -> int:
@@ -90,7 +96,10 @@ def fp8_scales(call: OpCall) -> int:
 
 
 COMMON: dict[str, Rule] = {
-    **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", chunked_loss),
+    **for_each(
+        "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
+        lambda call: chunked_loss(call) + class_vectors(call),
+    ),
     "fp8_delayed_scale": lambda call: 4 * KB,
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "

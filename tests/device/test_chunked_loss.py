@@ -30,6 +30,7 @@ def arguments(
 CASES: dict[str, tuple[Any, ...]] = {
     "fp32": arguments(),
     "all rows at once": arguments(rows=TOKENS),
+    "no bias": (*arguments()[:2], None, *arguments()[3:13], False, False),
     "frozen weight": arguments(needs=(True, False, False)),
     "no gradients": arguments(needs=(False, False, False)),
     "softcap": arguments(softcap=5.0),

@@ -1,0 +1,164 @@
+"""Language models with a large vocabulary: default options, real loops, outputs computed on demand."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import memopt
+from memopt.account.account import distinct_bytes
+from memopt.meter import measure_peak
+from tests.smallest import smallest_gb
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=20_000, n_embd=64, n_layer=2, n_head=4),
+    "opt": lambda: transformers.OPTConfig(vocab_size=20_000, ffn_dim=128, word_embed_proj_dim=64, **SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(vocab_size=30_000, **GROUPED),
+    "gemma2": lambda: transformers.Gemma2Config(vocab_size=40_000, **GROUPED),
+}
+SLOW = pytest.mark.slow
+EACH = ["gpt2", *(pytest.param(name, marks=SLOW) for name in ("opt", "qwen3", "gemma2"))]
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "an output of the model was looked at")
+        yield
+
+
+def make(name: str) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).train()
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(0, 20_000, (4, 96))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def dropping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def holding(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    memopt.TrainStep(model, optimizer, max_grad_norm=None)(batch)
+
+
+def peak_bytes(model: nn.Module, batch: Batch, loop: Callable[..., None]) -> int:
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
+    with measure_peak("cpu") as peak:
+        for _ in range(2):
+            loop(model, batch, optimizer)
+    return peak.allocated_bytes + held
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
+    """Nothing is counted that nobody holds, and what is held is counted."""
+    model, batch = make(name)
+    memopt.optimize(model, 1.01 * smallest_gb(model, batch))
+    for loop in (train_step, dropping, holding):
+        measured = peak_bytes(model, batch, loop)
+        plan = memopt.plan_of(model)
+        assert "chunked_loss" in plan.levers
+        assert measured <= plan.predicted_peak_bytes <= 1.01 * measured
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loop_that_reads_logits_is_bitwise_the_plain_one(name: str, late: bool) -> None:
+    """Dropout included; `late`: logits are read after the backward."""
+
+    def train(model: nn.Module, batch: Batch) -> list[Tensor]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found = []
+        for _ in range(2):
+            outputs = model(**batch)
+            accuracy = None if late else (outputs.logits.argmax(-1) == batch["labels"]).float().mean()
+            outputs.loss.backward()
+            if late:
+                accuracy = (outputs.logits.argmax(-1) == batch["labels"]).float().mean()
+            found += [
+                outputs.loss.detach(),
+                accuracy,
+                outputs.logits.detach(),
+                outputs.past_key_values.layers[-1].keys.clone(),
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *model.parameters()]
+
+    model, batch = make(name)
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    for ours, theirs in zip(train(model, batch), train(plain, batch), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_loss_outside_of_the_model_gets_real_logits() -> None:
+    model, batch = make("gpt2")
+    memopt.optimize(model, 1.0, **EXACT)
+    logits = model(batch["input_ids"]).logits
+    assert type(logits) is Tensor
+    nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_tuples() -> None:
+    model, batch = make("gpt2")
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(1)
+        loss, logits, *_ = one(**batch, return_dict=False)
+        found.append((loss, logits.log_softmax(-1)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_under_autocast_the_value_is_that_of_the_forward() -> None:
+    model, batch = make("gpt2")
+    model.config.resid_pdrop = 0.0
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = one(**batch)
+        found.append(outputs.logits)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found) or (found[0] - found[1]).abs().max() < 0.05
+
+
+def test_in_bf16_it_has_the_plain_dtype() -> None:
+    model, batch = make("gpt2")
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, precision="bf16")
+    torch.manual_seed(1)
+    expected = plain(**batch).logits
+    torch.manual_seed(1)
+    logits = model(**batch).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.05)
