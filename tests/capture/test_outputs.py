@@ -71,7 +71,7 @@ class Forward:
         self.done = 0
         self.refusal = refusal
 
-    def before_backward(self, leaves: Sequence[Tensor]) -> None:
+    def before_backward(self, leaves: Sequence[Tensor], gradients: Sequence[object] = ()) -> None:
         self.leaves.append(list(leaves))
         if self.refusal is not None:
             raise self.refusal
