@@ -44,8 +44,10 @@ def tight_budget(model: nn.Module, batch: dict[str, Any]) -> float:
 
 def steps_are_bitwise(model: nn.Module, plain: nn.Module, shapes: list[tuple[int, int]], budget: float) -> None:
     """Train both on batches of these shapes; losses and parameters are equal, and peaks within the budget."""
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3) for each in (model, plain)]
+    optimizers = [torch.optim.AdamW(trained.parameters(), 1e-3) for trained in (model, plain)]
     for number, shape in enumerate(shapes):
+        loss_of(model(**batch_of(*shape))).backward()  # plans: the meter would note every operator of that
+        model.zero_grad()
         losses = []
         for trained, optimizer in zip((model, plain), optimizers, strict=True):
             resident = sum(p.untyped_storage().nbytes() for p in plain.parameters())
@@ -141,8 +143,8 @@ def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[R
         x = torch.randn(4, length, 8)
         loss, expected = model(x), plain(x)
         assert loss.item() == expected.item()
-        for each in (loss, expected):
-            each.backward()
+        loss.backward()
+        expected.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
     assert len(captures) == 3
