@@ -36,7 +36,7 @@ def in_order(wanted: list[str], lines: list[str]) -> bool:
 def shown(printed: list[str]) -> list[str]:
     """Return the lines of a printed plan that README shows: its headline, and the table of its levers."""
     end = next(number for number, line in enumerate(printed) if line.startswith("┏")) - 1
-    start = next(number for number, line in enumerate(printed) if "lever" in line and not line.startswith("┃"))
+    start = next(number for number, line in enumerate(printed) if line.startswith("Levers in use"))
     length = next(number for number, line in enumerate(printed[start:]) if line.startswith("└"))
     return [*printed[:end], *printed[start : start + length + 1]]
 
