@@ -36,6 +36,6 @@ class Stepping:
 
     def workspace_bytes(self, value: Any) -> int | None:
         """Bytes of temporaries of stepping a graph's input, given its fake tensor; None where it is no parameter."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))

@@ -65,6 +65,7 @@ def steps_are_bitwise(model: nn.Module, plain: nn.Module, shapes: list[tuple[int
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
 def test_lengths_make_two_captures(name: str, captures: list[RecordedRegion]) -> None:
     model = BY_NAME[name].make()
@@ -99,6 +100,7 @@ def test_a_plan_for_declared_sizes_is_for_the_largest() -> None:
     assert plan.predicted_peak_gb == largest.predicted_peak_gb
 
 
+@pytest.mark.slow
 def test_gradients_held_need_no_capture(captures: list[RecordedRegion]) -> None:
     model = BY_NAME["gpt2-sdpa"].make()
     memopt.optimize(model, tight_budget(model, batch_of(4, 96)), **EXACT)
@@ -108,6 +110,7 @@ def test_gradients_held_need_no_capture(captures: list[RecordedRegion]) -> None:
     assert len(captures) == 2
 
 
+@pytest.mark.slow
 def test_short_batches_are_not_recomputed() -> None:
     """Plans for smaller ceilings are made on the same capture once they pay."""
     model = BY_NAME["gpt2-sdpa"].make()

@@ -53,7 +53,7 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
         plan.at(0.98 * plan.smallest_gb())
 
 
-QUICK = ("gpt2-sdpa", "resnet", "unet")
+QUICK = ("gpt2-sdpa", "unet")
 """Families that every run tries; `make test-all` tries all."""
 SOME_QUICK = {f: [] if f.name in QUICK else [pytest.mark.slow] for f in FAMILIES}
 

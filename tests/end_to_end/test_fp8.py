@@ -71,6 +71,7 @@ def error(found: Step, expected: Step) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", LEVERS, ids=lambda allow: "+".join(sorted(allow)))
 def test_gradients_are_near_and_the_step_is_within_a_smaller_budget(allow: set[str]) -> None:
     """All gradients as one vector differ from bf16's by at most three roundings of e4m3: values, weights, gradients."""
@@ -206,6 +207,7 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     return held_after_forward(problem, Schedule.save_all(problem)), weights, problem.seconds
 
 
+@pytest.mark.slow
 def test_what_llama_1b_keeps_for_the_backward() -> None:
     """At real sizes 8-bit layers save at least a tenth less, and with activations in 8 bits at least a quarter less."""
     bf16_bytes, bf16_weights, bf16_seconds = kept(set())

@@ -43,7 +43,7 @@ OPTIONS["allow"] = {"recompute"}  # without "microbatch", TrainStep refuses what
 @pytest.mark.parametrize(
     ("find", "sized", "multiple"),
     [
-        (memopt.max_batch, lambda size, device="cpu": tokens(size, 48, device), 1),
+        pytest.param(memopt.max_batch, lambda size, device="cpu": tokens(size, 48, device), 1, marks=pytest.mark.slow),
         pytest.param(memopt.max_length, lambda size, device="cpu": tokens(4, size, device), 16, marks=pytest.mark.slow),
     ],
 )

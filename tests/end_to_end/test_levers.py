@@ -155,6 +155,7 @@ def test_levers_together_without_recomputation(name: str) -> None:
     check(name, plan, step, least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK_FIRST)
 def test_all_together(name: str) -> None:
     every = frozenset({"recompute", *LEVERS})

@@ -53,6 +53,7 @@ def figure(text: str, words: str, budget_gb: float) -> float:
     return budget_gb * (1 - float(found[1]) / 100)
 
 
+@pytest.mark.slow
 def test_another_optimizer_or_adapters() -> None:
     resident = sum(parameter.nbytes for parameter in make().parameters()) / 2**30
     text = refusal(3 * resident, batch())  # AdamW holds as much again
@@ -84,6 +85,7 @@ def test_growing_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instance", [False, True])
 def test_fused_kernels(instance: bool) -> None:
     """On CUDA, AdamW goes over all parameters at once, with as much again in temporaries."""

@@ -104,6 +104,7 @@ def test_budgets(step: Captured, account: Account) -> None:
     assert plan.added_seconds == 0, "nothing is recomputed at the plain step's own peak"
 
 
+@pytest.mark.slow
 def test_the_best_effort_reports_its_progress() -> None:
     both = joined(captured(region(8)))
     budget = smallest(both, ACCOUNT)[0]

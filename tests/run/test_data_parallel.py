@@ -18,6 +18,7 @@ import memopt
 from memopt.planning.plan_search import PlanSearch
 from tests.two_ranks import on_two_ranks
 
+pytestmark = pytest.mark.slow  # each case is captured on two ranks
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 ROOMY = 1.0
 SMALL_BUCKETS = {"bucket_cap_mb": 0.1}  # one or two layers fit

@@ -26,6 +26,7 @@ for module in (memopt.solver.polish, memopt.solver.repair):
 """
 
 
+@pytest.mark.slow
 def test_annotations_give_the_types_that_the_portfolio_calls_with() -> None:
     pytest.importorskip("numba")
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)

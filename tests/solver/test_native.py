@@ -31,6 +31,7 @@ def plans(*blocked: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_the_plans_are_the_same_in_all_three_ways() -> None:
     assert plans(READY_MADE, "numba") == plans(READY_MADE)
     if native.ready_made() is not None:
