@@ -35,6 +35,7 @@ class Ceilings:
         """The largest size seen in the calls that were planned."""
         self._grown: set[Place] = set()
         """The places where a later batch exceeded an earlier one."""
+        self._too_large: set[tuple[RecordedRegion, Sizes]] = set()
         self._hits: Counter[tuple[RecordedRegion, Sizes]] = Counter()
 
     def changing(self, call: Call) -> Collection[Place]:
@@ -62,8 +63,21 @@ class Ceilings:
                     return smaller
         return best
 
+    def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
+        """The sizes to plan for a call ahead of its run: the largest that are declared, else its own."""
+        self._see(call)
+        return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
+
+    def do_not_fit(self, region: RecordedRegion, ceiling: Sizes) -> None:
+        """Note that no plan for these sizes fits, so that smaller calls are planned for their own."""
+        self._too_large.add((region, ceiling))
+
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan for a call that exceeds all plans."""
+        """The sizes to plan for a call that exceeds all plans: with a margin, unless that is known not to fit."""
+        ceiling = self._with_margin(region, inputs, call)
+        return region.sizes_of(inputs) if (region, ceiling) in self._too_large else ceiling
+
+    def _with_margin(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
         self._see(call)
         numbers, declared = tensor_numbers(call), self.declared(call) if region.changing else {}
         found = []

@@ -78,7 +78,7 @@ class WholeCalls:
         try:
             self._call(call)
         except _Captured as captured:
-            ceiling = self._ceilings.above(captured.region, captured.inputs, call)
+            ceiling = self._ceilings.ahead(captured.region, captured.inputs, call)
             return self._captured_call(captured.region, ceiling, captured.inputs, call)
         return None
 
@@ -127,14 +127,16 @@ class WholeCalls:
         sizes = region.sizes_of(inputs)
         ceiling = self._ceilings.covering(region, sizes, {at: made.plan for at, made in emitted.items()})
         if ceiling is None:
-            ceiling = self._ceilings.above(region, inputs, call)
+            planned = (region, situation, sizes) in self._plans
+            ceiling = sizes if planned else self._ceilings.above(region, inputs, call)
         if ceiling not in emitted:
             try:
                 emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
             except BudgetError:
                 if ceiling == sizes:
                     raise
-                ceiling = sizes  # the margin does not fit
+                self._ceilings.do_not_fit(region, ceiling)
+                ceiling = sizes
                 emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
             if not region.allows(sizes):  # by what was found when the region was traced
                 raise _OtherSizes
