@@ -39,6 +39,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
     if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
+    Without `example_inputs`, a call whose plain step fits the budget runs plain.
 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
