@@ -84,7 +84,7 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
     once there is a schedule (`memopt.planning.on_card`).
     """
     on_cuda = card.name != "cpu"
-    block = ROUNDING_BYTES if on_cuda else 1
+    block = _block_bytes(card)
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")
@@ -100,6 +100,16 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
         reserve=BOOKKEEPING_BYTES + (card.context_bytes + sum(library_workspaces(card.major)) if on_cuda else 0),
         context=card.context_bytes if on_cuda else 0,
     )
+
+
+def _block_bytes(card: Hardware) -> int:
+    return 1 if card.name == "cpu" else ROUNDING_BYTES
+
+
+def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
+    """The sum of sizes in bytes, each rounded up as the allocator of the card does."""
+    block = _block_bytes(card)
+    return sum(-(-size // block) * block for size in sizes)
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:

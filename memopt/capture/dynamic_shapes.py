@@ -41,12 +41,14 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
     }
 
 
-def mark(call: Call, places: Collection[Place]) -> None:
-    """Have Dynamo make symbols of these sizes when it next captures such a call."""
+def mark(call: Call, places: Collection[Place]) -> set[Place]:
+    """Have Dynamo make symbols of these sizes when it next captures such a call, but for sizes of 0 and 1, which torch
+    takes as constants. Returns the places that are marked."""
     tensors = list(tensors_in(call))
-    for number, dimension in places:
-        if tensors[number].shape[dimension] > 1:
-            mark_changing(tensors[number], dimension)
+    marked = {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
+    for number, dimension in marked:
+        mark_changing(tensors[number], dimension)
+    return marked
 
 
 def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:

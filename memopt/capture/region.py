@@ -101,6 +101,10 @@ class RecordedRegion:
         """Whether the region's graphs are valid for these sizes."""
         return self._assumed.hold(sizes)
 
+    def forbids(self, sizes: Sizes) -> dict[str, str]:
+        """Symbol → the line of the model that insists, for sizes for which the region's graphs are not valid."""
+        return self._assumed.broken(sizes)
+
     @cached_property
     def _assumed(self) -> AssumedSizes:
         inputs = self.inputs
@@ -159,8 +163,8 @@ class CapturedCall:
     """The peak of the bytes that eager code between the regions holds."""
     sizes: DataSizes = field(default_factory=DataSizes)
     """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
-    more_input_bytes: int = 0
-    """The bytes by which the inputs of the largest sizes exceed those of the call."""
+    input_bytes: tuple[int, ...] = ()
+    """The bytes of each of the call's tensors at the largest sizes; empty where all sizes are fixed."""
 
     @property
     def whole(self) -> bool:
@@ -188,10 +192,12 @@ class CapturedCall:
         )
 
     @classmethod
-    def of(cls, region: RecordedRegion, sizes: DataSizes | None = None, more_input_bytes: int = 0) -> CapturedCall:
+    def of(
+        cls, region: RecordedRegion, sizes: DataSizes | None = None, input_bytes: tuple[int, ...] = ()
+    ) -> CapturedCall:
         """A call that is one region, of changing sizes where `sizes` are given."""
         run = RegionRun(region, region.parameter_ids)
-        return cls((run,), sizes=sizes or DataSizes(), more_input_bytes=more_input_bytes)
+        return cls((run,), sizes=sizes or DataSizes(), input_bytes=input_bytes)
 
     @property
     def ceiling(self) -> Sizes:

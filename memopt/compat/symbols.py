@@ -1,9 +1,9 @@
 """Symbolic sizes: their values, bounds and names, and the conditions on them that a trace assumed.
 
 No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`),
-`ShapeEnv.bound_sympy`, `guards`, `produce_guards_expression` and `evaluate_guards_expression`,
-`symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and symbolic_shapes themselves,
-which takes a third of a second.
+`ShapeEnv.bound_sympy`, `guards`, `replacements`, `replacements_slocs`, `produce_guards_expression` and
+`evaluate_guards_expression`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and
+symbolic_shapes themselves, which takes a third of a second.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "is_symbolic",
     "known_sizes",
     "limit_of",
+    "line_that_fixed",
     "plain_symbol",
     "rebind_data_sizes",
     "symbol_values",
@@ -145,7 +146,29 @@ class AssumedSizes:
             self._condition = shape_env.produce_guards_expression(list(self._sizes))
         return not self._condition or bool(shape_env.evaluate_guards_expression(self._condition, list(values)))
 
-    def __str__(self) -> str:
-        """The conditions that tracing found, with the line that each comes from."""
-        shape_env: Any = self._sizes[0].node.shape_env
-        return "; ".join(f"{guard.expr} ({guard.sloc})" for guard in shape_env.guards)
+    def broken(self, values: Sequence[int]) -> dict[str, str]:
+        """Symbol → the line of the model that made the condition, for the sizes in conditions that do not hold."""
+        expressions: list[Any] = [size.node.expr for size in self._sizes]
+        known = dict(zip(expressions, values, strict=True))
+        guards: Any = self._sizes[0].node.shape_env.guards
+        failing = [guard for guard in guards if guard.expr.xreplace(known) == False]  # noqa: E712  (a sympy value)
+        found = {symbol.name: _line(guard.sloc) for guard in failing for symbol in guard.expr.free_symbols}
+        return found or {expression.name: "torch" for expression in expressions if expression.is_symbol}
+
+
+def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
+    """The line of the model for which a size of a fake tensor, which was to be a symbol, is a number; None if it is
+    none."""
+    shape_env: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+    size: Any = tensor.shape[dimension]
+    if isinstance(size, torch.SymInt):
+        size = size.node.expr
+    if shape_env is None or not (isinstance(size, int) or size.is_number):
+        return None
+    symbols = (symbol for symbol, value in shape_env.replacements.items() if value == size)
+    return next((_line(shape_env.replacements_slocs[symbol]) for symbol in symbols), None)
+
+
+def _line(location: Any) -> str:
+    """File, line and function of the model's code where a condition arose; of torch's where there is none."""
+    return str(location.maybe_user_loc or location.framework_loc).split("  # ")[-1]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.account import Account, account_of
+from memopt.account.account import Account, account_of, in_blocks
 from memopt.account.elsewhere import Around, Elsewhere, in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.departures import departures
@@ -91,7 +91,7 @@ class CallPlanner:
         account = self.account(call, situation)
         account = replace(
             account,
-            inputs=account.inputs + captured.more_input_bytes,
+            inputs=max(account.inputs, in_blocks(captured.input_bytes, self.card)),
             lowering=lowering_bytes,
             between_regions=captured.between_bytes,
         )

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.dynamic_shapes import Place
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
-from memopt.compat.symbols import known_sizes, limit_of, plain_symbol
+from memopt.compat.storages import storage_key
+from memopt.compat.symbols import known_sizes, limit_of, line_that_fixed, plain_symbol
 from memopt.device.storages import storage_bytes
-from memopt.planning.plan import Plan
 
 MARGIN = 1.25
 """A size that has grown from one batch to a later one is planned for up to 25 % more than was seen."""
-_NEGLIGIBLE = 0.02
-"""Added time, as a fraction of the step, below which a plan for smaller batches is not worth its planning."""
-_SHRINKS = (0.75, 0.5)
-"""Smaller ceilings, as fractions of the largest one."""
-_HITS = 3
-"""Batches that would run by a plan for a smaller ceiling before it is made."""
 
 
 class Ceilings:
@@ -35,8 +30,8 @@ class Ceilings:
         """The largest size seen in the calls that were planned."""
         self._grown: set[Place] = set()
         """The places where a later batch exceeded an earlier one."""
-        self._too_large: set[tuple[RecordedRegion, Sizes]] = set()
-        self._hits: Counter[tuple[RecordedRegion, Sizes]] = Counter()
+        self.fixed: set[Place] = set()
+        """The places whose sizes the model insists on."""
 
     def changing(self, call: Call) -> Collection[Place]:
         """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
@@ -46,43 +41,20 @@ class Ceilings:
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
         changed &= self._largest.keys()
         first = {place for place in seen if place[1] == 0} if changed else set()
-        return changed | first | self.declared(call).keys()
-
-    def covering(self, region: RecordedRegion, sizes: Sizes, plans: Mapping[Sizes, Plan]) -> Sizes | None:
-        """The sizes by whose plan a call runs, out of those that `plans` are for, or smaller ones that are worth a
-        plan of their own by now; None where the call exceeds all of them."""
-        enough = [ceiling for ceiling in plans if _covers(ceiling, sizes)]
-        if not enough:
-            return None
-        best = min(enough, key=lambda ceiling: plans[ceiling].added_time)
-        if plans[best].added_time > _NEGLIGIBLE:
-            smaller = _smaller(best, sizes)
-            if smaller not in plans:
-                self._hits[region, smaller] += 1
-                if self._hits[region, smaller] >= _HITS:
-                    return smaller
-        return best
+        return (changed | first | self.declared(call).keys()) - self.fixed
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
         """The sizes to plan for a call ahead of its run: the largest that are declared, else its own."""
         self._see(call)
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
-    def do_not_fit(self, region: RecordedRegion, ceiling: Sizes) -> None:
-        """Note that no plan for these sizes fits, so that smaller calls are planned for their own."""
-        self._too_large.add((region, ceiling))
-
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
-        """The sizes to plan for a call that exceeds all plans: with a margin, unless that is known not to fit."""
-        ceiling = self._with_margin(region, inputs, call)
-        return region.sizes_of(inputs) if (region, ceiling) in self._too_large else ceiling
-
-    def _with_margin(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
+        """The sizes to plan for a call that exceeds all plans: the largest that are declared, else with a margin."""
         self._see(call)
-        numbers, declared = tensor_numbers(call), self.declared(call) if region.changing else {}
+        declared = self.declared(call) if region.changing else {}
         found = []
         for number, symbol in region.changing.items():
-            places = list(_places(region, symbol, inputs, numbers))
+            places = list(places_of(region, symbol, inputs, call))
             limits = [most for place in places if (most := declared.get(place)) is not None]
             if limits and inputs[number] <= min(limits):
                 found.append(min(limits))
@@ -107,18 +79,37 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
     """The call of a region to be planned for sizes up to `ceiling`."""
     if not ceiling:
         return CapturedCall.of(region)
-    numbers = tensor_numbers(call)
     symbols = list(region.changing.values())
     seen = dict(zip(symbols, region.sizes_of(inputs), strict=True))
     allowed = dict(zip(symbols, ceiling, strict=True))
-    places = {symbol: next(_places(region, symbol, inputs, numbers), None) for symbol in symbols}
-    names = {symbol: f"{leaf_name(call, place[0])}.shape[{place[1]}]" for symbol, place in places.items() if place}
-    sizes = DataSizes(seen, allowed, {symbol: names.get(symbol, symbol) for symbol in symbols})
-    return CapturedCall.of(region, sizes, _more_bytes(region, allowed, inputs, numbers))
+    sizes = DataSizes(seen, allowed, _names_of(region, inputs, call))
+    return CapturedCall.of(region, sizes, _input_bytes(region, allowed, inputs, call))
 
 
-def _places(region: RecordedRegion, symbol: str, inputs: Sequence[Any], numbers: Mapping[int, int]) -> Iterator[Place]:
-    """The tensors of the call, by number, and their dimensions that have the symbol as size."""
+def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
+    """The marked places whose sizes are numbers in a region, each with the line of the model for which it is one."""
+    numbers = tensor_numbers(call)
+    found: dict[Place, str] = {}
+    for value, fake in zip(inputs, region.inputs, strict=True):
+        for dimension in range(fake.dim() if id(value) in numbers else 0):
+            place = numbers[id(value)], dimension
+            if place in marked and (line := line_that_fixed(fake, dimension)):
+                found[place] = line
+    return found
+
+
+def _names_of(region: RecordedRegion, inputs: Sequence[Any], call: Call) -> dict[str, str]:
+    """Symbol → the size that it stands for, like "input_ids.shape[1]", for the changing sizes of a region."""
+    places = {symbol: next(places_of(region, symbol, inputs, call), None) for symbol in region.changing.values()}
+    return {
+        symbol: f"{leaf_name(call, place[0])}.shape[{place[1]}]" if place else symbol
+        for symbol, place in places.items()
+    }
+
+
+def places_of(region: RecordedRegion, symbol: str, inputs: Sequence[Any], call: Call) -> Iterator[Place]:
+    """The places of the call that have a symbol as size."""
+    numbers = tensor_numbers(call)
     for value, fake in zip(inputs, region.inputs, strict=True):
         if id(value) in numbers:
             for dimension, size in enumerate(fake.shape):
@@ -126,27 +117,14 @@ def _places(region: RecordedRegion, symbol: str, inputs: Sequence[Any], numbers:
                     yield numbers[id(value)], dimension
 
 
-def _more_bytes(
-    region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], numbers: Mapping[int, int]
-) -> int:
-    """The bytes by which the call's tensors at the largest sizes exceed those at hand."""
-    own = set(numbers)
-    more = 0
+def _input_bytes(
+    region: RecordedRegion, allowed: Mapping[str, int], inputs: Sequence[Any], call: Call
+) -> tuple[int, ...]:
+    """The bytes of each of the call's tensors, at the largest sizes for those that the region takes."""
+    largest: dict[int, int] = {}
     with known_sizes(allowed):
         for value, fake in zip(inputs, region.inputs, strict=True):
-            if id(value) in own:
-                own.discard(id(value))
-                more += max(0, storage_bytes(fake) - value.untyped_storage().nbytes())
-    return more
-
-
-def _covers(ceiling: Sizes, sizes: Sizes) -> bool:
-    return all(size <= most for size, most in zip(sizes, ceiling, strict=True))
-
-
-def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
-    """The smallest of a few fractions of each ceiling that still covers the sizes."""
-    return tuple(
-        min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
-        for size, most in zip(sizes, ceiling, strict=True)
-    )
+            if isinstance(value, torch.Tensor):
+                largest[storage_key(value)] = storage_bytes(fake)
+    own = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(call)}
+    return tuple(max(size, largest.get(key, 0)) for key, size in own.items())

@@ -39,6 +39,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.beside import Beside, Groups
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
+from memopt.run.calls_by_size import CallsBySize
 from memopt.run.data_parallel import DataParallel
 from memopt.run.pending import PendingForward, PendingForwards
 from memopt.run.plain_calls import PlainCalls
@@ -47,7 +48,6 @@ from memopt.run.road import Road
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
-from memopt.run.whole_calls import WholeCalls
 from memopt.training_state import generator_states, set_generators
 from memopt.units import size
 
@@ -83,7 +83,7 @@ class TrainingCalls:
         self._log, self._plans_logged = PlanningLog(), 0
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
-        self._recorders_by_dtype: dict[torch.dtype | None, tuple[WholeCalls, BrokenCalls]] = {}
+        self._recorders_by_dtype: dict[torch.dtype | None, tuple[CallsBySize, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None:
@@ -165,7 +165,7 @@ class TrainingCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        if not self.options.kept:
+        if not self.options.kept or self._needs_fakes(call):
             call = at_largest(call, self._declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
@@ -185,7 +185,7 @@ class TrainingCalls:
             self._latest = self.road.plan(captured, call, situation, advise=advise)
             self._log.planned(self._latest, call, time.perf_counter() - started)
         if captured.whole:
-            self._whole.planned(captured, situation, self._latest)
+            self._whole.planned(captured, call, situation, self._latest)
         else:
             self._broken.planned(call, situation, self._latest)
         return self._latest
@@ -193,14 +193,11 @@ class TrainingCalls:
     def _capture(self, call: Call) -> CapturedCall:
         """Record a call without running it, so that the first run of such a call finds it recorded.
 
-        Recorded on fake tensors where the model has no values, or will have another dtype. Raises `CaptureError`.
+        Raises `CaptureError`.
         """
-        has_values = all(map(is_real, self.model.parameters())) and self.planner.proposing.narrowed is None
-        given = all(map(is_real, tensors_in(call)))
-        runs_later = self.options.kept and not self.planner.screens
-        if not has_values or not (given or runs_later):
-            call = at_largest(call, self._declared(call))
+        if self._needs_fakes(call):
             return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+        given = all(map(is_real, tensors_in(call)))
         with stage("capturing"):
             try:
                 captured = self._whole.capture(call if given else with_zeros(call, self.planner.device()))
@@ -216,6 +213,14 @@ class TrainingCalls:
         except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
             error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
+
+    def _needs_fakes(self, call: Call) -> bool:
+        """Whether a call is recorded on fake tensors: the model has no values, or will have another dtype, or the call
+        has none and will not run."""
+        if self.planner.proposing.narrowed is not None or not all(map(is_real, self.model.parameters())):
+            return True
+        runs_later = self.options.kept and not self.planner.screens
+        return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
         """Record the regions of a call: on its values where there are any and plans are kept, else on fake tensors."""
@@ -256,7 +261,7 @@ class TrainingCalls:
         return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
     @property
-    def _whole(self) -> WholeCalls:
+    def _whole(self) -> CallsBySize:
         return self._recorders[0]
 
     @property
@@ -264,14 +269,14 @@ class TrainingCalls:
         return self._recorders[1]
 
     @property
-    def _recorders(self) -> tuple[WholeCalls, BrokenCalls]:
+    def _recorders(self) -> tuple[CallsBySize, BrokenCalls]:
         """The recorders of calls with one region and with several, for the dtype in which the model takes inputs; they
         are made again when that dtype changes, which it does once at most."""
         floats = self.planner.proposing.floats
         if floats not in self._recorders_by_dtype:
             to_capture = partial(training_call, self.model, self.loss_fn, floats)
             all_outputs = self.planner.differentiate_all
-            whole = WholeCalls(to_capture, self.road, self._declared, differentiate_all=all_outputs)
+            whole = CallsBySize(to_capture, self.road, self._declared, differentiate_all=all_outputs)
             unplanned_allowed = "plain" in self.options.allow
             broken = BrokenCalls(self.model, to_capture, self.road, unplanned_allowed=unplanned_allowed)
             self._recorders_by_dtype = {floats: (whole, broken)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from typing import Any
 
 from memopt.capture.dynamic_shapes import Place, mark
@@ -15,8 +16,9 @@ from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
-from memopt.run.ceilings import Ceilings, captured_for
+from memopt.run.ceilings import Ceilings, captured_for, insisted, places_of
 from memopt.run.on_demand import Notice, run_withholding
+from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay
@@ -30,8 +32,13 @@ class _Captured(Exception):
         self.region, self.inputs = region, inputs
 
 
-class _OtherSizes(Exception):
-    """Ends a call with sizes for which the graphs of the region with changing sizes are not valid."""
+class InsistsOnSizes(Exception):
+    """Ends a call for whose sizes the graphs that were captured are not valid; `lines` holds the line of the model that
+    insists on each of them."""
+
+    def __init__(self, lines: dict[Place, str]) -> None:
+        super().__init__()
+        self.lines = lines
 
 
 class WholeCalls:
@@ -46,26 +53,29 @@ class WholeCalls:
         self,
         to_capture: Callable[[], Callable[..., Any]],
         road: Road,
-        declared: Callable[[Call], Mapping[Place, int | None]],
+        ceilings: Ceilings,
+        notice: Notice,
         *,
         differentiate_all: bool,
     ) -> None:
         self.to_capture, self.road, self.differentiate_all = to_capture, road, differentiate_all
         self.under_way: UnderWay | None = None
-        self._ceilings = Ceilings(declared)
+        self.insists: dict[Place, str] = {}
+        """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
+        self._ceilings, self._notice = ceilings, notice
+        self._marked: set[Place] = set()
         self._has_symbols = False
         self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
-        self._emitted: Recent[tuple[RecordedRegion, Situation], Recent[Sizes, EmittedCall]] = Recent(_MOST)
-        """Code by the largest sizes that it is for."""
+        self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
         self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
-        self._notice = Notice()
-        self._compiled = self._compile(symbols=True)
-        self._of_fixed_sizes: Callable[..., Any] | None = None
-        """Captures each set of shapes by itself: for sizes that the region with changing sizes is not valid for."""
+        self._compiled = self._compile()
 
     def run(self, under_way: UnderWay) -> Any:
-        """Run a planned call. Raises `GraphBreak` where it is not one region, `BudgetError`, `CaptureError`."""
+        """Run a planned call.
+
+        Raises `GraphBreak` where it is not one region, `InsistsOnSizes`, `BudgetError`, `CaptureError`.
+        """
         self.under_way = under_way
         try:
             return self._call(under_way.call)
@@ -94,12 +104,11 @@ class WholeCalls:
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run the region of the present call by the plan for its situation, and return its outputs."""
         self._has_symbols |= bool(region.changing)
-        if not region.allows(region.sizes_of(inputs)):
-            raise _OtherSizes
         if self.under_way is None:
             raise _Captured(region, inputs)
         if not region.differentiable:
             return region.graph_module(*inputs)
+        self._check_sizes(region, inputs, self.under_way.call)
         emitted = self._emitted_for(region, inputs, self.under_way)
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
@@ -110,6 +119,15 @@ class WholeCalls:
 
         outputs = run_withholding(region, run, inputs, self._notice, forward)
         return hand_out(outputs, region.undifferentiated, forward)
+
+    def _check_sizes(self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call) -> None:
+        """Raise `InsistsOnSizes` where the graphs of a region are not valid for the sizes of its inputs."""
+        sizes = region.sizes_of(inputs)
+        if not region.allows(sizes):
+            lines = region.forbids(sizes)
+            raise InsistsOnSizes(
+                {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
+            )
 
     def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
         return under_way.fitting(
@@ -122,25 +140,30 @@ class WholeCalls:
     ) -> EmittedCall:
         key = region, situation
         if key not in self._emitted:
-            self._emitted[key] = Recent(_MOST_CEILINGS)
-        emitted = self._emitted[key]
+            self.insists |= insisted(region, inputs, call, self._marked)
+            self._emitted[key] = PlansBySize()
+        plans = self._emitted[key]
         sizes = region.sizes_of(inputs)
-        ceiling = self._ceilings.covering(region, sizes, {at: made.plan for at, made in emitted.items()})
+        ceiling = plans.covering(sizes)
         if ceiling is None:
-            planned = (region, situation, sizes) in self._plans
-            ceiling = sizes if planned else self._ceilings.above(region, inputs, call)
-        if ceiling not in emitted:
-            try:
-                emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
-            except BudgetError:
-                if ceiling == sizes:
-                    raise
-                self._ceilings.do_not_fit(region, ceiling)
-                ceiling = sizes
-                emitted[ceiling] = self._travel(region, ceiling, inputs, call, situation)
-            if not region.allows(sizes):  # by what was found when the region was traced
-                raise _OtherSizes
-        return emitted[ceiling]
+            ceiling = sizes
+            if (region, situation, sizes) not in self._plans:
+                above = self._ceilings.above(region, inputs, call)
+                ceiling = sizes if plans.is_refused(above) else above
+        if ceiling in plans:
+            return plans[ceiling]
+        started = time.perf_counter()
+        try:
+            emitted = self._travel(region, ceiling, inputs, call, situation)
+        except BudgetError:
+            if ceiling == sizes:
+                raise
+            plans.refuse(ceiling)
+            ceiling = sizes
+            emitted = self._travel(region, ceiling, inputs, call, situation)
+        plans.add(ceiling, emitted, time.perf_counter() - started)
+        self._check_sizes(region, inputs, call)  # tracing may have found more conditions
+        return emitted
 
     def _travel(
         self, region: RecordedRegion, ceiling: Sizes, inputs: tuple[Any, ...], call: Call, situation: Situation
@@ -156,24 +179,21 @@ class WholeCalls:
             self._captured[key] = captured_for(region, ceiling, inputs, call)
         return self._captured[key]
 
-    def _compile(self, *, symbols: bool) -> Callable[..., Any]:
+    def _compile(self) -> Callable[..., Any]:
         backend = recording(self, differentiate_all=self.differentiate_all)
-        return compile_call(self.to_capture(), backend, whole=True, symbols=symbols)
+        return compile_call(self.to_capture(), backend, whole=True, symbols=True)
 
     def _call(self, call: Call) -> Any:
         if not self._has_symbols:
-            mark(call, self._ceilings.changing(call))
+            self._marked |= mark(call, self._ceilings.changing(call))
         try:
             return self._compiled(*call[0], **call[1])
         except TooManyShapes:
-            self._compiled = self._compile(symbols=True)
+            self.forget()
+            self._captured.clear()
+            self._compiled = self._compile()
             return self._compiled(*call[0], **call[1])
-        except _OtherSizes:
-            self._of_fixed_sizes = self._of_fixed_sizes or self._compile(symbols=False)
-            return self._of_fixed_sizes(*call[0], **call[1])
 
 
 _MOST = 512
 """The number of pairs of region and situation whose code is kept: more sets of shapes than Dynamo keeps."""
-_MOST_CEILINGS = 6
-"""The number of plans for different sizes that are kept for one region in one situation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch.export import Dim
 import memopt
 from examples.models.families import BY_NAME, loss_of
 from memopt.capture.region import RecordedRegion
+from memopt.run import calls_by_size
+from memopt.run.plans_by_size import PlansBySize
+from memopt.run.whole_calls import WholeCalls
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 VOCABULARY = 128
@@ -111,8 +115,10 @@ def test_gradients_held_need_no_capture(captures: list[RecordedRegion]) -> None:
 
 
 @pytest.mark.slow
-def test_short_batches_are_not_recomputed() -> None:
-    """Plans for smaller ceilings are made on the same capture once they pay."""
+def test_short_batches_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for smaller ceilings are made on the same capture once they pay: at once where planning takes no time."""
+    add = PlansBySize.add
+    monkeypatch.setattr(PlansBySize, "add", lambda plans, ceiling, emitted, _: add(plans, ceiling, emitted, 0.0))
     model = BY_NAME["gpt2-sdpa"].make()
     budget = memopt.plan(copy.deepcopy(model), 1, batch_of(4, 96), **EXACT).smallest_gb() * 1.1
     memopt.optimize(model, budget, **EXACT)
@@ -138,11 +144,9 @@ class Insists(nn.Module):
         return (self.layer(x).relu() * self.lengths[x.shape[1]]).pow(2).mean()
 
 
-def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[RecordedRegion]) -> None:
-    model = Insists().train()
-    plain = copy.deepcopy(model)
-    memopt.optimize(model, 1, **EXACT)
-    for length in (8, 16, 24, 16):
+def train_both(model: nn.Module, plain: nn.Module, lengths: list[int]) -> None:
+    """Run a model and its plain copy on inputs of these lengths; losses and gradients are equal."""
+    for length in lengths:
         x = torch.randn(4, length, 8)
         loss, expected = model(x), plain(x)
         assert loss.item() == expected.item()
@@ -150,4 +154,55 @@ def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[R
         expected.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[RecordedRegion]) -> None:
+    model = Insists().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1, **EXACT)
+    with pytest.warns(UserWarning, match=r"insists on input 0\.shape\[1\] at .*test_changing_sizes.py:\d+") as said:
+        train_both(model, plain, [8, 16, 24, 16, 8, 24])
+    assert len([warning for warning in said if "insists" in str(warning.message)]) == 1
+    assert len(captures) == 3
+
+
+def test_of_the_sizes_that_a_model_insists_on_those_used_last_are_kept(
+    captures: list[RecordedRegion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_by_size, "_MOST", 2)
+    model = Insists().train()
+    model.lengths = {length: 1 / length for length in range(2, 12)}
+    plain = copy.deepcopy(model)
+    before = [calls for calls in gc.get_objects() if type(calls) is WholeCalls]
+    memopt.optimize(model, 1, **EXACT)
+    with pytest.warns(UserWarning, match="insists"):
+        train_both(model, plain, [2, 3])
+    train_both(model, plain, [4, 5, 4, 6, 4])
+    assert len(captures) == 5
+    train_both(model, plain, [5])
+    assert len(captures) == 6
+    gc.collect()
+    alive = [calls for calls in gc.get_objects() if type(calls) is WholeCalls and calls not in before]
+    assert len(alive) == 3
+
+
+class Branches(nn.Module):
+    """A model whose kernels, but not its Python code, are others above a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x).relu()
+        if x.shape[1] > 10:
+            hidden = hidden * 0.5
+        return hidden.pow(2).mean()
+
+
+def test_a_branch_on_a_size_makes_two_captures_with_symbols(captures: list[RecordedRegion]) -> None:
+    model = Branches().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1, **EXACT)
+    train_both(model, plain, [8, 9, 12, 7, 13, 14, 6])
     assert len(captures) == 3

@@ -1,0 +1,272 @@
+"""Batches of many lengths: captures, plans, planning time, peaks, losses and memory growth of a whole training loop.
+
+    python -m benchmarks.lengths [--only GPT-2] [--batches 500] [--small]
+
+GPT-2 of 12 layers and width 768 and a Llama of 16 layers and width 512, random weights, on bytes of Python's own
+documentation: two samples a batch, padded to the longer one (over 100 lengths, 128 at most), an odd number of samples,
+so that the last batch of an epoch has one; AdamW, gradients accumulated over 4 batches; one thread; fp32. Each way runs
+in a process of its own:
+
+    plain       the model as it is
+    memopt      memopt.optimize with recompute and reinplace alone, in a budget half-way between the smallest one that
+                works for the longest batch and the peak with nothing recomputed
+    peaks       the same once more, with the peak of every batch measured
+    torch       torch.compile(backend="aot_eager", dynamic=True), on the first batches
+    checkpoint  torch.utils.checkpoint around every block, on the first batches
+
+Seconds are processor time. `compiling_s` is that of the batches in which something was captured, compiled or planned,
+less the median of batches of that way; for memopt that is all planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import memopt
+from benchmarks.stamp import stamp, write_result
+from memopt.account.account import distinct_bytes
+from memopt.capture.region import RecordedRegion
+from memopt.errors import GIB
+
+RESULT = Path(__file__).parent / "results" / "lengths.json"
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
+FIRST = {"torch": 200, "checkpoint": 100}
+"""The number of batches of ways that are run for their speed alone."""
+SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 128, 4, 201
+SETTLED = 50
+"""The batch after which resident memory should not grow."""
+Batch = dict[str, torch.Tensor]
+
+
+def make(name: str, *, small: bool) -> nn.Module:
+    torch.manual_seed(0)
+    tokens: dict[str, Any] = {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config: Any
+    if name == "GPT-2":
+        config = transformers.GPT2Config(n_embd=96 if small else 768, n_layer=12, n_head=12, **tokens)
+    else:
+        width = 64 if small else 512
+        config = transformers.LlamaConfig(
+            hidden_size=width, intermediate_size=2 * width, num_hidden_layers=16, num_attention_heads=8,
+            num_key_value_heads=4, max_position_embeddings=LONGEST, **tokens,
+        )  # fmt: skip
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
+    model.loss_type = "ForCausalLM"  # as it would be anyway, after a warning
+    return model  # type: ignore[no-any-return]
+
+
+def samples() -> list[bytes]:
+    """Return the paragraphs of Python's documentation, cut to at most `LONGEST` bytes, at least 8."""
+    paragraphs = [" ".join(text.split()).encode() for topic in topics.values() for text in topic.split("\n\n")]
+    chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= 8], PER_EPOCH)
+    lengths = random.Random(1)
+    return [text[: lengths.randint(8, LONGEST)] for text in chosen]
+
+
+def batches(count: int) -> Iterator[Batch]:
+    """Yield batches of shuffled epochs, each padded to its longest sample."""
+    data, order = samples(), random.Random(2)
+    while True:
+        order.shuffle(data)
+        for begin in range(0, PER_EPOCH, SAMPLES):
+            if not count:
+                return
+            count -= 1
+            yield collate(data[begin : begin + SAMPLES])
+
+
+def collate(texts: list[bytes]) -> Batch:
+    length = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (length - len(text)) for text in texts])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def longest() -> Batch:
+    return collate([b"x" * LONGEST] * SAMPLES)
+
+
+class Events(logging.Handler):
+    """Counts captures, plans and graphs that torch compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.captures = self.plans = 0
+        log = logging.getLogger("memopt")
+        log.addHandler(self)
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
+        record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
+
+        def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
+            self.captures += 1
+            return record(cls, *args, **kwargs)  # type: ignore[no-any-return]
+
+        RecordedRegion.record = classmethod(counted)  # type: ignore[assignment, method-assign]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.plans += str(record.msg).startswith("planned")
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        from torch._dynamo.utils import counters
+
+        return self.captures, self.plans, counters["stats"]["unique_graphs"]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -> dict[str, Any]:
+    """Train in this process."""
+    torch.set_num_threads(1)
+    model: Any = make(name, small=small)
+    events = Events()
+    if way in ("memopt", "peaks"):
+        memopt.optimize(model, budget_gb, **EXACT)
+    elif way == "torch":
+        model.compile(backend="aot_eager", dynamic=True)
+    elif way == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses, seconds, eventful, peaks, settled = [], [], [], [], 0
+    torch.manual_seed(1)
+    for number, batch in enumerate(batches(count), 1):
+        before, began = events.seen, time.process_time()
+        if way == "peaks":
+            peaks.append(peak_of(model, batch, losses))
+        else:
+            losses.append(backward(model, batch))
+        if number % ACCUMULATED == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds.append(time.process_time() - began)
+        eventful.append(events.seen != before)
+        if number == SETTLED:
+            gc.collect()
+            settled = resident_bytes()
+    gc.collect()
+    quiet = statistics.median(second for second, event in zip(seconds, eventful, strict=True) if not event)
+    compiling = sum(second - quiet for second, event in zip(seconds, eventful, strict=True) if event)
+    return {
+        "batches": count,
+        "captures": events.captures,
+        "plans": events.plans,
+        "seconds": seconds,
+        "compiling_s": compiling,
+        "losses": losses,
+        "growth": resident_bytes() / settled - 1 if settled else None,
+        "largest_peak_gb": max(peaks, default=None),
+    }
+
+
+def backward(model: nn.Module, batch: Batch) -> float:
+    loss = model(**batch).loss
+    (loss / ACCUMULATED).backward()
+    return loss.item()  # type: ignore[no-any-return]
+
+
+def peak_of(model: nn.Module, batch: Batch, losses: list[float]) -> float:
+    """Run a batch, and return its peak in GB, with all that the training holds."""
+    state = torch.get_rng_state()
+    model(**batch)  # plans, if that is to be done: the meter would note every operator of it
+    torch.set_rng_state(state)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    held = distinct_bytes([*model.parameters(), *model.buffers(), *gradients, *batch.values()])
+    trained = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+    gc.collect()
+    with memopt.measure_peak("cpu") as peak:
+        losses.append(backward(model, batch))
+    return (held + 2 * trained + peak.allocated_bytes) / GIB
+
+
+def budget(name: str, *, small: bool) -> dict[str, float]:
+    """Return a budget in GB half-way between the smallest for the longest batch and the peak of its plain step."""
+    plan = memopt.plan(make(name, small=small), 1000, longest(), **EXACT)
+    return {"budget_gb": (plan.smallest_gb() + plan.plain_peak_gb) / 2, "plain_gb": plan.plain_peak_gb}
+
+
+def in_a_process(*arguments: str) -> dict[str, Any]:
+    """Run this file in a new process, with an empty folder for plans."""
+    with tempfile.TemporaryDirectory() as folder:
+        surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.lengths", "--child", *arguments]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=surroundings, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare(name: str, count: int, ways: list[str], *, small: bool) -> dict[str, Any]:
+    """Measure the ways of one model, and compare each with plain on the batches that both ran."""
+    size = ["--small"] if small else []
+    limits = in_a_process(name, "budget", *size)
+    found = {}
+    for way in ways:
+        most = min(count, FIRST.get(way, count))
+        found[way] = in_a_process(name, way, *size, "--batches", str(most), "--budget-gb", str(limits["budget_gb"]))
+        print(name, way, {key: value for key, value in found[way].items() if not isinstance(value, list)}, flush=True)
+    plain = found["plain"]
+    rows = []
+    for way, run in found.items():
+        losses, seconds = run.pop("losses"), run.pop("seconds")
+        first = len(seconds)
+        row = {"way": way, **run, "total_s": sum(seconds)}
+        if way == "plain":
+            kept = losses, seconds
+        row["losses_bitwise"] = losses == kept[0][:first]
+        row["of_plain"] = sum(seconds) / sum(kept[1][:first])
+        rows.append(row)
+    lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
+    assert plain is found["plain"]
+    return {"model": name, **limits, "lengths": lengths, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("GPT-2", "Llama"), default=["GPT-2", "Llama"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--batches", type=int, default=500)
+    parser.add_argument("--small", action="store_true", help="narrow models, to try the script")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--budget-gb", type=float, default=0, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        name, task = chosen.child
+        measured = (
+            budget(name, small=chosen.small)
+            if task == "budget"
+            else measure(name, task, chosen.budget_gb, chosen.batches, small=chosen.small)
+        )
+        print(json.dumps(measured))
+        return
+    ways = ["plain", *(way for way in WAYS if way in chosen.ways and way != "plain")]
+    known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else []
+    models = [model for model in known if model["model"] not in chosen.only]
+    models += [compare(name, chosen.batches, ways, small=chosen.small) for name in chosen.only]
+    if not chosen.small:
+        write_result(RESULT, {**stamp(), "models": models})
+    print(json.dumps(models, indent=1))
+
+
+if __name__ == "__main__":
+    main()
