@@ -32,7 +32,7 @@ _PATIENCE = 50
 
 @dataclass(frozen=True)
 class Found:
-    """What a look at the device found, in bytes."""
+    """The bytes beside a training step that a walk over Python's objects found."""
 
     other: int = 0
     """Tensors that belong to neither the model nor its optimisers, inputs or outputs."""
@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Around:
-    """What belongs to a call of the model, or is known to be there already."""
+    """The memory that belongs to a call of the model, or that is counted already."""
 
     inputs: tuple[torch.Tensor, ...] = ()
     addresses: Callable[[], frozenset[int]] = frozenset
@@ -94,7 +94,7 @@ class Elsewhere:
 
     @property
     def note(self) -> str:
-        """What the latest look found, as a sentence for plans and refusals; empty where it is next to nothing."""
+        """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
         if not self._found.largest or self._found.other <= max(BOOKKEEPING_BYTES, self.budget_bytes // _NOTABLE):
             return ""
         return (
@@ -134,7 +134,8 @@ class Elsewhere:
         return found + min(0, growth or 0)
 
     def now(self, around: Around) -> Found:
-        """What is there now. Small growth may be found some seconds late, so that looks take little of the time.
+        """The bytes elsewhere now. Small growth may be found some seconds late, since walks over all objects are
+        limited to a small part of the time.
 
         Garbage that has not been collected is collected before growth is believed.
         """

@@ -41,7 +41,7 @@ class DataSizes:
     seen: Mapping[str, int] = field(default_factory=dict)
     allowed: Mapping[str, int] = field(default_factory=dict)
     changing: Mapping[str, str] = field(default_factory=dict)
-    """What the symbols are that are sizes of inputs, like "input_ids.shape[1]", by name; the others depend on data."""
+    """Symbol → the size of an input that it stands for, like "input_ids.shape[1]"; the other symbols depend on data."""
 
     @classmethod
     def of(cls, seen: Mapping[str, int], before: DataSizes | None = None) -> DataSizes:

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Fate(Enum):
-    """What the running backward pass does with the gradient of a leaf."""
+    """The use that the running backward pass makes of the gradient of a leaf."""
 
     ACCUMULATED = "added to its .grad"
     RETURNED = "returned by torch.autograd.grad"
@@ -36,7 +36,7 @@ class Fate(Enum):
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
-    """What the running backward pass will do with the gradient of `leaf`. To be called inside a backward pass."""
+    """The use that the running backward pass will make of a leaf's gradient. To be called inside a backward pass."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED

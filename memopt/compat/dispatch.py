@@ -48,7 +48,8 @@ def without_torch_functions() -> AbstractContextManager[None]:
 
 
 def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
-    """What autocast makes of an operator overload on a device type: casts, then the operator. None without a rule."""
+    """The function by which autocast replaces an operator overload on a device type, which casts and then calls the
+    operator; None without a rule."""
     return _kernel(operator, f"Autocast{device.upper()}")
 
 

@@ -36,7 +36,7 @@ class Accumulation:
     """Whether they may be added to `.grad` one by one. They may not while several forwards wait for their backward:
     autograd then sums their gradients first, and adding them singly would round differently."""
     exchange: Exchange | None = None
-    """What exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
+    """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
     of them, at the end of a region's backward, or there is one rank."""
 
 

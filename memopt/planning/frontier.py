@@ -24,7 +24,7 @@ MadeT = TypeVar("MadeT", covariant=True)
 
 
 class FrontierSource(Protocol[MadeT]):
-    """What makes plans of the frontier's step: a plan of it, with its graphs."""
+    """A plan of the frontier's step with its graphs, from which further plans are made."""
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
         """The plan for a budget. Raises `BudgetError`."""
@@ -74,11 +74,11 @@ class Frontier(Generic[PlanT]):
     floor_gb: float
     """Lower bound on the peak of any schedule with the backward in this order."""
     dominated_by: str
-    """What fills the smallest peak."""
+    """The tensors that fill the smallest peak."""
     points: tuple[FrontierPoint, ...]
     """By their budgets, ascending."""
     recipes: tuple[Recipe, ...]
-    """What checkpointing by hand would do on the same step."""
+    """The peaks and times that checkpointing by hand reaches on the same step."""
     notes: tuple[str, ...] = ()
     """The notes of a plan of this step."""
     effort: Effort = DEFAULT_EFFORT

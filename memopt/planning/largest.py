@@ -17,7 +17,7 @@ _GROWTH = 8
 
 
 class PlannedSize(Protocol):
-    """What the search asks of the plan for a size; `memopt.Plan` has it."""
+    """The attributes of a plan that the search for the largest size reads; `memopt.Plan` has them."""
 
     @property
     def added_time(self) -> float:

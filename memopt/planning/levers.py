@@ -30,12 +30,12 @@ class Lever:
     name: str
     """As `allow` takes it."""
     what: str
-    """What it does, in one sentence."""
+    """The lever's effect, in one sentence."""
     exactness: Exactness
     default: bool
     """Whether `allow` holds it unless told otherwise."""
     price: str
-    """What it costs."""
+    """The lever's cost in time, memory or exactness."""
 
 
 LEVERS: Mapping[str, Lever] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""What a schedule means for each module of the model."""
+"""The bytes that a schedule saves, recomputes and offloads in each module of the model."""
 
 from __future__ import annotations
 

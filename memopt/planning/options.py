@@ -1,4 +1,4 @@
-"""What the user asked for, checked once at the door; gigabytes become bytes here."""
+"""The options of `optimize` and `plan`, checked once when they are given; gigabytes become bytes here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlanOptions(StepOptions, total=False):
 
 
 BACKENDS = ("auto", "aten", "inductor")
-"""What `backend` may be: "auto" is inductor on CUDA, plain operators elsewhere."""
+"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Options:
     """Whether plans are kept on disk, and looked up there."""
 
     def notes(self, device_type: str) -> tuple[str, ...]:
-        """What every plan and refusal under these options says, planned for on a device of that type."""
+        """The notes of every plan and refusal under these options, for a device of that type."""
         notes = recompute_note(self.allow)
         if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
             notes += (

@@ -33,7 +33,7 @@ FORMAT = 1
 
 
 class PlanSource(Protocol):
-    """What a plan that was made in this process can be asked about its step, beyond its own figures."""
+    """Answers questions about the step of a plan that was made in this process, beyond the plan's own figures."""
 
     @property
     def captured(self) -> Captured:
@@ -46,7 +46,7 @@ class PlanSource(Protocol):
         """The whole curve of the step."""
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """What checkpointing by hand would reach."""
+        """The peaks and times that checkpointing by hand reaches on this step."""
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
@@ -54,7 +54,7 @@ class PlanSource(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step saves, recomputes and offloads, what it will hold, and how long it will take.
+    """A training step as planned: which tensors it saves, recomputes and offloads, its peak, and its time.
 
     Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
     `diff`, `at`, `frontier`); one that was loaded from a file does not.
@@ -75,7 +75,7 @@ class Plan:
     added_seconds: float
     """Recomputation, and waiting for copies from the host."""
     held_bytes: int
-    """What the forward holds until its backward, outputs included."""
+    """Bytes that the forward holds until its backward, outputs included."""
     bound_seconds: float
     """Lower bound on `added_seconds` of any schedule within the budget."""
     method: str
@@ -84,7 +84,7 @@ class Plan:
     """The schedule of each captured region, in the order of their forwards."""
     modules: tuple[ModuleRow, ...]
     notes: tuple[str, ...] = ()
-    """What a reader should know, in sentences."""
+    """Remarks on the plan for its reader, in sentences."""
     effort: Effort = DEFAULT_EFFORT
     levers: tuple[str, ...] = ()
     """Levers in use beside recomputation, in the order in which they were tried."""
@@ -151,7 +151,7 @@ class Plan:
         return stage_graphs(self._source().captured, self.regions)
 
     def diff(self, stage: str | None = None) -> PlanDiff:
-        """What a stage changed in the graphs.
+        """The changes that a stage made to the graphs.
 
         Args:
             stage: "scheduled" (the default): recomputed nodes and offloads; "operators": all passes on the operator
@@ -204,7 +204,7 @@ class Plan:
         return self._source().frontier(self, check_points(points), self._effort(effort, limit_seconds))
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """What the recipes of checkpointing by hand would do on the same captured step, by simulation.
+        """The peaks and times of the recipes of checkpointing by hand on the same captured step, by simulation.
 
         Raises `ValueError` if loaded.
         """

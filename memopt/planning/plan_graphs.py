@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What a plan changes in the captured graphs: one `GraphDiff` per region. `str` gives the text of all of them."""
+    """The changes of a plan to the captured graphs: one `GraphDiff` per region. `str` gives the text of all of them."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0
@@ -56,7 +56,7 @@ def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dic
 
 
 def schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule]) -> PlanDiff:
-    """What scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
+    """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
     graphs = stage_graphs(captured, schedules)
     recomputed = sum(len(schedule.evaluations) - len(set(schedule.evaluations)) for schedule in schedules)
     offloaded = sum(len(schedule.offloads) for schedule in schedules)
@@ -64,8 +64,8 @@ def schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule]) -> Pl
 
 
 def passes_diff(captured: Captured, stage: str) -> PlanDiff:
-    """What passes did: all of them on the operator graphs ("operators"), or one pass or labelled pipeline, on the
-    operator graphs or the joint graphs.
+    """The changes that passes made: all of them on the operator graphs ("operators"), or one pass or labelled pipeline,
+    on the operator graphs or the joint graphs.
 
     Raises `ValueError` for a stage that no region went through.
     """

@@ -1,4 +1,4 @@
-"""What each lever did to a step, one row per lever, as on a receipt."""
+"""The effect of each lever on a step in bytes and seconds: one row for each lever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memopt.solver import Schedule
 
 
 def plain_step(captured: Captured, account: Account, *, reinplace: bool = False) -> Breakdown:
-    """What fills the memory at the peak of a captured step with nothing recomputed.
+    """The tensors that fill the memory at the peak of a captured step with nothing recomputed.
 
     `reinplace`: with results of the backward written over dead operands.
     """

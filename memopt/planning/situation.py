@@ -1,4 +1,4 @@
-"""What a plan depends on beside the call that is planned."""
+"""The circumstances of a training call on which its plan depends beside the call itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Situation:
-    """What surrounds a training call when its forward begins."""
+    """The circumstances of a training call when its forward begins."""
 
     gradients_held: bool = False
     """Gradients are there before the step: gradient accumulation."""

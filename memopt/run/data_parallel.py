@@ -42,7 +42,7 @@ class DataParallel:
 
     @property
     def exchange(self) -> ReducerHooks | None:
-        """What exchanges each gradient of the forward that begins now as soon as it is complete; None where nothing is
+        """Exchanges each gradient of the forward that begins now as soon as it is complete; None where nothing is
         exchanged, or only after the backward."""
         wrapper = active_wrapper()
         if wrapper is None or wrapper is not self.wrapper or not _exchanges(wrapper):

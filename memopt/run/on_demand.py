@@ -111,7 +111,7 @@ class _Later:
 
     @property
     def piece(self) -> Piece:
-        """What computes the outputs now."""
+        """The function that computes the outputs."""
         piece = self.group.forward if self.start is None else self.group.head
         assert piece is not None
         return piece
@@ -149,7 +149,7 @@ class _Later:
 
 
 def _state(value: Any) -> Any:
-    """What changes when a tensor is written to, or gets other memory; another value itself."""
+    """A key that changes when a tensor is written to or gets other memory; for any other value, the value."""
     return (value._version, value.data_ptr()) if isinstance(value, torch.Tensor) else value
 
 

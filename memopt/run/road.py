@@ -168,7 +168,7 @@ class Road:
             plan_cache.keep(key, kept)
 
     def _kept(self, plan: Plan, footprint: Footprint | None = None) -> Kept | None:
-        """What other starts and ranks need of a plan; None where it depends on data-dependent sizes of the batch."""
+        """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data."""
         captured = plan.captured
         assert captured is not None
         rewritings = [levers.rewriting for levers in self.planner.lever_sets]

@@ -25,7 +25,7 @@ class UnderWay:
     situation: Situation
     """The situation of the call, without what is beside it."""
     beside: Beside
-    """What the device holds beside the call: forwards that wait for their backward, and bytes elsewhere."""
+    """The bytes on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation], PendingForward]
 
     @property
@@ -34,7 +34,7 @@ class UnderWay:
         return replace(self.situation, other_forwards=self.beside.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Made], plan_of: Callable[[Made], Plan]) -> Made:
-        """What `make` makes for the first situation whose plan fits beside everything else on the device.
+        """The result of `make` for the first situation whose plan fits beside everything else on the device.
 
         Raises the `BudgetError` of a plan that leaves room for it where there is none.
         """
