@@ -49,7 +49,7 @@ from memopt.errors import GIB
 RESULT = Path(__file__).parent / "results" / "lengths.json"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
-FIRST = {"torch": 200, "checkpoint": 100}
+FIRST = {"torch": 120, "checkpoint": 60}
 """The number of batches of ways that are run for their speed alone."""
 SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 128, 4, 201
 SETTLED = 50
@@ -201,8 +201,12 @@ def peak_of(model: nn.Module, batch: Batch, losses: list[float]) -> float:
 
 
 def budget(name: str, *, small: bool) -> dict[str, float]:
-    """Return a budget in GB half-way between the smallest for the longest batch and the peak of its plain step."""
-    plan = memopt.plan(make(name, small=small), 1000, longest(), **EXACT)
+    """Return a budget in GB half-way between the smallest for the longest batch and the peak of its plain step, both
+    with the gradients of earlier batches held."""
+    model = make(name, small=small)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plan = memopt.plan(model, 1000, longest(), **EXACT)
     return {"budget_gb": (plan.smallest_gb() + plan.plain_peak_gb) / 2, "plain_gb": plan.plain_peak_gb}
 
 
