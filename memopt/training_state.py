@@ -87,6 +87,59 @@ class TrainingState:
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
+@dataclass(frozen=True)
+class ForwardState:
+    """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned.
+
+    Buffers above `_COPIED_BYTES` are not copied: a forward that writes to one cannot be undone.
+    """
+
+    model: nn.Module
+    device: torch.device
+    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+    """The tables of attributes and buffers of all modules, each with a copy."""
+    buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
+    """Each buffer with its version, and a copy if it is small."""
+    generators: tuple[Any, ...]
+    histories: Mapping[str, Mapping[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ForwardState:
+        """The current state of `model`."""
+        device = next(model.parameters()).device
+        tables = (table for module in model.modules() for table in (vars(module), module._buffers))
+        return cls(
+            model,
+            device,
+            tuple((table, dict(table)) for table in tables),
+            tuple(
+                (buffer, buffer._version, buffer.clone() if buffer.nbytes <= _COPIED_BYTES else None)
+                for buffer in model.buffers()
+            ),
+            generator_states(device),
+            histories_state(model),
+        )
+
+    def can_be_undone(self) -> bool:
+        """Whether all buffers that were written to since then have copies."""
+        return all(copy is not None or buffer._version == version for buffer, version, copy in self.buffers)
+
+    def undo(self) -> None:
+        """Set the model and the generators back to this state."""
+        for table, values in self.tables:
+            table.clear()
+            table.update(values)
+        with torch.no_grad():
+            for buffer, version, copy in self.buffers:
+                if copy is not None and buffer._version != version:
+                    buffer.copy_(copy)
+        load_histories(self.model, self.histories)
+        set_generators(self.generators, self.device)
+
+
+_COPIED_BYTES = 64 * 1024
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor in host memory."""
     return tensor.detach().to("cpu", copy=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -227,3 +228,15 @@ class CapturedCall:
     def graph(self) -> fx.GraphModule | None:
         """Dynamo's graph of a call that is one region; None for a call in several regions."""
         return self.runs[0].region.graph_module if self.whole else None
+
+
+def together(known: CapturedCall, further: CapturedCall) -> CapturedCall:
+    """A call with the runs of both, in the order of both, so that each of them leaves out some of its runs."""
+    ours, theirs = ([(run.region, tuple(run.parameter_ids.items())) for run in call.runs] for call in (known, further))
+    runs: list[RegionRun] = []
+    for _, begin, end, other_begin, other_end in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+        runs += known.runs[begin:end]
+        if ours[begin:end] != theirs[other_begin:other_end]:
+            runs += further.runs[other_begin:other_end]
+    between_bytes = max(known.between_bytes, further.between_bytes)
+    return replace(known, runs=tuple(runs), between_bytes=between_bytes)

@@ -77,6 +77,7 @@ def capture_settings() -> ExitStack:
     stack.enter_context(
         dynamo_config.patch(
             capture_scalar_outputs=True,
+            use_numpy_random_stream=True,
             capture_dynamic_output_shape_ops=True,
             skip_nnmodule_hook_guards=False,
             recompile_limit=RECOMPILE_LIMIT,

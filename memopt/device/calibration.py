@@ -63,7 +63,7 @@ def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -
 
 
 def card_key(device: torch.device) -> dict[str, Any]:
-    """The properties that measurements depend on: the card's name, its driver, torch; on the CPU the number of threads."""
+    """The properties that measurements depend on: card, driver and torch; on the CPU the number of threads."""
     key = {"format": FORMAT, "torch": torch.__version__}
     if device.type == "cuda":
         driver = Path("/proc/driver/nvidia/version")

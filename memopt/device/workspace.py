@@ -33,7 +33,7 @@ _COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm
 
 @dataclass(frozen=True)
 class Measured:
-    """The bytes and the seconds that an operator call takes, measured by running it or, where it is not run, estimated."""
+    """The bytes and the seconds of an operator call, measured by running it or, where it is not run, estimated."""
 
     workspace_bytes: int
     """The most bytes allocated at once while it ran, less `output_bytes`."""

@@ -12,13 +12,14 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.dynamo import compile_call
 from memopt.capture.inputs import Call, call_signature
 from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun, together
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
 from memopt.capture.trace import trace
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
@@ -27,6 +28,7 @@ from memopt.run.pending import PendingForward
 from memopt.run.region_stub import recording
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
+from memopt.training_state import ForwardState
 
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
@@ -35,14 +37,24 @@ _MOST_VARIANTS = 1024
 
 
 class TookAnotherWay(CaptureError):
-    """A forward ran through other regions than those that were planned; the next one may run as planned."""
+    """A forward ran through other regions than those that were planned, twice from the same state."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A plan, and the captured call that it is for."""
+
+    captured: CapturedCall
+    plan: Plan
 
 
 class BrokenCalls:
     """Plans and runs calls with graph breaks.
 
     The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
-    region for several of them (a block that is called in a loop).
+    region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
+    that has others is undone, captured, and planned together with those before it, so that after a few steps one plan
+    serves every way through the model's code.
     """
 
     def __init__(
@@ -52,7 +64,11 @@ class BrokenCalls:
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
-        self._plans: Recent[tuple[str, Situation], Plan] = Recent(_MOST_PLANS)
+        self._captured: Recent[str, CapturedCall] = Recent(_MOST_PLANS)
+        """All runs of regions that calls of a signature were seen to have."""
+        self._plans: Recent[tuple[str, Situation], _Planned] = Recent(_MOST_PLANS)
+        self._traced: Recent[tuple[RecordedRegion, Rewriting], JointGraph] = Recent(_MOST_VARIANTS)
+        """Joint graphs of regions that were recorded once more than those that were planned."""
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
         self._compiled = compile_call(to_capture(), recording(self, differentiate_all=True), whole=False)
 
@@ -68,9 +84,10 @@ class BrokenCalls:
         finally:
             self._rehearsal = None
 
-    def planned(self, call: Call, situation: Situation, plan: Plan) -> None:
+    def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls with the signature and the situation of this one run by a plan."""
-        self._plans[_signature(call), situation] = plan
+        self._captured[_signature(call)] = captured
+        self._plans[_signature(call), situation] = _Planned(captured, plan)
 
     def forget(self) -> None:
         """Drop all plans and emitted regions, so that every call is planned again."""
@@ -82,12 +99,29 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        plan = under_way.fitting(
-            lambda situation: self._plan_for(under_way.call, situation, capture), lambda plan: plan
+        call = under_way.call
+        before = ForwardState.of(self.model)
+        try:
+            return self._run(under_way, capture, last=False)
+        except TookAnotherWay:
+            if not before.can_be_undone():
+                raise
+            before.undo()
+            self._captured[_signature(call)] = together(self._captured[_signature(call)], capture())
+        return self._run(under_way, capture, last=True)
+
+    def _run(self, under_way: UnderWay, capture: Callable[[], CapturedCall], *, last: bool) -> Any:
+        """Run a call; `last`: there is no further attempt after it."""
+        planned = under_way.fitting(
+            lambda situation: self._plan_for(under_way.call, situation, capture), lambda planned: planned.plan
         )
-        self._forward = _Forward(plan, under_way.begin(plan))
+        pending = under_way.begin(planned.plan)
+        self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
             return self._compiled(*under_way.call[0], **under_way.call[1])
+        except TookAnotherWay:
+            pending.after_backward()  # it will have none
+            raise
         finally:
             self._forward = None
 
@@ -97,57 +131,89 @@ class BrokenCalls:
             return self._rehearsal.run(region, inputs)
         if not region.differentiable:
             return region.graph_module(*inputs)
-        assert self._forward is not None, "a region runs outside of any call"
-        try:
-            emitted = self._next(region, self._forward)
-        except CaptureError:
-            if not self.unplanned_allowed:
-                raise
+        forward = self._forward
+        assert forward is not None, "a region runs outside of any call"
+        emitted = self._next(RegionRun.of(region, inputs), forward)
+        if emitted is None and forward.may_run_unplanned:
             self.ran_unplanned = True
             return region.graph_module(*inputs)
-        pending = self._forward.pending
-        return hand_out(pending.hands_out(emitted.run(*inputs)), frozenset(), pending)
+        if emitted is None:
+            raise TookAnotherWay(
+                "the forward took another way than when it was planned, from the same inputs and random numbers, "
+                f"{'; '.join(forward.notes[:1])}; mend the graph break, or add 'plain' to allow to run it unplanned"
+            )
+        return hand_out(forward.pending.hands_out(emitted.run(*inputs)), frozenset(), forward.pending)
 
-    def _next(self, region: RecordedRegion, forward: _Forward) -> Emitted:
-        """The emitted region for the run that begins now. Raises `CaptureError` where that run was not planned."""
-        joint, schedule = forward.next_run(region)
-        key = region, schedule, joint.parameter_inputs
+    def _next(self, run: RegionRun, forward: _Forward) -> Emitted | None:
+        """The emitted region for the run that begins now; None where that run is not planned."""
+        found = forward.next_run(run, self._trace)
+        if found is None:
+            return None
+        joint, schedule = found
+        key = run.region, schedule, joint.parameter_inputs
         if key not in self._emitted:
             self._emitted[key] = emit_region(joint, schedule, self.road.accumulation, {})
         return self._emitted[key]
 
-    def _plan_for(self, call: Call, situation: Situation, capture: Callable[[], CapturedCall]) -> Plan:
-        key = _signature(call), situation
-        if key not in self._plans:
-            self._plans[key] = self.road.plan(capture(), call, situation, advise=False)
-        return self._plans[key]
+    def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
+        key = region, rewriting
+        if key not in self._traced:
+            self._traced[key] = trace(region, rewriting)
+        return self._traced[key]
+
+    def _plan_for(self, call: Call, situation: Situation, capture: Callable[[], CapturedCall]) -> _Planned:
+        signature = _signature(call)
+        if signature not in self._captured:
+            self._captured[signature] = capture()
+        captured = self._captured[signature]
+        planned = self._plans.get((signature, situation))
+        if planned is not None and planned.captured is captured:
+            return planned
+        try:
+            plan = self.road.plan(captured, call, situation, advise=False)
+        except BudgetError:
+            alone = capture()
+            if len(alone.runs) >= len(captured.runs):
+                raise
+            captured = self._captured[signature] = alone
+            plan = self.road.plan(captured, call, situation, advise=False)
+        self._plans[signature, situation] = planned = _Planned(captured, plan)
+        return planned
 
 
 @dataclass
 class _Forward:
-    """The state of one planned forward: how many runs of regions it has begun."""
+    """The state of one planned forward: how many planned runs of regions have begun or were left out."""
 
-    plan: Plan
+    planned: _Planned
     pending: PendingForward
+    may_run_unplanned: bool
     runs: int = field(default=0)
 
-    def next_run(self, region: RecordedRegion) -> tuple[JointGraph, RegionSchedule]:
-        """The joint graph and the schedule of the run of `region` that begins now."""
-        captured = self.plan.captured
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of the capture."""
+        return self.planned.captured.notes
+
+    def next_run(
+        self, run: RegionRun, trace: Callable[[RecordedRegion, Rewriting], JointGraph]
+    ) -> tuple[JointGraph, RegionSchedule] | None:
+        """The joint graph and the schedule of the next planned run of the same region with the same parameters; None
+        where there is none. `trace` traces a region that was recorded on fakes, or once more under other guards."""
+        plan = self.planned.plan
+        captured = plan.captured
         assert captured is not None
-        number, planned = self.runs, captured.regions
-        if number < len(planned):
-            joint = planned[number]
-            if joint.trace.region is not region:  # recorded on fakes, or once more under other guards
-                joint = trace(region, captured.rewriting_of_regions).accumulating(joint.parameter_inputs)
-            if joint.fingerprint == planned[number].fingerprint:
-                self.runs += 1
-                return joint, self.plan.regions[number]
-        raise TookAnotherWay(
-            "the forward took another way than when it was planned: it depends on the values of its inputs outside "
-            f"of any captured region, {'; '.join(captured.notes[:1])}; mend the graph break, or add 'plain' to allow "
-            "to run it unplanned"
-        )
+        runs = self.planned.captured.runs
+        for number in range(self.runs, len(captured.regions)):
+            joint = captured.regions[number]
+            if len(runs) == len(captured.regions) and runs[number].parameter_ids != run.parameter_ids:
+                continue
+            if joint.trace.region is not run.region:
+                joint = trace(run.region, captured.rewriting_of_regions).accumulating(joint.parameter_inputs)
+            if joint.fingerprint == captured.regions[number].fingerprint:
+                self.runs = number + 1
+                return joint, plan.regions[number]
+        return None
 
 
 def _signature(call: Call) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -66,7 +66,7 @@ class PendingForward:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
-        self.nodes.extend(map(weakref.ref, nodes))
+        self.nodes.extend(weakref.ref(node) for found in nodes for node in _python_nodes(found))
         return outputs
 
     def held(self) -> list[torch.Tensor]:
@@ -223,3 +223,14 @@ def retained_peak(plan: Plan, schedule: Schedule) -> int:
     early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
     peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
     return peak + sum(problem.storages[offload.storage].bytes for offload in late)
+
+
+def _python_nodes(node: Any) -> Iterator[Any]:
+    """The nodes of autograd functions in Python, such as those of regions, at a node: itself, or those that an operator
+    in place on a region's output (`CopyBackwards`) leads to."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        yield node
+    else:
+        for further, _ in node.next_functions:
+            if isinstance(further, torch.autograd.function.BackwardCFunction):
+                yield further

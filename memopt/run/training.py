@@ -187,7 +187,7 @@ class TrainingCalls:
         if captured.whole:
             self._whole.planned(captured, call, situation, self._latest)
         else:
-            self._broken.planned(call, situation, self._latest)
+            self._broken.planned(captured, call, situation, self._latest)
         return self._latest
 
     def _capture(self, call: Call) -> CapturedCall:
@@ -223,10 +223,15 @@ class TrainingCalls:
         return not runs_later and not all(map(is_real, tensors_in(call)))
 
     def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call: on its values where there are any and plans are kept, else on fake tensors."""
+        """Record the regions of a call: on its values where the model and the call have any, without those where no
+        code between the regions needs them and plans are not kept."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
         if not real or not self.options.kept:
-            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+            try:
+                return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+            except CaptureError:
+                if not real or self.planner.proposing.narrowed is not None:
+                    raise
         with stage("capturing"):
             return self._broken.capture(call, reason)
 

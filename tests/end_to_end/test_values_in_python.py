@@ -1,0 +1,90 @@
+"""Models whose Python code looks at values: layers dropped by a random number, masks drawn by numpy."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import memopt
+from memopt.errors import GIB
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
+Batch = dict[str, torch.Tensor]
+
+
+def opt() -> tuple[nn.Module, Batch]:
+    """OPT, which draws a number before each layer and leaves the layer out where that is below 0.3."""
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=4, num_attention_heads=2, word_embed_proj_dim=32,
+        layerdrop=0.3, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+    return transformers.OPTForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def wav2vec2(layerdrop: float = 0.0) -> tuple[nn.Module, Batch]:
+    """Wav2Vec2, whose masks numpy draws."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2, layerdrop=layerdrop,
+        num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.3, mask_time_length=4,
+    )  # fmt: skip
+    draws = torch.Generator().manual_seed(0)
+    audio, labels = torch.randn(2, 2000, generator=draws), torch.randint(1, 32, (2, 8), generator=draws)
+    return transformers.Wav2Vec2ForCTC(config).train(), {"input_values": audio, "labels": labels}
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, number: int) -> tuple[float, ...]:
+    """Train one step; returns the loss and the next random numbers of torch, Python and numpy."""
+    seed(number)
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), torch.rand([]).item(), random.random(), float(np.random.rand())
+
+
+@pytest.mark.parametrize("make", [opt, wav2vec2])
+def test_every_way_is_planned_when_it_comes_and_right(make: Any) -> None:
+    seed(0)
+    model, batch = make()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    ours, theirs = (torch.optim.AdamW(one.parameters(), 1e-3) for one in (model, plain))
+    regions = []
+    for number in range(6):
+        assert step(model, batch, ours, number) == step(plain, batch, theirs, number)
+        regions.append(len(memopt.plan_of(model).regions))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert regions == sorted(regions)  # runs of regions are added, and none is forgotten
+
+
+def test_a_tight_budget_holds_on_every_way() -> None:
+    seed(0)
+    model, batch = opt()
+    plan = memopt.plan(copy.deepcopy(model), 1, batch, **EXACT)
+    budget = 1.5 * plan.smallest_gb()
+    memopt.optimize(model, budget, **EXACT)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for number in range(6):
+        step(model, batch, optimizer, number)
+        seed(number)
+        parameters = sum(parameter.nbytes for parameter in model.parameters())
+        with memopt.measure_peak() as peak:
+            model(**batch).loss.backward()
+        optimizer.zero_grad()
+        assert 3 * parameters + peak.allocated_bytes <= budget * GIB
