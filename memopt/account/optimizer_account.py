@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
 _LATE_STEP = 1000
+
+_SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ def optimizer_account(
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
     trained = [parameter for parameter in given if parameter.requires_grad]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
+    if device_type == "cpu" and trained and _takes_singly(optimizer):
+        found = _one_by_one(optimizer, trained)
+        if found is not None:
+            return found
     try:
         return _tried(optimizer, trained, device_type, home=device_type)
     except _TrialError:
@@ -63,6 +70,26 @@ def optimizer_account(
             raise
     # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
     return _tried(optimizer, trained, device_type, home="cpu")
+
+
+def _takes_singly(optimizer: OptimizerLike) -> bool:
+    """Whether it is one of torch's own that makes the state of each parameter, and steps it, without the others."""
+    names = [single.__name__.lower() for single in _SINGLY]
+    return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
+
+
+def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
+    """The account from a trial on one parameter of each kind; None where the steps take several at once."""
+    kinds = Counter((parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained)
+    first = {(parameter.shape, parameter.stride(), parameter.dtype): parameter for parameter in reversed(trained)}
+    tried = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
+    if any(not account.name.endswith("(for-loop)") for account in tried.values()):
+        return None
+    return OptimizerAccount(
+        sum(number * tried[kind].state_bytes for kind, number in kinds.items()),
+        max(account.step_temporary_bytes for account in tried.values()),
+        tried[next(iter(kinds))].name,
+    )
 
 
 class _TrialError(ValueError):

@@ -82,7 +82,7 @@ def test_the_count_is_what_the_step_holds(name: str) -> None:
         del outputs
     call = planned_call_of(model)
     assert call is not None
-    (kind,) = call.forward.plain_calls._kinds._values.values()
+    (kind,) = call.forward.plain_calls._kinds.values()
     ((_, fitting),) = kind.fitting
     step = fitting.step
     assert peak.allocated_bytes - BOOKKEEPING_BYTES <= step.peak_bytes <= 1.02 * peak.allocated_bytes
@@ -105,15 +105,15 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
     family = BY_NAME["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, **FP32)
-    calls = planned_call_of(model).forward.plain_calls  # type: ignore[union-attr]
+    pending = planned_call_of(model).forward.surroundings.pending  # type: ignore[union-attr]
     loss = loss_of(model(**batch))
-    assert calls.waiting_bytes > 0
+    assert pending.held_bytes > 0
     loss.backward()
-    assert calls.waiting_bytes == 0
+    assert pending.held_bytes == 0
     loss = loss_of(model(**batch))
-    assert calls.waiting_bytes > 0
+    assert pending.held_bytes > 0
     del loss
-    assert calls.waiting_bytes == 0
+    assert pending.held_bytes == 0
 
 
 def test_what_else_a_plan_does_is_planned(captures: list[RecordedRegion]) -> None:
@@ -132,6 +132,9 @@ def test_the_count_leaves_no_trace() -> None:
     memopt.optimize(model, 1, **FP32)
     call = planned_call_of(model)
     assert call is not None
-    assert call.forward.plain_calls.step_if_it_fits(((), batch), call.forward._situation(), Beside()) is not None
+    assert (
+        call.forward.plain_calls.step_if_it_fits(((), batch), call.forward.surroundings.situation(), Beside())
+        is not None
+    )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
