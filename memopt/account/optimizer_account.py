@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.optim import Optimizer
@@ -79,16 +79,21 @@ def _takes_singly(optimizer: OptimizerLike) -> bool:
 
 
 def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
-    """The account from a trial on one parameter of each kind; None where the steps take several at once."""
-    kinds = Counter((parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained)
-    first = {(parameter.shape, parameter.stride(), parameter.dtype): parameter for parameter in reversed(trained)}
-    tried = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
-    if any(not account.name.endswith("(for-loop)") for account in tried.values()):
+    """The account from trials on one parameter of each kind, and on each two kinds that follow each other, since a step
+    lets go of its last temporary in the next one; None where that would take longer, or all are stepped at once."""
+    kinds = [(parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained]
+    first = dict(zip(reversed(kinds), reversed(trained), strict=True))
+    pairs = dict.fromkeys(pairwise(kinds))
+    if len(first) + 2 * len(pairs) >= len(trained):
         return None
+    singly = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
+    if any(not account.name.endswith("(for-loop)") for account in singly.values()):
+        return None
+    in_pairs = [_tried(optimizer, [first[one], first[next_one]], "cpu", home="cpu") for one, next_one in pairs]
     return OptimizerAccount(
-        sum(number * tried[kind].state_bytes for kind, number in kinds.items()),
-        max(account.step_temporary_bytes for account in tried.values()),
-        tried[next(iter(kinds))].name,
+        sum(singly[kind].state_bytes for kind in kinds),
+        max(account.step_temporary_bytes for account in in_pairs),
+        in_pairs[0].name,
     )
 
 

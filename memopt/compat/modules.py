@@ -15,6 +15,7 @@ from torch import nn
 
 __all__ = [
     "compiled_call",
+    "forward_hooks",
     "has_forward_hooks",
     "modules_of",
     "parameters_in",
@@ -46,8 +47,13 @@ def reset_compiled_call(module: nn.Module) -> None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether functions of the user's run before or after the module's own forward."""
+    """Whether other functions run before or after the module's own forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions that run before and after the module's own forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
