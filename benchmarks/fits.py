@@ -30,13 +30,13 @@ from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "fits.json"
 BLOCK = 5
-ROWS, LAST_ROWS, EPOCH = 4, 3, 50
-LENGTHS = 24, 72
+ROWS, LAST_ROWS, EPOCH = 3, 2, 50
+LENGTHS = 16, 64
 VOCABULARY = 8000
 Batch = dict[str, torch.Tensor]
 MODELS: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: transformers.GPT2Config(
-        n_embd=768, n_layer=4, n_head=12, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+        n_embd=768, n_layer=3, n_head=12, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
     ),
     "GPT-2, width 256": lambda: transformers.GPT2Config(
         n_embd=256, n_layer=12, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0

@@ -79,8 +79,9 @@ def _takes_singly(optimizer: OptimizerLike) -> bool:
 
 
 def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
-    """The account from trials on one parameter of each kind, and on each two kinds that follow each other, since a step
-    lets go of its last temporary in the next one; None where that would take longer, or all are stepped at once."""
+    """The account from trials on one parameter of each kind, and on two kinds that follow each other where that may be
+    the peak, since a parameter's last temporary is freed in the step of the next one; None where that would take
+    longer, or all are stepped at once."""
     kinds = [(parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained]
     first = dict(zip(reversed(kinds), reversed(trained), strict=True))
     pairs = dict.fromkeys(pairwise(kinds))
@@ -89,12 +90,14 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     singly = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
     if any(not account.name.endswith("(for-loop)") for account in singly.values()):
         return None
-    in_pairs = [_tried(optimizer, [first[one], first[next_one]], "cpu", home="cpu") for one, next_one in pairs]
-    return OptimizerAccount(
-        sum(singly[kind].state_bytes for kind in kinds),
-        max(account.step_temporary_bytes for account in in_pairs),
-        in_pairs[0].name,
-    )
+    temporaries = max(account.step_temporary_bytes for account in singly.values())
+    most = {pair: sum(singly[kind].step_temporary_bytes for kind in pair) for pair in pairs}
+    for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
+        if most[one, following] <= temporaries:
+            break
+        both = _tried(optimizer, [first[one], first[following]], "cpu", home="cpu")
+        temporaries = max(temporaries, both.step_temporary_bytes)
+    return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
 
 class _TrialError(ValueError):

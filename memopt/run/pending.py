@@ -15,6 +15,7 @@ from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
+from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
@@ -143,7 +144,8 @@ class PendingForward:
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return 0
-        return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        parameters = parameters_in(modules_of(model))
+        return distinct_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such

@@ -190,7 +190,7 @@ class PlainCalls:
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
-        account = replace(self.planner.account(call, situation), elsewhere=0)
+        account = self.planner.account(call, replace(situation, elsewhere=0))
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
         margin = MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
