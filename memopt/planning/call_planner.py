@@ -166,8 +166,8 @@ class CallPlanner(CallAccounts):
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
         notes = (*self.options.notes(self.device().type), *proposing.notes, *filter(None, [self.elsewhere.note]))
-        if self._idle_levers:
-            names = " and ".join(map(repr, sorted(self._idle_levers)))
+        if self.idle_levers:
+            names = " and ".join(map(repr, sorted(self.idle_levers)))
             notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 

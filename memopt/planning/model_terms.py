@@ -75,7 +75,7 @@ class ModelTerms:
     @property
     def lever_sets(self) -> tuple[LeverSet, ...]:
         """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
-        allow = self.options.allow - self._idle_levers
+        allow = self.options.allow - self.idle_levers
         found = lever_sets(self.rewriting, allow, card=self.card, histories=self.histories)
         if not self.options.passes:
             return found
@@ -90,7 +90,7 @@ class ModelTerms:
         )
 
     @property
-    def _idle_levers(self) -> frozenset[str]:
+    def idle_levers(self) -> frozenset[str]:
         """The allowed 8-bit levers that have no step in 16 bits, where nobody has asked for a precision."""
         no_low_bits = self.options.precision == "auto" and self.rewriting.autocast is None
         return self.options.allow & frozenset(FP8_LEVERS) if no_low_bits else frozenset()
