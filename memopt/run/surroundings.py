@@ -3,6 +3,7 @@ is no part of its steps."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from memopt.account.elsewhere import Around
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import weak_storages
-from memopt.emit.gradients import is_hooked
+from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError
 from memopt.optimizers import OPTIMIZER_IN_BACKWARD
@@ -106,15 +107,26 @@ class Surroundings:
 
         return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
 
-    def ran(self, plan: Plan) -> int:
-        """Note that a forward runs by a plan; returns the bytes that it holds until its backward.
+    def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
+        """Register a forward that begins now and runs by a plan.
 
-        Raises `BudgetError` where the backward of a plain call that waits has no room beside them.
+        Raises `BudgetError` where the backward of a plain call that waits has no room beside what it holds.
         """
         held = plan.held_bytes + plan.account.between_regions
         self._check_plain(held)
         self.groups.ran(self.waiting, held)
-        return held
+        forward = PendingForward(
+            plan,
+            weakref.ref(self.model),
+            situation.hooked,
+            self.pending,
+            accumulation,
+            held,
+            self.around_backward,
+            tuple(weak_storages(tensors_in(call))),
+        )
+        self.pending.add(forward)
+        return forward
 
     def explain(self, refused: BudgetError, waiting: int) -> BudgetError:
         """The refusal of a call that began while others waited; it says so if that was not planned for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -21,7 +20,6 @@ from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
-from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.optimizers import BF16_PARAMETERS
@@ -287,18 +285,7 @@ class TrainingCalls:
             self._plans_logged = self.road.plans
             self._log.planned(plan, call, time.perf_counter() - started)
         self._latest, self._ran_plain = plan, False
-        forward = PendingForward(
-            plan,
-            weakref.ref(self.model),
-            situation.hooked,
-            self.surroundings.pending,
-            self.accumulation,
-            self.surroundings.ran(plan),
-            self.surroundings.around_backward,
-            tuple(weak_storages(tensors_in(call))),
-        )
-        self.surroundings.pending.add(forward)
-        return forward
+        return self.surroundings.planned(call, situation, plan, self.accumulation)
 
 
 _MOST_BREAKS = 256
