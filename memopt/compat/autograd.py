@@ -23,6 +23,7 @@ __all__ = [
     "current_region",
     "fate_at",
     "fate_of_gradient",
+    "has_hooks",
     "keeps_graph",
     "post_accumulate_hooks",
     "saved_tensors",
@@ -79,6 +80,11 @@ def current_backward() -> int:
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a leaf has any hooks. This is asked for every parameter at every call."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -18,6 +18,7 @@ from memopt.compat.autograd import (
     current_region,
     fate_at,
     fate_of_gradient,
+    has_hooks,
     post_accumulate_hooks,
 )
 from memopt.device.storages import is_view
@@ -140,6 +141,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     """Whether a hook waits for the parameter's gradient; with `stepped`, a hook other than the one that steps it."""
+    if not has_hooks(parameter):
+        return False
     late = len(post_accumulate_hooks(parameter))
     if stepped and len(stepping_hooks(parameter)) == 1:
         late -= 1
