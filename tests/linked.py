@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memopt.device import Hardware, hardware_of
-from memopt.planning import call_planner
+from memopt.planning import model_terms
 from passes.ops.offload_ops import host_memory
 
 RATE = 20e9
@@ -22,7 +22,7 @@ def linked_cpu(device: torch.device) -> Hardware:
 @pytest.fixture
 def linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans for this CPU offload, and count the host memory in use from here on."""
-    monkeypatch.setattr(call_planner, "hardware_of", linked_cpu)
+    monkeypatch.setattr(model_terms, "hardware_of", linked_cpu)
     memory = host_memory("cpu")
     assert memory.leased_bytes == 0, "an earlier test left values on the host"
     memory.most_leased_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             return _stand_in_number(given[0])
-        devices = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
-        elsewhere = any(device.type != "cpu" for device in devices)
-        if given and all(map(_is_real_number, given)) and not elsewhere:
+        if given and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors_in(result))
@@ -64,7 +63,11 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return not isinstance(tensor, FakeTensor) and tensor.numel() == 1 and tensor.device.type == "cpu"
+
+
+def _names_other_device(arguments: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.device) and value.type != "cpu" for value in arguments)
 
 
 def _stand_in_number(fake: torch.Tensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +18,8 @@ from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
 _LATE_STEP = 1000
+
+_SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ def optimizer_account(
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
     trained = [parameter for parameter in given if parameter.requires_grad]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
+    if device_type == "cpu" and trained and _takes_singly(optimizer):
+        found = _one_by_one(optimizer, trained)
+        if found is not None:
+            return found
     try:
         return _tried(optimizer, trained, device_type, home=device_type)
     except _TrialError:
@@ -63,6 +70,34 @@ def optimizer_account(
             raise
     # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
     return _tried(optimizer, trained, device_type, home="cpu")
+
+
+def _takes_singly(optimizer: OptimizerLike) -> bool:
+    """Whether it is one of torch's own that makes the state of each parameter, and steps it, without the others."""
+    names = [single.__name__.lower() for single in _SINGLY]
+    return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
+
+
+def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
+    """The account from trials on one parameter of each kind, and on two kinds that follow each other where that may be
+    the peak, since a parameter's last temporary is freed in the step of the next one; None where that would take
+    longer, or all are stepped at once."""
+    kinds = [(parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained]
+    first = dict(zip(reversed(kinds), reversed(trained), strict=True))
+    pairs = dict.fromkeys(pairwise(kinds))
+    if len(first) + 2 * len(pairs) >= len(trained):
+        return None
+    singly = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
+    if any(not account.name.endswith("(for-loop)") for account in singly.values()):
+        return None
+    temporaries = max(account.step_temporary_bytes for account in singly.values())
+    most = {pair: sum(singly[kind].step_temporary_bytes for kind in pair) for pair in pairs}
+    for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
+        if most[one, following] <= temporaries:
+            break
+        both = _tried(optimizer, [first[one], first[following]], "cpu", home="cpu")
+        temporaries = max(temporaries, both.step_temporary_bytes)
+    return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
 
 class _TrialError(ValueError):

@@ -14,7 +14,7 @@ from memopt.account.eager_bytes import EagerBytes
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.modules import has_forward_hooks
+from memopt.compat.modules import forward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.device import Hardware
 
@@ -36,9 +36,9 @@ def count_plain_step(
     """Count one step of `run`, the forward of `model` and its loss, on fake tensors; the model does not change.
 
     None where that cannot be known: the code looks at values, no scalar that requires a gradient is returned, or
-    modules have forward hooks, which would see the fakes.
+    modules have forward hooks of the user's, which would see the fakes.
     """
-    if any(map(has_forward_hooks, model.modules())):
+    if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     home = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -62,6 +62,13 @@ def count_plain_step(
         return None
     finally:
         torch.clear_autocast_cache()
+
+
+def _is_of_a_library(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook comes with a library that keeps nothing of what its hooks see: that of transformers which
+    has inputs require gradients, under activation checkpointing, or torch's parametrisations."""
+    module = getattr(hook, "__module__", "")
+    return module.partition(".")[0] in ("torch", "transformers", "peft")
 
 
 def _is_loss(value: Any) -> bool:

@@ -19,7 +19,11 @@ __all__ = [
     "backward_hooks",
     "current_backward",
     "current_leaf",
+    "current_leaf_nodes",
+    "current_region",
+    "fate_at",
     "fate_of_gradient",
+    "has_hooks",
     "keeps_graph",
     "post_accumulate_hooks",
     "saved_tensors",
@@ -37,7 +41,11 @@ class Fate(Enum):
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
     """The use that the running backward pass will make of a leaf's gradient. To be called inside a backward pass."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return fate_at(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def fate_at(node: Any) -> Fate:
+    """The use that the running backward pass will make of the gradient of the leaf whose node this is."""
     try:
         return Fate.ACCUMULATED if torch._C._will_engine_execute_node(node) else Fate.DROPPED
     except RuntimeError:  # "A leaf node was passed … but we are currently running autograd.grad()"
@@ -49,8 +57,19 @@ def current_leaf(position: int) -> torch.Tensor | None:
 
     To be called inside the backward of a captured region; positions count the region's tensor inputs.
     """
+    return getattr(current_leaf_nodes()[position], "variable", None)
+
+
+def current_leaf_nodes() -> list[Any]:
+    """The nodes behind the inputs of the autograd node now running; those of leaves have them as `variable`. This
+    takes time for each input, whichever of them are wanted."""
     edges: Any = torch._C._current_autograd_node().next_functions
-    return getattr(edges[position][0], "variable", None)
+    return [edge for edge, _ in edges]
+
+
+def current_region() -> tuple[int, int]:
+    """Numbers that identify the running backward pass and the autograd node now running in it, while it runs."""
+    return current_backward(), id(torch._C._current_autograd_node())
 
 
 def current_backward() -> int:
@@ -61,6 +80,11 @@ def current_backward() -> int:
 def keeps_graph() -> bool:
     """Whether the running backward pass was started with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a leaf has any hooks. This is asked for every parameter at every call."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -1,8 +1,8 @@
 """Fake tensors: tensors with shape, dtype and device, but without memory.
 
-Private names, in torch 2.11 to 2.15: `torch._subclasses.fake_tensor.FakeTensor` and `FakeTensorMode` (with
-`fake_tensor_converter.from_meta_and_device`, `from_tensor`, `shape_env`), `torch._guards.TracingContext` (with
-`fake_mode`, `tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
+Private names, in torch 2.11 to 2.15: `torch._subclasses.fake_tensor.FakeTensor` (with `fake_device`) and
+`FakeTensorMode` (with `fake_tensor_converter.from_meta_and_device`, `from_tensor`, `shape_env`),
+`torch._guards.TracingContext` (with `fake_mode`, `tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "failing_on_fakes", "fresh_fakes", "new_fake_mode", "to_fake", "traced_mode"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "device_asked_for",
+    "device_type_of",
+    "failing_on_fakes",
+    "fresh_fakes",
+    "new_fake_mode",
+    "to_fake",
+    "traced_mode",
+]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -34,6 +44,19 @@ def to_fake(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
+    """The answer to a call that only reads a fake's device; None for any other call. Autograd reads it several times
+    for each operator, and the fake mode takes longer than this to answer."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """The type of a tensor's device, without an operator call where it is a fake."""
+    return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
 
 
 def traced_mode() -> FakeTensorMode:

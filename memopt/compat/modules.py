@@ -1,19 +1,28 @@
 """Modules: what a call of a model goes through.
 
-Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_pre_hooks`, `Module._call_impl` and
-`Module._compiled_call_impl`. The last is what
+Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_pre_hooks`, `Module._modules`,
+`Module._parameters`, `Module._call_impl` and `Module._compiled_call_impl`. The last is what
 `Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
 `_call_impl`. Pickling and `copy.deepcopy` leave it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["compiled_call", "has_forward_hooks", "plain_call", "reset_compiled_call", "set_compiled_call"]
+__all__ = [
+    "compiled_call",
+    "forward_hooks",
+    "has_forward_hooks",
+    "modules_of",
+    "parameters_in",
+    "plain_call",
+    "reset_compiled_call",
+    "set_compiled_call",
+]
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
@@ -38,5 +47,29 @@ def reset_compiled_call(module: nn.Module) -> None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether functions of the user's run before or after the module's own forward."""
+    """Whether other functions run before or after the module's own forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The functions that run before and after the module's own forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The model and the modules in it, each once, in the same order as long as they are the same. `Module.modules`
+    names them on the way, which takes several times longer: too long for every call of a small model."""
+    found = {model: None}
+    left = [model]
+    while left:
+        for module in left.pop()._modules.values():
+            if module is not None and module not in found:
+                found[module] = None
+                left.append(module)
+    return list(found)
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The modules' own parameters, each once."""
+    found = {id(value): value for module in modules for value in module._parameters.values() if value is not None}
+    return list(found.values())

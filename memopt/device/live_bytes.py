@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
 from memopt.device.op_call import tensors_in
 
 
@@ -34,7 +35,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (device := device_asked_for(func, args)) is not None:
+            return device
         result = self.run(func, args, kwargs)
+        if func.is_view and isinstance(args[0], FakeTensor):  # no storage is made, no kernel runs
+            return result
         self.exclude((args, list(kwargs.values())))
         self.count(result)
         self.raise_peak(self.workspace_bytes(func, args, kwargs, result))
@@ -57,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
     def count(self, tensors: Any) -> None:
         """Count those storages of these tensors (nested tuples and lists) that are new, until they die."""
         for tensor in tensors_in(tensors):
-            if tensor.layout != torch.strided or self._device_type not in (None, tensor.device.type):
+            if tensor.layout != torch.strided or self._device_type not in (None, device_type_of(tensor)):
                 continue
             storage = tensor.untyped_storage()
             if storage in self._known:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
-from memopt.compat.autograd import Fate, backward_hooks, current_leaf, fate_of_gradient, post_accumulate_hooks
+from memopt.compat.autograd import (
+    Fate,
+    backward_hooks,
+    current_leaf,
+    current_leaf_nodes,
+    current_region,
+    fate_at,
+    fate_of_gradient,
+    has_hooks,
+    post_accumulate_hooks,
+)
 from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
@@ -38,6 +48,20 @@ class Accumulation:
     exchange: Exchange | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
     of them, at the end of a region's backward, or there is one rank."""
+    _region: tuple[int, int] | None = None
+    _nodes: list[Any] = field(default_factory=list)
+
+    def node_of(self, position: int) -> Any:
+        """The autograd node of the parameter that was input `position` of the region whose backward runs; None where
+        the input was no parameter, so that no input is held when the backward is over."""
+        region = current_region()
+        if region != self._region:
+            nodes = current_leaf_nodes()
+            self._nodes = [
+                node if isinstance(getattr(node, "variable", None), nn.Parameter) else None for node in nodes
+            ]
+            self._region = region
+        return self._nodes[position]
 
 
 class AccumulateGradient(nn.Module):
@@ -60,6 +84,8 @@ class AccumulateGradient(nn.Module):
     def receiver(self) -> tuple[torch.Tensor | None, Fate]:
         """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
         the input is not a leaf."""
+        if (node := self.accumulation.node_of(self.position)) is not None:
+            return node.variable, fate_at(node)
         parameter = current_leaf(self.position)
         return parameter, Fate.RETURNED if parameter is None else fate_of_gradient(parameter)
 
@@ -115,6 +141,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     """Whether a hook waits for the parameter's gradient; with `stepped`, a hook other than the one that steps it."""
+    if not has_hooks(parameter):
+        return False
     late = len(post_accumulate_hooks(parameter))
     if stepped and len(stepping_hooks(parameter)) == 1:
         late -= 1

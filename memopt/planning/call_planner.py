@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from memopt.account.account import Account, account_of, in_blocks
-from memopt.account.elsewhere import Around, Elsewhere, in_steps
+from memopt.account.account import in_blocks
+from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.departures import departures
 from memopt.capture.fake_model import Narrowed
@@ -23,23 +22,18 @@ from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
 from memopt.capture.trace import accumulating, trace_call
-from memopt.compat.dispatch import without_autocast
-from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.errors import CaptureError
+from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
-from memopt.planning.options import Options, backend_for
-from memopt.planning.plan import Plan
+from memopt.planning.options import Options
 from memopt.planning.plan_search import Candidate, PlanSearch
-from memopt.planning.proposing import Proposing
-from memopt.planning.situation import Buckets, Situation
+from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.rewrite import FP8_LEVERS, REINPLACE, LeverSet, lever_sets, offload_link
-from memopt.rewrite.precision import DecidePrecision, check_rules, precision_rewriting
+from memopt.rewrite import LeverSet, offload_link
+from memopt.rewrite.precision import DecidePrecision, check_rules
 from memopt.rewrite.precision.screenings import Screenings
-from memopt.rewrite.user_passes import with_passes
-from passes.ops.fp8_history import histories_of
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "
@@ -55,13 +49,14 @@ _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
 
 
-class CallPlanner:
+class CallPlanner(CallAccounts):
     """Plans the training calls of one model; `plain` runs the plain model's forward."""
 
     def __init__(
         self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
     ) -> None:
-        self.model, self.options, self.loss_fn, self.plain = model, options, loss_fn, plain
+        super().__init__(model, options)
+        self.loss_fn, self.plain = loss_fn, plain
         self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
@@ -69,10 +64,6 @@ class CallPlanner:
         Other situations share them."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
-        self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
-        """What belongs to a call, as `elsewhere` is to know it."""
-        self.histories = histories_of(model).prefix
-        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
 
     def candidates(
         self,
@@ -175,8 +166,8 @@ class CallPlanner:
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
         notes = (*self.options.notes(self.device().type), *proposing.notes, *filter(None, [self.elsewhere.note]))
-        if self._idle_levers:
-            names = " and ".join(map(repr, sorted(self._idle_levers)))
+        if self.idle_levers:
+            names = " and ".join(map(repr, sorted(self.idle_levers)))
             notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
@@ -240,117 +231,3 @@ class CallPlanner:
                 room_bytes=room,
                 differentiate_all=self.differentiate_all,
             )
-
-    def account(self, call: Call, situation: Situation) -> Account:
-        """The bytes of the step that no schedule changes."""
-        account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
-        held, others = situation.gradients_held, situation.other_forwards
-        account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
-        if situation.buckets is not None:
-            account = _with_buckets(account, situation.buckets)
-        elsewhere = situation.elsewhere
-        if elsewhere is None:
-            elsewhere = self.elsewhere.now(self.around(call)).beside(account.optimizer_state)
-            if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
-                elsewhere = max(0, elsewhere - account.buckets)
-        return replace(account, elsewhere=elsewhere)
-
-    def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
-        """Whether a plan that was kept on disk fits beside what lies on the device now."""
-        now = self.account(call, situation).elsewhere
-        return plan.ceiling_bytes - plan.account.elsewhere + now <= self.options.budget_bytes
-
-    @cached_property
-    def elsewhere(self) -> Elsewhere:
-        """Counts what lies on the model's device; nothing for a plan for another device, unless the user says."""
-        options = self.options
-        here = options.hardware is None and all(map(is_real, self.model.parameters()))
-        fixed_bytes = options.elsewhere_bytes if here or options.elsewhere_bytes is not None else 0
-        with_state = options.optimizer is not None
-        return Elsewhere(
-            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
-        )
-
-    def device(self) -> torch.device:
-        """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
-        other attention kernels and lacks some gradients."""
-        home = next(self.model.parameters()).device
-        if home.type != "meta":
-            return home
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    @cached_property
-    def backend(self) -> str:
-        """The backend that runs planned graphs: "aten" or "inductor"."""
-        return backend_for(self.options.backend, self.device().type)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
-        memory."""
-        return self.backend == "inductor"
-
-    @cached_property
-    def proposing(self) -> Proposing:
-        """The optimiser proposals that are possible for the model, and those that were chosen."""
-        return Proposing(self.model, self.options, self.card, self.rewriting.autocast, self.fuses)
-
-    @cached_property
-    def card(self) -> Hardware:
-        """The hardware that the step is planned for: the card that was named, or the device at hand."""
-        if self.options.calibrate:
-            with stage("timing the device"):
-                return calibrated_hardware(self.device())
-        return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
-
-    @cached_property
-    def rewriting(self) -> Rewriting:
-        """The rewriting that every lever set includes: precision, and whether results are written in place."""
-        by_types = precision_rewriting(self.options.precision, self.card)
-        return replace(by_types, reinplace=REINPLACE in self.options.allow)
-
-    @property
-    def bare(self) -> LeverSet:
-        """The lever set with no levers and none of the user's passes: the call as captured."""
-        return LeverSet((), self.rewriting)
-
-    @property
-    def lever_sets(self) -> tuple[LeverSet, ...]:
-        """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
-        allow = self.options.allow - self._idle_levers
-        found = lever_sets(self.rewriting, allow, card=self.card, histories=self.histories)
-        if not self.options.passes:
-            return found
-        names = tuple(dict.fromkeys(user_pass.name for user_pass in self.options.passes))
-        return tuple(
-            replace(
-                levers,
-                levers=(*names, *levers.levers),
-                rewriting=with_passes(levers.rewriting, self.options.passes),
-            )
-            for levers in found
-        )
-
-    @property
-    def _idle_levers(self) -> frozenset[str]:
-        """The allowed 8-bit levers that have no step in 16 bits, where nobody has asked for a precision."""
-        no_low_bits = self.options.precision == "auto" and self.rewriting.autocast is None
-        return self.options.allow & frozenset(FP8_LEVERS) if no_low_bits else frozenset()
-
-    def types(self) -> AbstractContextManager[None]:
-        """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
-        return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
-
-    @property
-    def differentiate_all(self) -> bool:
-        """Whether all outputs of the model may get gradients, not the loss alone."""
-        return self.options.outputs == "all"
-
-
-def _with_buckets(account: Account, buckets: Buckets) -> Account:
-    """The account under `DistributedDataParallel`. Gradients that lie in the buckets are counted there, and as held:
-    none is kept elsewhere until the backward's end."""
-    exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
-    if not buckets.hold_gradients:
-        return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)
-    return replace(account, buckets=buckets.nbytes, gradients=account.gradients - exchanged, gradients_held=True)

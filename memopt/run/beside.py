@@ -53,7 +53,7 @@ class Beside:
     """What the device holds beside a training call that begins now, or beside its backward."""
 
     waiting: int = 0
-    """The number of forwards of this model that wait for their backward."""
+    """The number of forwards of this model that wait for their backward, with plan or without."""
     waiting_bytes: int = 0
     """The bytes that they hold."""
     gradients: int = 0
@@ -63,6 +63,8 @@ class Beside:
     around: Around = field(default_factory=Around)
     later_bytes: int = 0
     """Bytes elsewhere that appeared between an earlier forward and its backward."""
+    spare_bytes: int | None = None
+    """What this call may hold beside the backwards of those that wait; None where none waits."""
 
     @property
     def to_come(self) -> int:
@@ -110,12 +112,27 @@ class Beside:
             return True
         return self.elsewhere_bytes(plan) <= room_bytes
 
-    def leaves(self, room_bytes: int, optimizer_state: int) -> bool:
-        """Whether what is here takes at most `room_bytes`, beside a step with an optimiser state of that size."""
-        room_bytes -= self.waiting_bytes
-        if self.elsewhere is None or self._surely_within(room_bytes, optimizer_state):
-            return room_bytes >= 0
-        return self.elsewhere.now(self.around).beside(optimizer_state) + self.later_bytes <= room_bytes
+    def may_hold(self, held_bytes: int) -> bool:
+        """Whether the backwards of the forwards that wait have room beside a call that holds so many bytes."""
+        return self.spare_bytes is None or held_bytes <= self.spare_bytes
+
+    def reserved_bytes(self, held_bytes: int) -> int:
+        """The bytes that a step has to leave where it runs without a plan and holds `held_bytes` until its backward:
+        for forwards that wait, for those to come that hold as much as this one, and for the gradients that the first
+        of their backwards leaves."""
+        company = self.waiting or self.to_come
+        return self.waiting_bytes + self.to_come * held_bytes + (self.gradients if company else 0)
+
+    def left_bytes(self, room_bytes: int, optimizer_state: int, *, enough: int) -> int:
+        """What is left of `room_bytes` by what lies elsewhere on the device, beside a step with an optimiser state of
+        that size. It may be more than this says where this says `enough` or more."""
+        if self.elsewhere is None:
+            return room_bytes
+        most = self.elsewhere.at_most(self.around)
+        left = room_bytes - self.later_bytes - (most.beside(optimizer_state) if most else room_bytes)
+        if left >= enough:
+            return left
+        return room_bytes - self.later_bytes - self.elsewhere.now(self.around).beside(optimizer_state)
 
     def _surely_within(self, room_bytes: int, optimizer_state: int) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""

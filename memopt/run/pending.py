@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
+from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
@@ -82,7 +83,8 @@ class PendingForward:
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()
         self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
-        waiting = sum(forward.held_bytes for forward in self.beside.waiting() if forward is not self)
+        others = [forward for forward in self.beside.waiting() if forward is not self]
+        waiting = _held(others) + _held(self.beside.plain_waiting())
         peak = self.plan.ceiling_bytes
         if keeps_graph():
             assert self.plan.schedule is not None
@@ -123,8 +125,9 @@ class PendingForward:
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
-        others = [forward for forward in self.beside.waiting() if forward is not self] or [self]
-        waiting = sum(forward.saved_bytes() for forward in others)
+        plain_bytes = _held(self.beside.plain_waiting())
+        others = [forward for forward in self.beside.waiting() if forward is not self]
+        waiting = sum(forward.saved_bytes() for forward in others) + plain_bytes or self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
         if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
             gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -141,7 +144,8 @@ class PendingForward:
         model = self.model()
         if model is None or self.plan.account.gradients_held:
             return 0
-        return distinct_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        parameters = parameters_in(modules_of(model))
+        return distinct_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such
@@ -170,6 +174,24 @@ class PendingForward:
         return not added and fate is not Fate.DROPPED
 
 
+@dataclass(eq=False)
+class PlainForward:
+    """A forward of a call that ran as the plain model does; to be held by its autograd graph."""
+
+    beside: PendingForwards
+    held_bytes: int
+    """The bytes that it holds until its backward, without resident bytes."""
+    left_bytes: int
+    """What its step leaves of the budget if no other forward waits."""
+    outputs: tuple[WeakStorage, ...]
+    """The storages of what it returned."""
+    done: bool = False
+
+    def end(self, *_: object) -> None:
+        """Mark it as done; called when a backward through any of its outputs begins."""
+        self.done = self.done or not keeps_graph()
+
+
 @dataclass
 class PendingForwards:
     """The forwards of a model that wait for their backward; one that is freed disappears by itself."""
@@ -179,15 +201,34 @@ class PendingForwards:
     later_bytes: int = 0
     """The most bytes elsewhere on the device that were found to appear between a forward and its backward."""
     _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
+    _plain: weakref.WeakSet[PlainForward] = field(default_factory=weakref.WeakSet)
     _begun: int = 0
     _of_all_models: ClassVar[weakref.WeakSet[PendingForward]] = weakref.WeakSet()
+    _plain_of_all_models: ClassVar[weakref.WeakSet[PlainForward]] = weakref.WeakSet()
 
     def addresses(self) -> frozenset[int]:
         """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
         forwards = (*self.waiting(), *self.of_other_models())
-        returned = [storage.address for forward in forwards for storage in forward.outputs]
+        all_plain = [forward for forward in self._plain_of_all_models if not forward.done]
+        outputs = [*(forward.outputs for forward in forwards), *(forward.outputs for forward in all_plain)]
+        returned = [storage.address for storages in outputs for storage in storages]
         saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
         return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
+
+    @property
+    def held_bytes(self) -> int:
+        """What the forwards that wait for their backward hold, those of plain calls too."""
+        return _held(self.waiting()) + _held(self.plain_waiting())
+
+    @property
+    def others_held_bytes(self) -> int:
+        """What such forwards of other models hold."""
+        plain = (forward for forward in self._plain_of_all_models if forward.beside is not self and not forward.done)
+        return _held(self.of_other_models()) + _held(plain)
+
+    def plain_waiting(self) -> list[PlainForward]:
+        """The forwards of calls that ran as the plain model whose backward has not begun yet."""
+        return [forward for forward in self._plain if not forward.done]
 
     def waiting(self) -> list[PendingForward]:
         """The forwards whose backward has not run yet, in their order."""
@@ -204,6 +245,15 @@ class PendingForwards:
         self.latest_outputs = forward.outputs
         self._alive.add(forward)
         self._of_all_models.add(forward)
+
+    def add_plain(self, forward: PlainForward) -> None:
+        """Add a forward of a call that ran as the plain model, for as long as it is alive."""
+        self._plain.add(forward)
+        self._plain_of_all_models.add(forward)
+
+
+def _held(forwards: Iterable[PendingForward] | Iterable[PlainForward]) -> int:
+    return sum(forward.held_bytes for forward in forwards)
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

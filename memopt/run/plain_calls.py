@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -16,23 +15,37 @@ from memopt.account.plain_count import PlainStep, count_plain_step
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
+from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, on_meta, tensors_in
+from memopt.compat.modules import modules_of, parameters_in, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
+from memopt.compat.storages import weak_storages
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.recent import Recent
 from memopt.run.beside import Beside
+from memopt.run.pending import PendingForwards, PlainForward
+from memopt.run.road import Road
+from memopt.run.settings import Settings
 
 MARGIN = 1.02
 """The count of a plain step is taken to be this much too low; on a GPU `CUDA_MARGIN`, where blocks leave gaps."""
 CUDA_MARGIN = 1.1
-GROWTH = 1.25
+GROWTHS = (2.0, 1.25)
 """Sizes above all that were counted are counted with this much in reserve, so that lengths which grow are not counted
-one by one."""
+one by one: the first that is likely to fit."""
 _MOST_COUNTS = 12
 """Counts of one kind of call: after so many, sizes that none of them answers for are planned."""
+_MOST_KINDS = 16
+"""Kinds of calls that are counted; calls of further kinds are planned."""
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 Sizes: TypeAlias = tuple[int, ...]
+
+RUNS_PLAIN = (
+    "the calls of this model run as the plain model does, since its step fits the budget; shown is the plan that such "
+    "a call would run by otherwise, made when it was asked for"
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +57,19 @@ class _Fitting:
     """What it leaves of the budget."""
     optimizer_state: int
 
-    def fits(self, beside: Beside) -> bool:
-        """Whether it fits beside other forwards, and what else lies on the device."""
-        return beside.leaves(self.room_bytes, self.optimizer_state)
+    def beside(self, beside: Beside) -> Fits | None:
+        """The step beside other forwards, and what else lies on the device; None where it does not fit there."""
+        reserved = beside.reserved_bytes(self.step.held_bytes)
+        left = beside.left_bytes(self.room_bytes, self.optimizer_state, enough=reserved)
+        return Fits(self.step, left) if left >= reserved and beside.may_hold(self.step.held_bytes) else None
+
+
+@dataclass(frozen=True)
+class Fits:
+    """A step that fits, and what it leaves of the budget if no other forward waits."""
+
+    step: PlainStep
+    left_bytes: int
 
 
 @dataclass
@@ -62,60 +85,94 @@ class _Kind:
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
         return enough or any(_covers(sizes, least) for least in self.too_large)
 
+    def growth(self, sizes: Sizes) -> float:
+        """The reserve with which sizes above the latest count are counted: the largest with which the step is likely to
+        fit, if what it holds grows with the square of the sizes that grew."""
+        most, latest = self.fitting[-1]
+        ratio = max(size / max(1, limit) for size, limit in zip(sizes, most, strict=True))
+        for growth in GROWTHS[:-1]:
+            if latest.step.held_bytes * ((growth * ratio) ** 2 - 1) <= latest.room_bytes:
+                return growth
+        return GROWTHS[-1]
+
 
 class PlainCalls:
-    """Says which training calls may run as the plain model does, and what their forwards hold until their backward."""
+    """Says which training calls may run as the plain model does, and runs those.
 
-    def __init__(self, model: nn.Module, planner: CallPlanner, plain: Callable[..., Any]) -> None:
-        self.model, self.planner, self.plain = model, planner, plain
+    They run in eager mode where the user had compiled the model, too: what compiled code holds is another matter than
+    what is counted here.
+    """
+
+    def __init__(
+        self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, pending: PendingForwards
+    ) -> None:
+        self.model, self.planner, self.pending = model, planner, pending
+        self.plain: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
         """The latest call that was counted and fits, without its values."""
-        self._kinds: Recent[Any, _Kind] = Recent(16)
-        self._waiting: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._settings = Settings(model)
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._shown: tuple[Call, Plan] | None = None
 
-    @property
-    def waiting_bytes(self) -> int:
-        """The bytes held by forwards of plain calls whose backward is still to come."""
-        return sum(forward.held_bytes for forward in self._waiting if not forward.done)
-
-    def step_if_it_fits(self, call: Call, situation: Situation, beside: Beside) -> PlainStep | None:
-        """The count of the step of a call that may run plain; None for one that has to be planned."""
+    def step_if_it_fits(self, call: Call, situation: Situation, beside: Beside) -> Fits | None:
+        """The step of a call that may run plain; None for one that has to be planned."""
         if not (self.allowed and self._nothing_else_wanted()):
             return None
         leaves, structure = tree_flatten(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        sizes = _sizes(call)
-        key = repr((
-            structure,
-            [(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors],
-            [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-            sum(parameter.requires_grad for parameter in self.model.parameters()),
-            (situation.gradients_held, autocast_state()),
-        ))  # fmt: skip
-        kind = self._kinds.get(key)
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if not all(isinstance(leaf, _PLAIN) for leaf in others):
+            return None  # an object may have tensors of its own, which a count does not see
+        kind = self._kind((repr((structure, others)), tuple(map(_without_sizes, tensors))), situation)
         if kind is None:
-            kind = self._kinds[key] = _Kind()
+            return None
+        sizes = _sizes(tensors)
         for most, fitting in kind.fitting:
             if _covers(most, sizes):
-                return fitting.step if fitting.fits(beside) else None
+                return fitting.beside(beside)
         if kind.known_too_large(sizes):
             return None
         counted = self._count(kind, call, sizes, situation)
-        return counted.step if counted is not None and counted.fits(beside) else None
+        return counted.beside(beside) if counted is not None else None
 
-    def run(self, call: Call, step: PlainStep) -> Any:
+    def run(self, call: Call, fits: Fits) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
         result = self.plain(*call[0], **call[1])
-        loss = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn), None)
-        if loss is not None:
-            forward = _Forward(step.held_bytes)
-            self._waiting.add(forward)
-            node: Any = loss.grad_fn
-            node.metadata["memopt"] = forward  # lives as long as the graph
-            node.register_prehook(forward.end)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        if outputs:
+            step = fits.step
+            forward = PlainForward(self.pending, step.held_bytes, fits.left_bytes, tuple(weak_storages(outputs)))
+            self.pending.add_plain(forward)
+            nodes: set[Any] = {output.grad_fn for output in outputs}
+            for node in nodes:
+                node.metadata["memopt"] = forward  # it lives as long as a backward may begin at any output
+                node.register_prehook(forward.end)
         return result
+
+    def shown(self, road: Road, situation: Situation) -> Plan:
+        """The plan that the latest call would run by if its plain step did not fit, made at the first time it is asked
+        for. Raises `BudgetError`, `CaptureError`."""
+        assert self.latest is not None
+        if self._shown is None or self._shown[0] is not self.latest:
+            plan = road.plan(self.planner.capture_on_fakes(self.latest, None), self.latest, situation, advise=False)
+            self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
+        return self._shown[1]
+
+    def _kind(self, inputs: Hashable, situation: Situation) -> _Kind | None:
+        """The counts of calls with such inputs in such a situation; None where there are too many kinds of them."""
+        modules = modules_of(self.model)
+        parameters = tuple([
+            (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parameters_in(modules)
+        ])  # fmt: skip
+        state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(modules)
+        key = inputs, parameters, state
+        if key not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:
+                return None
+            self._kinds[key] = _Kind()
+        return self._kinds[key]
 
     def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> _Fitting | None:
         if not all(map(is_real, self.model.parameters())):
@@ -125,7 +182,7 @@ class PlainCalls:
                 self.model, self.plain, batch, self.planner.card, gradients_held=situation.gradients_held
             )
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
-                kind.fitting.append((_sizes(batch), fitting))
+                kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = on_meta(call)
                 return fitting
         kind.too_large.append(sizes)
@@ -133,7 +190,9 @@ class PlainCalls:
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
-        account = replace(self.planner.account(call, situation), elsewhere=0)
+        account = self.planner.account(call, replace(situation, elsewhere=0))
+        if situation.buckets is not None and situation.buckets.clone_outputs:
+            account = replace(account, output_clones=step.output_bytes)
         margin = MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
@@ -155,33 +214,25 @@ class PlainCalls:
         )
 
 
-@dataclass(eq=False)
-class _Forward:
-    """A forward of a plain call."""
-
-    held_bytes: int
-    done: bool = False
-
-    def end(self, *_: Any) -> None:
-        """Called when its backward begins."""
-        self.done = True
+def _without_sizes(tensor: torch.Tensor) -> Hashable:
+    return tensor.dtype, tensor.dim(), tensor.requires_grad
 
 
-def _sizes(call: Call) -> Sizes:
-    return tuple(size for tensor in tensors_in(call) for size in tensor.shape)
+def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:
+    return tuple([size for tensor in tensors for size in tensor.shape])
 
 
 def _grown(call: Call, kind: _Kind) -> Iterator[Call]:
-    """The call with sizes above all that were counted, and some more, where any size exceeds the last count."""
+    """The call with the sizes of the last count, or with some more than its own where those are larger."""
     if not kind.fitting:
         return
-    places = ((number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim()))
-    changed = {
-        place: math.ceil(GROWTH * size)
-        for place, size, most in zip(places, _sizes(call), kind.fitting[-1][0], strict=True)
-        if size > most
-    }
-    yield at_largest(call, changed)
+    tensors = list(tensors_in(call))
+    sizes = _sizes(tensors)
+    growth = kind.growth(sizes)
+    places = [(number, dim) for number, tensor in enumerate(tensors) for dim in range(tensor.dim())]
+    counted = kind.fitting[-1][0]
+    grown = [math.ceil(growth * size) if size > most else most for size, most in zip(sizes, counted, strict=True)]
+    yield at_largest(call, dict(zip(places, grown, strict=True)))
 
 
 def _covers(most: Sizes, sizes: Sizes) -> bool:

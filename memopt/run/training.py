@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.account import distinct_bytes
-from memopt.account.elsewhere import Around
 from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, loss_call, training_call
@@ -23,11 +20,9 @@ from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
-from memopt.compat.storages import weak_storages
-from memopt.emit.gradients import Accumulation, is_hooked
-from memopt.emit.stepping import sharing_memory
+from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
-from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD
+from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning import plan_cache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
@@ -37,19 +32,18 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.run.beside import Beside, Groups
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.calls_by_size import CallsBySize
 from memopt.run.data_parallel import DataParallel
-from memopt.run.pending import PendingForward, PendingForwards
+from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog
 from memopt.run.road import Road
+from memopt.run.surroundings import Surroundings
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.training_state import generator_states, set_generators
-from memopt.units import size
 
 
 class TrainingCalls:
@@ -70,14 +64,13 @@ class TrainingCalls:
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
         self.watch, self.parallel = watch, parallel or DataParallel(model)
-        self.pending = PendingForwards()
         self.accumulation = Accumulation()
-        self.groups = Groups(options.forwards)
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
-        self.planner.around = self._around
+        self.surroundings = Surroundings(model, self.planner, self.parallel, options.forwards)
         self.road = Road(self.planner, self.accumulation)
-        self.plain_calls = PlainCalls(model, self.planner, self.plain)
+        self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
         self._latest: Plan | None = None
+        self._ran_plain = False  # the latest call
         self.unplanned = False
         self._uncapturable = Uncapturable(model)
         self._log, self._plans_logged = PlanningLog(), 0
@@ -92,23 +85,20 @@ class TrainingCalls:
             return self.plain(*args, **kwargs)
         check_device((args, kwargs), self.model)
         self.planner.proposing.check_parameters()
-        waiting = self.pending.waiting()
-        self.groups.begin(len(waiting))
-        self._check_waiting(waiting)
+        waiting = self.surroundings.begin()
         self.parallel.look()
         self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
         call = args, kwargs
-        situation = self._situation()
-        beside = self._beside(call, situation)
-        if step := self.plain_calls.step_if_it_fits(call, situation, beside):
-            return self.plain_calls.run(call, step)
+        situation = self.surroundings.situation()
+        beside = self.surroundings.beside(call, situation)
+        if fits := self.plain_calls.step_if_it_fits(call, situation, beside):
+            self._ran_plain = True
+            return self.plain_calls.run(call, fits)
         try:
             with self.planner.types():
                 return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
         except BudgetError as refused:
-            if self.groups.others >= len(waiting):
-                raise
-            raise refused.adding(_IN_GROUP.format(len(waiting) + 1)) from None
+            raise self.surroundings.explain(refused, waiting) from None
         except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
@@ -170,8 +160,8 @@ class TrainingCalls:
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
         buckets = self.parallel.buckets(gradients_held=gradients_held)
-        situation = replace(self._situation(), gradients_held=gradients_held, buckets=buckets)
-        if group := self._beside(call, situation).in_group:
+        situation = replace(self.surroundings.situation(), gradients_held=gradients_held, buckets=buckets)
+        if group := self.surroundings.beside(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
@@ -252,13 +242,11 @@ class TrainingCalls:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest call; where calls run plain, made now on fake tensors, as they would be planned."""
-        if self._latest is None and self.plain_calls.latest is not None:
-            with self.planner.types(), torch.enable_grad():
-                call, situation = self.plain_calls.latest, self._situation()
-                captured = self.planner.capture_on_fakes(call, None)
-                self._latest = self.road.plan(captured, call, situation, advise=False)
-        return self._latest
+        """The plan of the latest call; where that ran plain, the plan that it would run by otherwise, made now."""
+        if not self._ran_plain:
+            return self._latest
+        with self.planner.types(), torch.enable_grad():
+            return self.plain_calls.shown(self.road, self.surroundings.situation())
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
@@ -296,105 +284,14 @@ class TrainingCalls:
         self._broken.forget()
         self.planner.forget_sizes()
 
-    def _situation(self) -> Situation:
-        parameters = list(self.model.parameters())
-        proposing = self.planner.proposing
-        stepped = proposing.stepping is not None
-        hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
-        if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
-            hooked += sharing_memory(self.model)
-        return Situation(
-            gradients_held=any(parameter.grad is not None for parameter in parameters),
-            hooked=frozenset(map(id, hooked)),
-            buckets=self.parallel.buckets(),
-        )
-
-    def _beside(self, call: Call, situation: Situation) -> Beside:
-        """What the device holds beside a call that begins now."""
-        waiting = self.pending.waiting()
-        gradients = 0
-        if waiting or self.groups.others:
-            trained = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-            gradients = 2 * trained if situation.gradients_held else trained
-        return Beside(
-            len(waiting),
-            sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes,
-            gradients,
-            self.groups,
-            self.planner.elsewhere,
-            self._around(call, situation.gradients_held),
-            self.pending.later_bytes,
-        )
-
-    def _around(self, call: Call, *kind: object) -> Around:
-        """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
-        waiting, others = self.pending.waiting(), self.pending.of_other_models()
-        return Around(
-            tuple(tensors_in(call)),
-            self.pending.addresses,
-            sum(forward.held_bytes for forward in waiting) + self.plain_calls.waiting_bytes,
-            sum(forward.held_bytes for forward in others),
-            (len(waiting), len(others), *kind),
-        )
-
-    def _around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
-        """What the device holds beside the backward of a forward, which begins with these gradients."""
-        around = self._around(((), {}), forward.plan.account.gradients_held, "backward")
-
-        def addresses() -> frozenset[int]:
-            own = (*forward.given, *weak_storages(gradients))
-            return self.pending.addresses() | {storage.address for storage in own}
-
-        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
-
-    def _check_waiting(self, waiting: Sequence[PendingForward]) -> None:
-        """Raise `BudgetError` where a forward that waits for its backward has no room for the gradients that the
-        backward of this call will leave."""
-        gradients = distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        earlier_bytes = 0
-        for forward in waiting:
-            planned = forward.plan
-            alone = planned.ceiling_bytes - planned.account.other_forwards
-            needed = alone + earlier_bytes + gradients
-            if needed > planned.budget_bytes:
-                reason = "a second forward before the first one's backward"
-                if elsewhere := planned.account.elsewhere:
-                    reason += f", elsewhere {size(elsewhere)}"
-                raise BudgetError(
-                    planned.budget_bytes,
-                    forward.roomy_bytes(needed),
-                    reason,
-                    least=False,
-                    further=(_IN_GROUP.format(len(waiting) + 1),),
-                )
-            earlier_bytes += forward.held_bytes
-
     def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
         if self.road.plans != self._plans_logged:
             self._plans_logged = self.road.plans
             self._log.planned(plan, call, time.perf_counter() - started)
-        self._latest = plan
-        held = plan.held_bytes + plan.account.between_regions
-        forward = PendingForward(
-            plan,
-            weakref.ref(self.model),
-            situation.hooked,
-            self.pending,
-            self.accumulation,
-            held,
-            self._around_backward,
-            tuple(weak_storages(tensors_in(call))),
-        )
-        self.groups.ran(len(self.pending.waiting()), held)
-        self.pending.add(forward)
-        return forward
+        self._latest, self._ran_plain = plan, False
+        return self.surroundings.planned(call, situation, plan, self.accumulation)
 
-
-_IN_GROUP = (
-    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
-    "from the first step on if optimize is given forwards={0}"
-)
 
 _MOST_BREAKS = 256
 """The number of signatures that are remembered to break into regions."""

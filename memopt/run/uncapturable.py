@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from memopt.capture.inputs import Call, call_signature
 from memopt.errors import CaptureError
 from memopt.recent import Recent
+from memopt.run.settings import Settings
 
 _MOST = 64
 """The number of errors that are remembered."""
@@ -18,7 +17,7 @@ class Uncapturable:
     """The capture errors of one model's calls, by the call's signature and the state of the model's code."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self._settings = Settings(model)
         self._texts: Recent[tuple[str, int], str] = Recent(_MOST)
 
     def check(self, call: Call) -> None:
@@ -31,11 +30,4 @@ class Uncapturable:
         self._texts[self._key(call)] = str(error)
 
     def _key(self, call: Call) -> tuple[str, int]:
-        return call_signature(call), hash(tuple(map(_code_and_settings, self.model.modules())))
-
-
-def _code_and_settings(module: nn.Module) -> tuple[Any, ...]:
-    """The code of a module's forward and its attributes of plain types, which decide what the forward does."""
-    plain = (bool, int, float, str, type(None))
-    settings = ((name, value) for name, value in vars(module).items() if isinstance(value, plain))
-    return getattr(module.forward, "__code__", None), *settings
+        return call_signature(call), self._settings.number()

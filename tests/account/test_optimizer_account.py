@@ -257,3 +257,16 @@ def test_refusals() -> None:
         optimizer_account(list, parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not 3"):
         optimizer_account(3, parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "radam", "sgd"])
+def test_parameters_that_are_stepped_singly_are_tried_once_for_each_kind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [(30, 7), *[(5,), (30, 17), (17, 30)] * 6, ()]
+    parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
+    parameters.append(torch.nn.Parameter(torch.empty(9, dtype=torch.bfloat16)))
+    parameters.append(torch.nn.Parameter(torch.empty(17, 30).t()))
+    by_kinds = optimizer_account(name, parameters)
+    monkeypatch.setattr("memopt.account.optimizer_account._SINGLY", ())
+    assert by_kinds == optimizer_account(name, parameters)

@@ -1,0 +1,195 @@
+"""A job whose plain step fits its budget: the time of the same steps plain and with memopt, interleaved, on the CPU.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.fits [--only GPT-2] [--steps 200]
+
+Two copies of a model train on the same batches of changing lengths, padded to the longest of each batch, the last one
+smaller: one plain, one optimised with default options and a budget that is large enough. They take turns, a block of
+steps each, so that other work on the machine slows both; which one begins a pair of blocks changes. Everything that
+memopt does is in its time: the first call, counts, checks at each call. Process time is that of this process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import memopt
+from benchmarks.stamp import stamp, write_result
+from memopt.capture.region import RecordedRegion
+from memopt.errors import GIB
+
+RESULT = Path(__file__).parent / "results" / "fits.json"
+BLOCK = 5
+ROWS, LAST_ROWS, EPOCH = 3, 2, 50
+LENGTHS = 16, 64
+VOCABULARY = 8000
+Batch = dict[str, torch.Tensor]
+MODELS: dict[str, Callable[[], Any]] = {
+    "GPT-2": lambda: transformers.GPT2Config(
+        n_embd=768, n_layer=3, n_head=12, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+    ),
+    "GPT-2, width 256": lambda: transformers.GPT2Config(
+        n_embd=256, n_layer=12, n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+    ),
+    "Llama": lambda: transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Spent:
+    """The seconds of some steps, and their losses."""
+
+    process_s: float = 0.0
+    wall_s: float = 0.0
+    first_s: float = 0.0
+    """Process time of the first block."""
+    losses: list[float] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.losses = []
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    million_parameters: float
+    steps: int
+    lengths: int
+    """The number of different padded lengths."""
+    budget_gb: float
+    plain_s: float
+    """Process time of all steps."""
+    memopt_s: float
+    over: float
+    """memopt's process time over plain's, less 1."""
+    over_wall: float
+    over_after_first_block: float
+    captures: int
+    counts: int
+    same_losses: bool
+
+
+def batches(steps: int) -> list[Batch]:
+    """Batches of changing lengths with padding, of which the last one of each epoch is smaller."""
+    chance = random.Random(0)
+    torch.manual_seed(0)
+    made = []
+    for step in range(steps):
+        rows = LAST_ROWS if step % EPOCH == EPOCH - 1 else ROWS
+        lengths = [chance.randint(*LENGTHS) for _ in range(rows)]
+        longest = max(lengths)
+        tokens = torch.randint(1, VOCABULARY, (rows, longest))
+        mask = torch.tensor([[1] * length + [0] * (longest - length) for length in lengths])
+        labels = tokens.masked_fill(mask == 0, -100)
+        made.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return made
+
+
+class Job:
+    """A model that is trained, with its optimiser and its own random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+        torch.manual_seed(1)
+        self.generator = torch.get_rng_state()
+        self.spent = Spent()
+
+    def run(self, given: Sequence[Batch]) -> None:
+        torch.set_rng_state(self.generator)
+        wall, process = time.perf_counter(), time.process_time()
+        for batch in given:
+            loss = self.model(**batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.spent.losses.append(loss.item())
+        took = time.process_time() - process
+        self.spent.first_s = self.spent.first_s or took
+        self.spent.process_s += took
+        self.spent.wall_s += time.perf_counter() - wall
+        self.generator = torch.get_rng_state()
+
+
+def counting(owner: Any, name: str) -> list[str]:
+    """A list that gets longer with each call of a function, from now on."""
+    calls: list[str] = []
+    own = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+def compare(name: str, steps: int, captures: list[str], counts: list[str]) -> Row:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    plain, ours = Job(model), Job(copy.deepcopy(model))
+    budget = 16 * parameters / GIB + 4.0
+    before = len(captures), len(counts)
+    memopt.optimize(ours.model, budget)
+    given = batches(steps)
+    warm_up(name)
+    for number, start in enumerate(range(0, steps, BLOCK)):
+        for job in (plain, ours) if number % 2 else (ours, plain):
+            job.run(given[start : start + BLOCK])
+    a, b = plain.spent, ours.spent
+    return Row(
+        name,
+        parameters / 1e6,
+        steps,
+        len({batch["input_ids"].shape[1] for batch in given}),
+        budget,
+        a.process_s,
+        b.process_s,
+        b.process_s / a.process_s - 1,
+        b.wall_s / a.wall_s - 1,
+        (b.process_s - b.first_s) / (a.process_s - a.first_s) - 1,
+        len(captures) - before[0],
+        len(counts) - before[1],
+        a.losses == b.losses,
+    )
+
+
+def warm_up(name: str) -> None:
+    """Two steps of a third copy, so that neither job pays for what the process does once."""
+    job = Job(transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train())
+    job.run(batches(2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--note", default="", help="what else the machine was doing, for the JSON file")
+    parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    import memopt.run.plain_calls as plain_calls  # its name in this module is what is counted
+
+    captures, counts = counting(RecordedRegion, "record"), counting(plain_calls, "count_plain_step")
+    rows = []
+    for name in chosen.only:
+        rows.append(compare(name, chosen.steps, captures, counts))
+        print(rows[-1], flush=True)
+        write_result(chosen.to, {**stamp(), "note": chosen.note, "rows": [*map(asdict, rows)]})
+
+
+if __name__ == "__main__":
+    main()

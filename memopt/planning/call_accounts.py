@@ -1,0 +1,66 @@
+"""The account of a training call: what its step holds whatever its schedule, and what lies elsewhere on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from torch import nn
+
+from memopt.account.account import Account, account_of
+from memopt.account.elsewhere import Around, Elsewhere
+from memopt.capture.data_sizes import is_real
+from memopt.capture.inputs import Call, tensors_in
+from memopt.planning.model_terms import ModelTerms
+from memopt.planning.options import Options
+from memopt.planning.plan import Plan
+from memopt.planning.situation import Buckets, Situation
+
+
+class CallAccounts(ModelTerms):
+    """The accounts of the training calls of one model."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        super().__init__(model, options)
+        self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
+        """What belongs to a call, as `elsewhere` is to know it."""
+
+    def account(self, call: Call, situation: Situation) -> Account:
+        """The bytes of the step that no schedule changes."""
+        account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
+        held, others = situation.gradients_held, situation.other_forwards
+        account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        if situation.buckets is not None:
+            account = _with_buckets(account, situation.buckets)
+        elsewhere = situation.elsewhere
+        if elsewhere is None:
+            elsewhere = self.elsewhere.now(self.around(call)).beside(account.optimizer_state)
+            if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
+                elsewhere = max(0, elsewhere - account.buckets)
+        return replace(account, elsewhere=elsewhere)
+
+    def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
+        """Whether a plan that was kept on disk fits beside what lies on the device now."""
+        now = self.account(call, situation).elsewhere
+        return plan.ceiling_bytes - plan.account.elsewhere + now <= self.options.budget_bytes
+
+    @cached_property
+    def elsewhere(self) -> Elsewhere:
+        """Counts what lies on the model's device; nothing for a plan for another device, unless the user says."""
+        options = self.options
+        here = options.hardware is None and all(map(is_real, self.model.parameters()))
+        fixed_bytes = options.elsewhere_bytes if here or options.elsewhere_bytes is not None else 0
+        with_state = options.optimizer is not None
+        return Elsewhere(
+            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
+        )
+
+
+def _with_buckets(account: Account, buckets: Buckets) -> Account:
+    """The account under `DistributedDataParallel`. Gradients that lie in the buckets are counted there, and as held:
+    none is kept elsewhere until the backward's end."""
+    exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
+    if not buckets.hold_gradients:
+        return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)
+    return replace(account, buckets=buckets.nbytes, gradients=account.gradients - exchanged, gradients_held=True)

@@ -1,0 +1,105 @@
+"""What the plans of all calls of one model have in common: device, backend, precision, levers and proposals."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from memopt.capture.operators import Rewriting
+from memopt.compat.dispatch import without_autocast
+from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
+from memopt.planning.options import Options, backend_for
+from memopt.planning.proposing import Proposing
+from memopt.progress import stage
+from memopt.rewrite import FP8_LEVERS, REINPLACE, LeverSet, lever_sets
+from memopt.rewrite.precision import precision_rewriting
+from memopt.rewrite.user_passes import with_passes
+from passes.ops.fp8_history import histories_of
+
+
+class ModelTerms:
+    """What the plans of all calls of a model have in common, by the user's options."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model, self.options = model, options
+        self.histories = histories_of(model).prefix
+        """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
+
+    def device(self) -> torch.device:
+        """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
+        other attention kernels and lacks some gradients."""
+        home = next(self.model.parameters()).device
+        if home.type != "meta":
+            return home
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @cached_property
+    def backend(self) -> str:
+        """The backend that runs planned graphs: "aten" or "inductor"."""
+        return backend_for(self.options.backend, self.device().type)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
+        memory."""
+        return self.backend == "inductor"
+
+    @cached_property
+    def proposing(self) -> Proposing:
+        """The optimiser proposals that are possible for the model, and those that were chosen."""
+        return Proposing(self.model, self.options, self.card, self.rewriting.autocast, self.fuses)
+
+    @cached_property
+    def card(self) -> Hardware:
+        """The hardware that the step is planned for: the card that was named, or the device at hand."""
+        if self.options.calibrate:
+            with stage("timing the device"):
+                return calibrated_hardware(self.device())
+        return hardware(self.options.hardware) if self.options.hardware else hardware_of(self.device())
+
+    @cached_property
+    def rewriting(self) -> Rewriting:
+        """The rewriting that every lever set includes: precision, and whether results are written in place."""
+        by_types = precision_rewriting(self.options.precision, self.card)
+        return replace(by_types, reinplace=REINPLACE in self.options.allow)
+
+    @property
+    def bare(self) -> LeverSet:
+        """The lever set with no levers and none of the user's passes: the call as captured."""
+        return LeverSet((), self.rewriting)
+
+    @property
+    def lever_sets(self) -> tuple[LeverSet, ...]:
+        """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
+        allow = self.options.allow - self.idle_levers
+        found = lever_sets(self.rewriting, allow, card=self.card, histories=self.histories)
+        if not self.options.passes:
+            return found
+        names = tuple(dict.fromkeys(user_pass.name for user_pass in self.options.passes))
+        return tuple(
+            replace(
+                levers,
+                levers=(*names, *levers.levers),
+                rewriting=with_passes(levers.rewriting, self.options.passes),
+            )
+            for levers in found
+        )
+
+    @property
+    def idle_levers(self) -> frozenset[str]:
+        """The allowed 8-bit levers that have no step in 16 bits, where nobody has asked for a precision."""
+        no_low_bits = self.options.precision == "auto" and self.rewriting.autocast is None
+        return self.options.allow & frozenset(FP8_LEVERS) if no_low_bits else frozenset()
+
+    def types(self) -> AbstractContextManager[None]:
+        """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
+        return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
+
+    @property
+    def differentiate_all(self) -> bool:
+        """Whether all outputs of the model may get gradients, not the loss alone."""
+        return self.options.outputs == "all"

@@ -1,0 +1,110 @@
+"""What a model's calls depend on beside their inputs: the code and the settings of its modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from operator import is_not, itemgetter
+from types import CodeType
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from memopt.compat.modules import has_forward_hooks, modules_of
+from memopt.recent import Recent
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_MOST_CHANGES = 4
+"""A number that changes more often counts steps or follows a schedule: then it matters only whether it is zero."""
+_MOST_STATES = 64
+"""The number of states that are told apart."""
+
+_Table: TypeAlias = dict[str, Any]
+
+
+class Settings:
+    """The code and settings of a model's modules. Settings are attributes of plain types, such as `training`, a
+    dropout's probability or whether activations are checkpointed, also of `config` objects where modules have them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules: list[nn.Module] = []
+        self._readers: list[tuple[Callable[[_Table], tuple[Any, ...]], _Table]] = []
+        self._attributes = 0
+        """The number of attributes that all tables had when the readers were made."""
+        self._latest: list[Any] = []
+        self._changes: Counter[int] = Counter()
+        """How often each setting has changed, by its position."""
+        self._number = 0
+        self._numbers: Recent[tuple[Any, ...], int] = Recent(_MOST_STATES)
+        """The numbers of the states that were seen, the latest ones."""
+        self._states = 0
+
+    def number(self, modules: Sequence[nn.Module] | None = None) -> int:
+        """The number of the present state: equal for two moments only if code and settings are the same. `modules` are
+        the model's, where the caller has them at hand (`modules_of`).
+
+        This takes 0.1 ms for a model of 12 layers, since it is asked for at every call.
+        """
+        modules = modules_of(self.model) if modules is None else list(modules)
+        if modules != self._modules:
+            self._watch(modules)
+        latest = self._read()
+        if len(latest) != len(self._latest) or any(map(is_not, latest, self._latest)):
+            self._note(latest)
+        return self._number
+
+    def _watch(self, modules: list[nn.Module]) -> None:
+        """Find the settings of these modules; what has changed so far is forgotten."""
+        self._modules, self._latest = modules, []
+        self._changes.clear()
+        configs = {
+            id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")
+        }
+        tables = [vars(holder) for holder in (*modules, *configs.values())]
+        self._readers = [(_reader(table), table) for table in tables]
+        self._attributes = sum(map(len, tables))
+
+    def _read(self) -> list[Any]:
+        """The settings now, and the code of each kind of module."""
+        if sum([len(table) for _, table in self._readers]) != self._attributes:
+            self._watch(self._modules)
+        try:
+            settings = chain.from_iterable([read(table) for read, table in self._readers])
+        except KeyError:  # one attribute went and another came
+            self._watch(self._modules)
+            settings = chain.from_iterable([read(table) for read, table in self._readers])
+        kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
+        codes = [getattr(kind.forward, "__code__", None) for kind in kinds]
+        return [*settings, *codes, sum(map(has_forward_hooks, self._modules))]
+
+    def _note(self, latest: list[Any]) -> None:
+        """Take these settings as the present ones."""
+        if len(latest) != len(self._latest):
+            self._changes.clear()
+        else:
+            self._changes.update(compress(range(len(latest)), map(is_not, latest, self._latest)))
+        # Tensors are not held, which attributes of a plain type may have become.
+        self._latest = [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in latest]
+        often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
+        state = tuple(
+            bool(value) if position in often and type(value) in (int, float) else value
+            for position, value in enumerate(self._latest)
+        )
+        if state not in self._numbers:
+            self._states += 1
+            self._numbers[state] = self._states
+        self._number = self._numbers[state]
+
+
+def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
+    """A function that reads the plain settings among attributes, and the instance's own `forward` if it has one."""
+    names = [name for name, value in table.items() if type(value) in _PLAIN or name == "forward"]
+    if not names:
+        return lambda _: ()
+    return itemgetter(*names, names[0])  # with one name alone it would not return a tuple
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, CodeType)

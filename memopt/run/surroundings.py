@@ -1,0 +1,179 @@
+"""What lies on the device around the training calls of one model: forwards that wait for their backward, and all that
+is no part of its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from memopt.account.account import distinct_bytes
+from memopt.account.elsewhere import Around
+from memopt.capture.inputs import Call, tensors_in
+from memopt.compat.modules import modules_of, parameters_in
+from memopt.compat.storages import weak_storages
+from memopt.emit.gradients import Accumulation, is_hooked
+from memopt.emit.stepping import sharing_memory
+from memopt.errors import BudgetError
+from memopt.optimizers import OPTIMIZER_IN_BACKWARD
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan import Plan
+from memopt.planning.situation import Situation
+from memopt.run.beside import Beside, Groups
+from memopt.run.data_parallel import DataParallel
+from memopt.run.pending import PendingForward, PendingForwards
+from memopt.units import size
+
+
+class Surroundings:
+    """What lies around the training calls of one model. The planner learns from it what belongs to a call.
+
+    `forwards` is the number of forwards that are expected before a backward, at least.
+    """
+
+    def __init__(self, model: nn.Module, planner: CallPlanner, parallel: DataParallel, forwards: int) -> None:
+        self.model, self.planner, self.parallel = model, planner, parallel
+        self.pending = PendingForwards()
+        self.groups = Groups(forwards)
+        planner.around = self.around
+
+    @property
+    def waiting(self) -> int:
+        """The number of forwards that wait for their backward, with plan or without."""
+        return len(self.pending.waiting()) + len(self.pending.plain_waiting())
+
+    def begin(self) -> int:
+        """Note that a forward begins; returns the number of those that wait for their backward.
+
+        Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
+        """
+        waiting = self.waiting
+        self.groups.begin(waiting)
+        if waiting:
+            self._check_planned()
+            self._check_plain(self._gradients())
+        return waiting
+
+    def situation(self) -> Situation:
+        """The situation of a call that begins now, without the forwards that wait."""
+        parameters = parameters_in(modules_of(self.model))
+        proposing = self.planner.proposing
+        stepped = proposing.stepping is not None
+        hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
+        if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
+            hooked += sharing_memory(self.model)
+        return Situation(
+            gradients_held=any(parameter.grad is not None for parameter in parameters),
+            hooked=frozenset(map(id, hooked)),
+            buckets=self.parallel.buckets(),
+        )
+
+    def beside(self, call: Call, situation: Situation) -> Beside:
+        """What the device holds beside a call that begins now."""
+        waiting = self.waiting
+        gradients = 0
+        if waiting or self.groups.others:
+            gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
+        return Beside(
+            waiting,
+            self.pending.held_bytes,
+            gradients,
+            self.groups,
+            self.planner.elsewhere,
+            self.around(call, situation.gradients_held),
+            self.pending.later_bytes,
+            self._spare_bytes(),
+        )
+
+    def around(self, call: Call, *kind: object) -> Around:
+        """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
+        return Around(
+            tuple(tensors_in(call)),
+            self.pending.addresses,
+            self.pending.held_bytes,
+            self.pending.others_held_bytes,
+            (self.waiting, len(self.pending.of_other_models()), *kind),
+        )
+
+    def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
+        """What the device holds beside the backward of a forward, which begins with these gradients."""
+        around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
+
+        def addresses() -> frozenset[int]:
+            own = (*forward.given, *weak_storages(gradients))
+            return self.pending.addresses() | {storage.address for storage in own}
+
+        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
+
+    def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
+        """Register a forward that begins now and runs by a plan.
+
+        Raises `BudgetError` where the backward of a plain call that waits has no room beside what it holds.
+        """
+        held = plan.held_bytes + plan.account.between_regions
+        self._check_plain(held)
+        self.groups.ran(self.waiting, held)
+        forward = PendingForward(
+            plan,
+            weakref.ref(self.model),
+            situation.hooked,
+            self.pending,
+            accumulation,
+            held,
+            self.around_backward,
+            tuple(weak_storages(tensors_in(call))),
+        )
+        self.pending.add(forward)
+        return forward
+
+    def explain(self, refused: BudgetError, waiting: int) -> BudgetError:
+        """The refusal of a call that began while others waited; it says so if that was not planned for."""
+        return refused if self.groups.others >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
+
+    def _gradients(self) -> int:
+        return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def _check_planned(self) -> None:
+        """Raise `BudgetError` where a planned forward that waits has no room for the gradients of another one."""
+        gradients = self._gradients()
+        earlier_bytes = 0
+        for forward in self.pending.waiting():
+            planned = forward.plan
+            alone = planned.ceiling_bytes - planned.account.other_forwards
+            needed = alone + earlier_bytes + gradients
+            if needed > planned.budget_bytes:
+                elsewhere = planned.account.elsewhere
+                raise self._refusal(planned.budget_bytes, forward.roomy_bytes(needed), elsewhere)
+            earlier_bytes += forward.held_bytes
+
+    def _check_plain(self, more_bytes: int) -> None:
+        """Raise `BudgetError` where a plain call that waits has no room for so many bytes more in its backward."""
+        for forward in self.pending.plain_waiting():
+            others = self.pending.held_bytes - forward.held_bytes
+            if (lacking := others + more_bytes - forward.left_bytes) > 0:
+                budget = self.planner.options.budget_bytes
+                raise self._refusal(budget, budget + lacking + forward.held_bytes, 0)
+
+    def _spare_bytes(self) -> int | None:
+        """The bytes that a further forward may hold beside the backward of each that waits; None where none waits."""
+        plain = [forward.left_bytes + forward.held_bytes for forward in self.pending.plain_waiting()]
+        plans = [(forward.plan, forward.held_bytes) for forward in self.pending.waiting()]
+        planned = [
+            plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards + held for plan, held in plans
+        ]  # fmt: skip
+        return min(plain + planned) - self.pending.held_bytes if plain or planned else None
+
+    def _refusal(self, budget_bytes: int, roomy_bytes: int, elsewhere: int) -> BudgetError:
+        reason = "a second forward before the first one's backward"
+        if elsewhere:
+            reason += f", elsewhere {size(elsewhere)}"
+        further = (_IN_GROUP.format(self.waiting + 1),)
+        return BudgetError(budget_bytes, roomy_bytes, reason, least=False, further=further)
+
+
+_IN_GROUP = (
+    "the first one was planned by itself; from the next step on {0} forwards before a backward are planned for, and "
+    "from the first step on if optimize is given forwards={0}"
+)
