@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.compat.fakes import FakeTensorMode, to_fake
+from memopt.training_state import generator_states, set_generators
 
 Fakes = Mapping[torch.Tensor, torch.Tensor]
 
@@ -37,9 +38,11 @@ def fake_parameters(
     """Replace parameters and buffers by fake tensors on `device` for the length of the block; yields real tensor →
     fake. A tensor used in several places gets one fake.
 
-    At the end all attributes of all modules are restored, including those that the forward set meanwhile: where a
-    forward breaks into regions, its Python code runs once on fakes.
+    At the end all attributes of all modules and the random generators are restored, including what the forward changed
+    meanwhile: where a forward breaks into regions, its Python code runs once on fakes.
     """
+    home = next(model.parameters()).device
+    generators = generator_states(home)
     fakes: dict[torch.Tensor, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
@@ -58,3 +61,4 @@ def fake_parameters(
         for table, values in before:
             table.clear()
             table.update(values)
+        set_generators(generators, home)

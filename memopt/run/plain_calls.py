@@ -79,11 +79,12 @@ class _Kind:
     fitting: list[tuple[Sizes, _Fitting]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
 
-    def known_too_large(self, sizes: Sizes) -> bool:
-        """Whether sizes that no count answers for are not to be counted: smaller ones do not fit, or there are enough
-        counts."""
+    def known_too_large(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
+        """Whether sizes that no count answers for are not to be counted: smaller ones do not fit, there are enough
+        counts, or a plan was made whose graph serves other sizes in less time than a count takes."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
-        return enough or any(_covers(sizes, least) for least in self.too_large)
+        planned = plans_serve_all and bool(self.too_large)
+        return enough or planned or any(_covers(sizes, least) for least in self.too_large)
 
     def growth(self, sizes: Sizes) -> float:
         """The reserve with which sizes above the latest count are counted: the largest with which the step is likely to
@@ -116,8 +117,13 @@ class PlainCalls:
         self._kinds: dict[Hashable, _Kind] = {}
         self._shown: tuple[Call, Plan] | None = None
 
-    def step_if_it_fits(self, call: Call, situation: Situation, beside: Beside) -> Fits | None:
-        """The step of a call that may run plain; None for one that has to be planned."""
+    def step_if_it_fits(
+        self, call: Call, situation: Situation, beside: Beside, *, plans_serve_all: bool
+    ) -> Fits | None:
+        """The step of a call that may run plain; None for one that has to be planned.
+
+        `plans_serve_all`: a captured graph serves calls of all sizes.
+        """
         if not (self.allowed and self._nothing_else_wanted()):
             return None
         leaves, structure = tree_flatten(call)
@@ -132,7 +138,7 @@ class PlainCalls:
         for most, fitting in kind.fitting:
             if _covers(most, sizes):
                 return fitting.beside(beside)
-        if kind.known_too_large(sizes):
+        if kind.known_too_large(sizes, plans_serve_all=plans_serve_all):
             return None
         counted = self._count(kind, call, sizes, situation)
         return counted.beside(beside) if counted is not None else None

@@ -91,7 +91,8 @@ class TrainingCalls:
         call = args, kwargs
         situation = self.surroundings.situation()
         beside = self.surroundings.beside(call, situation)
-        if fits := self.plain_calls.step_if_it_fits(call, situation, beside):
+        one_graph = not len(self._breaks)
+        if fits := self.plain_calls.step_if_it_fits(call, situation, beside, plans_serve_all=one_graph):
             self._ran_plain = True
             return self.plain_calls.run(call, fits)
         try:

@@ -142,7 +142,9 @@ def test_the_count_leaves_no_trace() -> None:
     call = planned_call_of(model)
     assert call is not None
     assert (
-        call.forward.plain_calls.step_if_it_fits(((), batch), call.forward.surroundings.situation(), Beside())
+        call.forward.plain_calls.step_if_it_fits(
+            ((), batch), call.forward.surroundings.situation(), Beside(), plans_serve_all=True
+        )
         is not None
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -286,7 +288,7 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     rooms = []
     for clones in (False, True):
         situation = Situation(buckets=Buckets(1000, clone_outputs=clones))
-        fits = forward.plain_calls.step_if_it_fits(call, situation, Beside())
+        fits = forward.plain_calls.step_if_it_fits(call, situation, Beside(), plans_serve_all=True)
         assert fits is not None
         rooms.append(fits.left_bytes)
     assert rooms[0] - rooms[1] == fits.step.output_bytes

@@ -13,6 +13,9 @@ import transformers
 from torch import nn
 
 import memopt
+from memopt.account.plain_count import count_plain_step
+from memopt.compat.modules import plain_call
+from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
@@ -88,3 +91,18 @@ def test_a_tight_budget_holds_on_every_way() -> None:
             model(**batch).loss.backward()
         optimizer.zero_grad()
         assert 3 * parameters + peak.allocated_bytes <= budget * GIB
+
+
+def test_planning_and_counting_leave_the_random_generators_as_they_are() -> None:
+    seed(0)
+    model, batch = wav2vec2(layerdrop=0.3)
+    seed(1)
+    expected = torch.rand([]).item(), random.random(), float(np.random.rand())
+    for look in (lambda: memopt.plan(model, 1.0, batch, **EXACT), lambda: count(model, batch)):
+        seed(1)
+        look()
+        assert (torch.rand([]).item(), random.random(), float(np.random.rand())) == expected
+
+
+def count(model: nn.Module, batch: Batch) -> None:
+    count_plain_step(model, plain_call(model), ((), batch), hardware("cpu"), gradients_held=False)
