@@ -18,16 +18,22 @@ from memopt.device.workspace_rules import SCALARS
 from memopt.device.workspace_table import estimate_workspace
 
 
+class ValueIsRead(Exception):
+    """Code that runs on fake tensors depends on a value."""
+
+
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts storages on devices of the type `home`, as the allocator of `device_type` hands them out, and the
     workspace of that device's kernels.
 
     For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
-    optimisers count their steps in them, and choose between branches by their values.
+    optimisers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
+    that are read as numbers are stand-ins; without, reading one, or a random number, raises `ValueIsRead`.
     """
 
-    def __init__(self, device_type: str, home: str) -> None:
+    def __init__(self, device_type: str, home: str, *, stand_ins: bool = True) -> None:
         super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
+        self._stand_ins = stand_ins
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self._kernels_of = device_type
@@ -37,11 +43,15 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.kernels.add(schema_of(func).name)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
+            if not self._stand_ins:
+                raise ValueIsRead
             return _stand_in_number(given[0])
         if given and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors_in(result))
+        if not self._stand_ins and torch.Tag.nondeterministic_seeded in func.tags:
+            return result
         if not given and made and all(tensor.numel() == 1 and tensor.device.type == "cpu" for tensor in made):
             return _run_real(func, args, kwargs)
         return result
@@ -60,6 +70,32 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if bound > SCALARS and self.live_bytes + bound > self.peak_bytes and self._kernels_of == "cpu":
             return call_workspace_bytes(call, "cpu")
         return bound
+
+
+class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
+    """Counts as `EagerBytes` does while operators run on real tensors, and raises `TooManyBytes` above `most_bytes`."""
+
+    def __init__(self, device_type: str, home: str, most_bytes: int) -> None:
+        super().__init__(device_type, home)
+        self.most_bytes = most_bytes
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result."""
+        return func(*args, **kwargs)
+
+    def exclude(self, tensors: Any) -> None:
+        """Leave tensors out that were there before."""
+        LiveBytes.exclude(self, tensors)
+
+    def raise_peak(self, workspace_bytes: int) -> None:
+        """Raise the peak, and stop the count where it exceeds `most_bytes`."""
+        super().raise_peak(workspace_bytes)
+        if self.peak_bytes > self.most_bytes:
+            raise TooManyBytes
+
+
+class TooManyBytes(Exception):
+    """Operators on real tensors hold more than they may."""
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.account.eager_bytes import EagerBytes
+from memopt.account.eager_bytes import EagerBytes, RealBytes
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
+from memopt.capture.rehearsal import undone
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.modules import forward_hooks
 from memopt.compat.pytree import tree_leaves
@@ -28,6 +29,8 @@ class PlainStep:
     held_bytes: int
     """Held when the forward ends: saved activations and outputs."""
     output_bytes: int
+    depends_on_values: bool = False
+    """Whether it was counted on one batch's values, since the code branches on values: others may hold more."""
 
 
 def count_plain_step(
@@ -48,20 +51,47 @@ def count_plain_step(
             if gradients_held:
                 for fake in fakes.values():
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
-            count = EagerBytes("cpu" if card.name == "cpu" else "cuda", home.type)
-            with mode, count:
-                count.exclude([*fakes.values(), *tree_leaves((args, kwargs))])
-                outputs = run(*args, **kwargs)
-                losses = [leaf for leaf in tree_leaves(outputs) if _is_loss(leaf)]
-                if not losses:
-                    return None
-                held = count.live_bytes
-                torch.autograd.backward(losses)
-            return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
+            count = EagerBytes("cpu" if card.name == "cpu" else "cuda", home.type, stand_ins=False)
+            with mode:
+                return _counted(count, [*fakes.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
     except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
         return None
     finally:
         torch.clear_autocast_cache()
+
+
+def count_on_values(
+    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, most_bytes: int
+) -> PlainStep | None:
+    """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
+    gradients and the random generators is undone.
+
+    None where it holds more than `most_bytes`, above which it stops, or cannot be run.
+    """
+    home = next(model.parameters()).device
+    count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes)
+    try:
+        with torch.enable_grad(), undone(model):
+            resident = [*model.parameters(), *model.buffers(), *tree_leaves(call)]
+            step = _counted(count, resident, lambda: run(*call[0], **call[1]))
+        return step and replace(step, depends_on_values=True)
+    except Exception:  # whatever it is, the real call will say it
+        return None
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _counted(count: EagerBytes, resident: list[Any], run: Callable[[], Any]) -> PlainStep | None:
+    """Count a forward and the backward of its losses; None where it returns no loss."""
+    with count:
+        count.exclude([value for value in resident if isinstance(value, torch.Tensor)])
+        outputs = run()
+        losses = [leaf for leaf in tree_leaves(outputs) if _is_loss(leaf)]
+        if not losses:
+            return None
+        held = count.live_bytes
+        torch.autograd.backward(losses)
+    return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:

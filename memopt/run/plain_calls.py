@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.account.plain_count import PlainStep, count_plain_step
+from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
@@ -20,6 +20,7 @@ from memopt.capture.inputs import Call, on_meta, tensors_in
 from memopt.compat.modules import modules_of, parameters_in, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
+from memopt.errors import CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
@@ -31,6 +32,8 @@ from memopt.run.settings import Settings
 MARGIN = 1.02
 """The count of a plain step is taken to be this much too low; on a GPU `CUDA_MARGIN`, where blocks leave gaps."""
 CUDA_MARGIN = 1.1
+VALUES_MARGIN = 1.5
+"""As `MARGIN`, where the code branches on values, which may be others in the next batch."""
 GROWTHS = (2.0, 1.25)
 """Sizes above all that were counted are counted with this much in reserve, so that lengths which grow are not counted
 one by one: the first that is likely to fit."""
@@ -45,6 +48,11 @@ Sizes: TypeAlias = tuple[int, ...]
 RUNS_PLAIN = (
     "the calls of this model run as the plain model does, since its step fits the budget; shown is the plan that such "
     "a call would run by otherwise, made when it was asked for"
+)
+
+NOT_SHOWN = (
+    "the calls of this model run as the plain model does, since its step fits the budget, and the plan that they would "
+    "run by otherwise cannot be shown"
 )
 
 
@@ -162,7 +170,11 @@ class PlainCalls:
         for. Raises `BudgetError`, `CaptureError`."""
         assert self.latest is not None
         if self._shown is None or self._shown[0] is not self.latest:
-            plan = road.plan(self.planner.capture_on_fakes(self.latest, None), self.latest, situation, advise=False)
+            try:
+                captured = self.planner.capture_on_fakes(self.latest, None)
+            except CaptureError as error:
+                raise CaptureError(f"{NOT_SHOWN}: {error}") from error
+            plan = road.plan(captured, self.latest, situation, advise=False)
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
@@ -187,6 +199,8 @@ class PlainCalls:
             step = count_plain_step(
                 self.model, self.plain, batch, self.planner.card, gradients_held=situation.gradients_held
             )
+            if step is None and batch is call:
+                step = self._count_on_values(call, situation)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = on_meta(call)
@@ -194,12 +208,21 @@ class PlainCalls:
         kind.too_large.append(sizes)
         return None
 
+    def _count_on_values(self, call: Call, situation: Situation) -> PlainStep | None:
+        """The step as counted on the call's own values, while it stays within the budget."""
+        if not all(map(is_real, tensors_in(call))):
+            return None
+        room = self.planner.options.budget_bytes - self.planner.account(call, situation).resident_bytes
+        return count_on_values(self.model, self.plain, call, self.planner.card, int(room / VALUES_MARGIN))
+
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
         account = self.planner.account(call, replace(situation, elsewhere=0))
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
         margin = MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
+        if step.depends_on_values:
+            margin = VALUES_MARGIN
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
         return _Fitting(step, room, account.optimizer_state) if room >= 0 else None

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import memopt
-from memopt.account.plain_count import count_plain_step
+from memopt.account.plain_count import count_on_values, count_plain_step
 from memopt.compat.modules import plain_call
 from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
@@ -106,3 +106,55 @@ def test_planning_and_counting_leave_the_random_generators_as_they_are() -> None
 
 def count(model: nn.Module, batch: Batch) -> None:
     count_plain_step(model, plain_call(model), ((), batch), hardware("cpu"), gradients_held=False)
+
+
+class Choosing(nn.Module):
+    """Leaves layers out by a random number, in a loop in which torch.compile captures nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not (torch.rand([]) < 0.3):
+                x = x + layer(x).relu()
+        return x.pow(2).mean()
+
+
+def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    seed(0)
+    model, x = Choosing().train(), torch.randn(2048, 64)
+    plain = copy.deepcopy(model)
+    seed(1)
+    with memopt.measure_peak() as peak:
+        plain(x).backward()
+    held = sum(parameter.nbytes for parameter in plain.parameters())
+    plain.zero_grad()
+    memopt.optimize(model, (2 * peak.allocated_bytes + 4 * held) / GIB, **EXACT)
+    for number in range(3):
+        for one in (model, plain):
+            one.zero_grad()
+            seed(number)
+            one(x).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+    with pytest.raises(memopt.CaptureError, match="cannot be shown"):
+        memopt.plan_of(model)
+    tight = memopt.optimize(copy.deepcopy(plain), (peak.allocated_bytes + 4 * held) / GIB, **EXACT)
+    with pytest.raises(memopt.CaptureError, match="branching"):
+        tight(x)
+
+
+def test_a_count_does_not_choose_a_branch() -> None:
+    model = Choosing().train()
+    call = (torch.randn(8, 64),), {}
+    assert count_plain_step(model, plain_call(model), call, hardware("cpu"), gradients_held=False) is None
+    found = count_on_values(model, plain_call(model), call, hardware("cpu"), 1 << 30)
+    assert found is not None
+    assert found.depends_on_values
+    assert count_on_values(model, plain_call(model), call, hardware("cpu"), found.peak_bytes // 4) is None
+    assert all(parameter.grad is None for parameter in model.parameters())
