@@ -203,10 +203,11 @@ def peak_of(model: nn.Module, batch: Batch, losses: list[float]) -> float:
 def budget(name: str, *, small: bool) -> dict[str, float]:
     """Return a budget in GB half-way between the smallest for the longest batch and the peak of its plain step, both
     with the gradients of earlier batches held."""
-    model = make(name, small=small)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    plan = memopt.plan(model, 1000, longest(), **EXACT)
+    model = memopt.optimize(make(name, small=small), 1000, **EXACT)
+    for _ in range(2):
+        backward(model, longest())
+    plan = memopt.plan_of(model)
+    assert plan.account.gradients_held
     return {"budget_gb": (plan.smallest_gb() + plan.plain_peak_gb) / 2, "plain_gb": plan.plain_peak_gb}
 
 
@@ -214,6 +215,8 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
     """Run this file in a new process, with an empty folder for plans."""
     with tempfile.TemporaryDirectory() as folder:
         surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        if "budget" in arguments:
+            surroundings["MEMOPT_PLAN"] = "always"
         command = [sys.executable, "-m", "benchmarks.lengths", "--child", *arguments]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=surroundings, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
