@@ -54,7 +54,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
     around = calls.planner.around(call)
-    with calls.planner.elsewhere.held_still(around):
+    with calls.planner.elsewhere.held_still(around), calls.plain_calls.not_allowed():
         return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
 
 

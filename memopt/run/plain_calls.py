@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -124,6 +125,15 @@ class PlainCalls:
         self._settings = Settings(model)
         self._kinds: dict[Hashable, _Kind] = {}
         self._shown: tuple[Call, Plan] | None = None
+
+    @contextmanager
+    def not_allowed(self) -> Iterator[None]:
+        """A context in which all calls are planned, to check plans."""
+        before, self.allowed = self.allowed, False
+        try:
+            yield
+        finally:
+            self.allowed = before
 
     def step_if_it_fits(
         self, call: Call, situation: Situation, beside: Beside, *, plans_serve_all: bool

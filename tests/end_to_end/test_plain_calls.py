@@ -21,6 +21,7 @@ from memopt.errors import GIB
 from memopt.planning.situation import Buckets, Situation
 from memopt.run.beside import Beside
 from memopt.run.planned_call import planned_call_of
+from tests.run.pieces import make
 
 FP32: dict[str, Any] = {"precision": "fp32"}
 
@@ -306,3 +307,15 @@ def test_lengths_that_grow_take_few_counts(monkeypatch: pytest.MonkeyPatch) -> N
     for rows, length in [(8, 20), (4, 24), (8, 30), (8, 38), (3, 39), (8, 11)]:
         train(model, [tokens(rows, length)])
     assert len(counts) == 2
+
+
+def test_check_and_compare_look_at_the_planned_step() -> None:
+    model, batch = make(), (torch.randn(512, 32),)
+    memopt.optimize(model, 1.0, allow={"recompute", "reinplace"}, **FP32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*batch).backward()
+    total = memopt.check(model, optimizer, batch).total
+    assert abs(total.difference) < 0.05
+    assert memopt.compare(model, batch).bitwise
+    model(*batch).backward()
+    assert any("run as the plain model does" in note for note in memopt.plan_of(model).notes)
