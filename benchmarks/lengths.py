@@ -21,6 +21,7 @@ less the median of batches of that way; for memopt that is all planning.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -134,6 +136,10 @@ class Events(logging.Handler):
 
 
 def resident_bytes() -> int:
+    """Return the memory of this process, without what the C library keeps of freed memory for later."""
+    gc.collect()
+    with suppress(AttributeError):  # other libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -163,9 +169,7 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
         seconds.append(time.process_time() - began)
         eventful.append(events.seen != before)
         if number == SETTLED:
-            gc.collect()
             settled = resident_bytes()
-    gc.collect()
     quiet = statistics.median(second for second, event in zip(seconds, eventful, strict=True) if not event)
     compiling = sum(second - quiet for second, event in zip(seconds, eventful, strict=True) if event)
     return {
@@ -232,19 +236,14 @@ def compare(name: str, count: int, ways: list[str], *, small: bool) -> dict[str,
         most = min(count, FIRST.get(way, count))
         found[way] = in_a_process(name, way, *size, "--batches", str(most), "--budget-gb", str(limits["budget_gb"]))
         print(name, way, {key: value for key, value in found[way].items() if not isinstance(value, list)}, flush=True)
-    plain = found["plain"]
     rows = []
+    plain_losses, plain_seconds = found["plain"]["losses"], found["plain"]["seconds"]
     for way, run in found.items():
         losses, seconds = run.pop("losses"), run.pop("seconds")
-        first = len(seconds)
-        row = {"way": way, **run, "total_s": sum(seconds)}
-        if way == "plain":
-            kept = losses, seconds
-        row["losses_bitwise"] = losses == kept[0][:first]
-        row["of_plain"] = sum(seconds) / sum(kept[1][:first])
-        rows.append(row)
+        bitwise = losses == plain_losses[: len(losses)]
+        of_plain = sum(seconds) / sum(plain_seconds[: len(seconds)])
+        rows.append({"way": way, **run, "total_s": sum(seconds), "losses_bitwise": bitwise, "of_plain": of_plain})
     lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
-    assert plain is found["plain"]
     return {"model": name, **limits, "lengths": lengths, "rows": rows}
 
 
@@ -269,10 +268,11 @@ def main() -> None:
     ways = ["plain", *(way for way in WAYS if way in chosen.ways and way != "plain")]
     known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else []
     models = [model for model in known if model["model"] not in chosen.only]
-    models += [compare(name, chosen.batches, ways, small=chosen.small) for name in chosen.only]
-    if not chosen.small:
-        write_result(RESULT, {**stamp(), "models": models})
-    print(json.dumps(models, indent=1))
+    for name in chosen.only:
+        models.append(compare(name, chosen.batches, ways, small=chosen.small))
+        print(json.dumps(models[-1], indent=1), flush=True)
+        if not chosen.small:
+            write_result(RESULT, {**stamp(), "models": models})
 
 
 if __name__ == "__main__":
