@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from memopt.account.elsewhere import Found
+from memopt.capture.region import RecordedRegion
 
 # Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
 os.environ["MEMOPT_CACHE"] = "0"
@@ -52,3 +54,17 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
+    """The regions that were captured."""
+    found: list[RecordedRegion] = []
+    record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
+        found.append(record(cls, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted))
+    return found
