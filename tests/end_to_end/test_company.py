@@ -4,6 +4,7 @@ within the budget, with the plain models' bits, or the step is refused."""
 from __future__ import annotations
 
 import copy
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_an_average_of_the_parameters_appears(room: bool) -> None:
         pytest.raises(memopt.BudgetError, match=r"elsewhere [0-9.]+ MB") as refused,
     ):
         step()
-    assert "the largest float32 [96, 384]" in str(refused.value)
+    assert re.search(r"the largest float32 \[(96, 384|384, 96)\]", str(refused.value))
     assert peak.bytes <= budget * GIB
     averages.clear()
     step()
