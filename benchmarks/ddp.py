@@ -11,23 +11,20 @@ the even ones after. Seconds are those of the last step, with both ranks on the 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import distributed, multiprocessing, nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import distributed, multiprocessing
 
 import memopt
 from benchmarks.stamp import stamp, write_result
+from examples.models.ddp import Order, train_step, wrapped
 
 RESULT = Path(__file__).parent / "results" / "ddp.json"
 BUDGETS = (0.425, 0.44, 0.455, 0.47, 0.485)
@@ -35,45 +32,15 @@ ACCUMULATING = 0.53
 STEPS = 3
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=8_400, n_positions=64, n_embd=640, n_layer=4, n_head=10, use_cache=False, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    model.loss_type = "ForCausalLM"
-    return model
-
-
-def wrapped(budget_gb: float | None, before: bool, views: bool) -> nn.Module:
-    """The model under DDP; without a budget the plain one."""
-    exact: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-    if budget_gb is not None and before:
-        return DistributedDataParallel(memopt.optimize(gpt2(), budget_gb, **exact), gradient_as_bucket_view=views)
-    model = DistributedDataParallel(gpt2(), gradient_as_bucket_view=views)
-    return model if budget_gb is None else memopt.optimize(model, budget_gb, **exact)
-
-
-def train(rank: int, budget_gb: float | None, before: bool, views: bool, accumulate: int) -> dict[str, Any]:
-    """Train with AdamW; the peak, hashes of all gradients of each step, and the last step's seconds."""
+def train(rank: int, budget_gb: float | None, order: Order, views: bool, accumulate: int) -> dict[str, Any]:
+    """Train with AdamW; the peak, hashes of the loss and all gradients of each step, and the last step's seconds."""
     hashes = []
     with memopt.measure_peak() as peak:
-        model = wrapped(budget_gb, before, views)
+        model = wrapped(budget_gb, order, gradient_as_bucket_view=views)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(STEPS):
-            torch.manual_seed(step + rank)
             start = time.perf_counter()
-            for number in range(accumulate):
-                with nullcontext() if number == accumulate - 1 else model.no_sync():  # type: ignore[operator]
-                    tokens = torch.randint(0, 8_400, (4, 64))
-                    model(input_ids=tokens, labels=tokens).loss.backward()
-            digest = hashlib.sha256()
-            for parameter in model.parameters():
-                digest.update(parameter.grad.numpy().data)  # type: ignore[union-attr]
-            hashes.append(digest.hexdigest())
-            optimizer.step()
-            optimizer.zero_grad()
+            hashes.append(train_step(model, optimizer, rank, step, accumulate))
             seconds = time.perf_counter() - start
     plan = None if budget_gb is None else memopt.plan_of(model)
     return {
@@ -94,19 +61,20 @@ def on_rank(rank: int, folder: str, cases: list[tuple[Any, ...]]) -> None:
 
 
 def rows(budgets: list[float]) -> list[dict[str, Any]]:
-    cases = [(None, True, True, 1), (None, True, False, 2)]
-    cases += [(budget_gb, number % 2 == 0, True, 1) for number, budget_gb in enumerate(budgets)]
-    cases += [(ACCUMULATING, True, False, 2)]
+    orders: tuple[Order, Order] = ("before", "after")
+    cases: list[tuple[Any, ...]] = [(None, "before", True, 1), (None, "before", False, 2)]
+    cases += [(budget_gb, orders[number % 2], True, 1) for number, budget_gb in enumerate(budgets)]
+    cases += [(ACCUMULATING, "before", False, 2)]
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(on_rank, (folder, cases), nprocs=2)
         ranks = [torch.load(Path(folder) / str(rank)) for rank in range(2)]
     plain = {1: [rank[0] for rank in ranks], 2: [rank[1] for rank in ranks]}
     found = []
-    for number, (budget_gb, before, views, accumulate) in enumerate(cases):
+    for number, (budget_gb, order, views, accumulate) in enumerate(cases):
         pair = [rank[number] for rank in ranks]
         found.append({
             "budget_gb": budget_gb,
-            "optimised": None if budget_gb is None else "before" if before else "after",
+            "optimised": None if budget_gb is None else order,
             "gradient_as_bucket_view": views,
             "accumulate": accumulate,
             "peaks_gb": [rank["peak_gb"] for rank in pair],

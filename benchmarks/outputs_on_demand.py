@@ -29,24 +29,12 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp, write_result
-from memopt.account.account import distinct_bytes
+from examples.models import language_models
+from examples.models.language_models import CONFIGS, Batch, dropping, holding, peak_bytes
 from memopt.errors import GIB
-from memopt.meter import measure_peak
 
 RESULT = Path(__file__).parent / "results" / "outputs_on_demand.json"
 STEPS = 2
-Batch = dict[str, torch.Tensor]
-SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 32}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "GPT-2": lambda: transformers.GPT2Config(n_embd=128, n_layer=4, n_head=4),
-    "OPT": lambda: transformers.OPTConfig(
-        vocab_size=20_000, hidden_size=128, ffn_dim=512, num_hidden_layers=4, num_attention_heads=4,
-        word_embed_proj_dim=128,
-    ),
-    "Qwen3": lambda: transformers.Qwen3Config(vocab_size=151_936, **GROUPED),
-    "Gemma2": lambda: transformers.Gemma2Config(vocab_size=256_000, **{**GROUPED, "hidden_size": 64}),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,25 +51,7 @@ class Row:
 
 
 def make(name: str) -> tuple[nn.Module, Batch]:
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    model.loss_type = "ForCausalLM"
-    tokens = torch.randint(0, config.vocab_size, (4, 128))
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-def dropping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def holding(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
-    outputs = model(**batch)
-    outputs.loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return language_models.make(CONFIGS[name](), samples=4, length=128)
 
 
 def reading(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,11 +76,8 @@ def smallest_gb(name: str) -> float:
 
 
 def measured_gb(model: nn.Module, batch: Batch, steps: Callable[[], None]) -> float:
-    held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
     gc.collect()
-    with measure_peak("cpu") as peak:
-        steps()
-    return (peak.allocated_bytes + held) / GIB
+    return peak_bytes(model, batch, [steps]) / GIB
 
 
 def by_loop(step: Callable[..., Any], model: nn.Module, batch: Batch) -> Callable[[], None]:

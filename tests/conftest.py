@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from memopt.account.elsewhere import Found
+from memopt.capture.region import RecordedRegion
 
 # Plans that an earlier run kept would hide what planning does now; the tests of the cache switch it on.
 os.environ["MEMOPT_CACHE"] = "0"
@@ -17,8 +20,23 @@ os.environ["MEMOPT_CACHE"] = "0"
 os.environ["MEMOPT_PLAN"] = "always"
 
 # `make test` runs a worker a core: more threads would only wait for each other.
-if "PYTEST_XDIST_WORKER" in os.environ:
+ON_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if ON_WORKER:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_imports() -> None:
+    """Freeze the objects of the imports that a worker needs sooner or later, half a million, so that garbage
+    collections and meters skip them. A run of a few files is spared the imports."""
+    if ON_WORKER:
+        import torch._dynamo  # noqa: F401
+        import transformers  # noqa: F401
+
+        import memopt.api  # noqa: F401
+
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -36,3 +54,17 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
+    """The regions that were captured."""
+    found: list[RecordedRegion] = []
+    record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
+        found.append(record(cls, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted))
+    return found

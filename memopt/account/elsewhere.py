@@ -95,13 +95,18 @@ class Elsewhere:
     @property
     def note(self) -> str:
         """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
-        if not self._found.largest or self._found.other <= max(BOOKKEEPING_BYTES, self.budget_bytes // _NOTABLE):
+        if not self._found.largest or self._found.other <= max(BOOKKEEPING_BYTES, self._notable):
             return ""
         return (
             f"elsewhere on the device are {size(self._found.other)} that are no part of this step, the largest "
             f"{', '.join(self._found.largest)}; what is freed before the next step leaves it more room, and "
             "elsewhere_gb=0 leaves them out of the budget"
         )
+
+    @property
+    def _notable(self) -> int:
+        """The bytes of which a change is looked at."""
+        return self.budget_bytes // _NOTABLE
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +130,9 @@ class Elsewhere:
         if self._held_still:
             return self._found
         growth = self._growth(around)
-        return None if growth is None else replace(self._found, other=self._found.other + max(0, growth))
+        if growth is None or growth < -self._notable:  # what was freed since the look may hide what has grown
+            return None
+        return replace(self._found, other=self._found.other + max(0, growth))
 
     def about(self, around: Around) -> int:
         """The bytes of other tensors that are there now, as far as it is known without a look."""
@@ -141,9 +148,11 @@ class Elsewhere:
         """
         if self.fixed_bytes is not None:
             return Found(self.fixed_bytes)
-        notable = self.budget_bytes // _NOTABLE
+        notable = self._notable
         growth = self._growth(around)
-        patient = time.monotonic() < self._next_look and (growth is None or abs(growth) < notable)
+        # Growth is unknown at the first moment of a kind, too, and may be large: only a look can tell.
+        little = allocated_bytes(self.device) is None if growth is None else abs(growth) < notable
+        patient = little and time.monotonic() < self._next_look
         none = growth is not None and abs(growth) < BOOKKEEPING_BYTES
         if self._held_still or patient or none:
             return self._found

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes
-from memopt.account.optimizer_trial import OptimizerLike, optimizer_on_fakes, parameters_of
+from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.device.workspace_rules import SCALARS
@@ -59,6 +60,22 @@ def optimizer_account(
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
     trained = [parameter for parameter in given if parameter.requires_grad]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
+    if isinstance(optimizer, (str, type)):
+        layouts = tuple((parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained)
+        return _account_of_class(optimizer, layouts, device_type, torch.get_num_threads())
+    return _account_of(optimizer, trained, device_type)
+
+
+@lru_cache(maxsize=64)
+def _account_of_class(
+    optimizer: OptimizerLike, layouts: Sequence[Layout], device_type: str, threads: int
+) -> OptimizerAccount:
+    """The account of a class, which depends on nothing but these: a plan asks for it several times. `threads` is the
+    number of torch's threads, since kernels of the CPU take a workspace for each."""
+    return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
+
+
+def _account_of(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str) -> OptimizerAccount:
     if device_type == "cpu" and trained and _takes_singly(optimizer):
         found = _one_by_one(optimizer, trained)
         if found is not None:

@@ -21,6 +21,8 @@ from memopt.compat.pytree import tree_map
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
 
+Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
+"""Shape, strides and dtype of a parameter."""
 
 Fakes: TypeAlias = dict[int, torch.nn.Parameter]
 """Stand-ins, each with a gradient, by the `id` of the parameter that they stand for."""
@@ -91,6 +93,11 @@ def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The optimiser's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values that stands for a trained parameter."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
 
 
 def _fake_with_gradient(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import optim
@@ -12,15 +13,14 @@ from torch import optim
 from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import OptimizerLike, optimizer_on_fakes, trial
+from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, trial
 from memopt.compat.operators import schema_of
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
-
-Wrap: TypeAlias = Callable[[optim.Optimizer], optim.Optimizer]
+from memopt.optimizers.proposals import NONE, Proposals
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,21 @@ class OptimizerStepPrice:
 NOTHING = OptimizerStepPrice(0, 0, 0.0)
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """The bytes of `OptimizerStepPrice`, and what the kernels of a step read and write."""
+
+    state_bytes: int
+    temporary_bytes: int
+    traffic: tuple[tuple[int, str], ...]
+    """For each kernel the bytes that it reads and writes, and their dtype."""
+    arrays: tuple[int, ...]
+
+    def price(self, hardware: Hardware) -> OptimizerStepPrice:
+        seconds = sum(op_seconds(0, nbytes, dtype, hardware) for nbytes, dtype in self.traffic)
+        return OptimizerStepPrice(self.state_bytes, self.temporary_bytes, seconds, self.arrays)
+
+
 def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
@@ -47,7 +62,8 @@ def optimizer_step_price(
     """
     if optimizer is None or not parameters:
         return NOTHING
-    return _tried(_maker(optimizer, parameters), parameters, hardware, device_type(hardware))
+    make, device = _maker(optimizer, parameters), device_type(hardware)
+    return _tried(make, parameters, device, foreach=device != "cpu").price(hardware)
 
 
 def prices_of_each(
@@ -55,10 +71,10 @@ def prices_of_each(
     parameters: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype],
     hardware: Hardware,
-    wrap: Wrap = lambda inner: inner,
+    proposals: Proposals = NONE,
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with `wrap` around the optimiser.
+    """The prices of stepping each parameter alone, in the dtype given for it, with `proposals` around the optimiser.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
@@ -72,7 +88,7 @@ def prices_of_each(
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         kind = (_group_number(optimizer, parameter), parameter.shape, parameter.stride(), parameter.dtype, dtype)
         if kind not in tried:
-            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, wrap, device)
+            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, proposals, device)
         found.append(tried[kind])
     return found
 
@@ -82,19 +98,27 @@ def _price_of_one(
     parameter: torch.Tensor,
     dtype: torch.dtype,
     hardware: Hardware,
-    wrap: Wrap,
+    proposals: Proposals,
     device: str,
 ) -> OptimizerStepPrice:
     """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
     as much as the third."""
-    make = _maker(optimizer, [parameter], wrap)
+    make = _maker(optimizer, [parameter], proposals)
+    foreach = device_type(hardware) != "cpu"
+
+    def price(shape: Sequence[int], stride: Sequence[int]) -> OptimizerStepPrice:
+        if isinstance(optimizer, (str, type)):
+            threads = torch.get_num_threads()
+            tried = _trial_of_class(optimizer, proposals, tuple(shape), tuple(stride), dtype, device, foreach, threads)
+        else:
+            tried = _tried(make, [on_meta(shape, stride, dtype)], device, foreach=foreach)
+        return tried.price(hardware)
+
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
     known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))
     if pieces <= 3 or known or not is_dense(parameter) or not _goes_in_pieces(make):
-        return _tried(make, [_meta(parameter.shape, parameter.stride(), dtype)], hardware, device)
-    two, three = (
-        _tried(make, [_meta((many * PIECE_ELEMENTS + rest,), (1,), dtype)], hardware, device) for many in (2, 3)
-    )
+        return price(parameter.shape, parameter.stride())
+    two, three = (price((many * PIECE_ELEMENTS + rest,), (1,)) for many in (2, 3))
     return OptimizerStepPrice(
         two.state_bytes + (pieces - 2) * (three.state_bytes - two.state_bytes),
         three.temporary_bytes,
@@ -118,19 +142,15 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _maker(
-    optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wrap: Wrap = lambda inner: inner
+    optimizer: OptimizerLike, originals: Sequence[torch.Tensor], proposals: Proposals = NONE
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
     """A function that makes the optimiser over stand-ins for the originals, given in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
-        return wrap(trial(optimizer, named, stand_ins[0].device))
+        return proposals.wrap(trial(optimizer, named, stand_ins[0].device))
 
     return make
-
-
-def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
 
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
@@ -148,28 +168,44 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
     )
 
 
+@lru_cache(maxsize=1024)
+def _trial_of_class(
+    optimizer: OptimizerLike,
+    proposals: Proposals,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    foreach: bool,
+    threads: int,
+) -> _Trial:
+    """The trial of one parameter by an optimiser given as a class, which depends on nothing but these: it is asked for
+    again by each combination of proposals, and by each plan. `threads` is the number of torch's threads."""
+    parameter = on_meta(shape, stride, dtype)
+    return _tried(_maker(optimizer, [parameter], proposals), [parameter], device, foreach=foreach)
+
+
 def _tried(
-    make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], hardware: Hardware, device: str
-) -> OptimizerStepPrice:
-    """Bytes by the optimiser's account, and seconds of the second step, since the first makes the state."""
+    make: Callable[..., optim.Optimizer], parameters: Sequence[torch.Tensor], device: str, *, foreach: bool
+) -> _Trial:
+    """Bytes by the optimiser's account, and the traffic of the second step, since the first makes the state."""
     account = optimizer_account(make, parameters, device)
-    traffic = _Traffic(hardware)
-    with optimizer_on_fakes(make, parameters, traffic, "cpu", foreach=device_type(hardware) != "cpu") as on_fakes:
+    traffic = _Traffic()
+    with optimizer_on_fakes(make, parameters, traffic, "cpu", foreach=foreach) as on_fakes:
         with traffic:
             on_fakes.step()
-            traffic.seconds = 0.0
+            traffic.moved.clear()
             on_fakes.step()
         arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
-    return OptimizerStepPrice(account.state_bytes, account.step_temporary_bytes, traffic.seconds, arrays)
+    return _Trial(account.state_bytes, account.step_temporary_bytes, tuple(traffic.moved), arrays)
 
 
 class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
-    """Adds up the seconds that kernels take to read and write their tensors; single numbers cost nothing."""
+    """Notes the bytes that each kernel reads and writes; single numbers cost nothing."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self) -> None:
         super().__init__("cuda", "cpu")  # no kernel of the CPU is run to find its workspace
-        self.hardware = hardware
-        self.seconds = 0.0
+        self.moved: list[tuple[int, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -184,6 +220,5 @@ class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
             held = {tensor.untyped_storage() for tensor in read}
             written = [tensor for tensor in tensors_in(result) if tensor.untyped_storage() not in held]
         if written and max(tensor.numel() for tensor in written) > 1:
-            dtype = str(written[0].dtype).removeprefix("torch.")
-            self.seconds += op_seconds(0, nbytes([*read, *written]), dtype, self.hardware)
+            self.moved.append((nbytes([*read, *written]), str(written[0].dtype).removeprefix("torch.")))
         return result

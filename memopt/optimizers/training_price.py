@@ -52,11 +52,11 @@ def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
     alone = proposals.only([name for name in proposals.names if name != "offload_optimizer"])
     on_host = proposals.offload_optimizer == "host"
     stepping = facts.stepping_host if on_host else facts.hardware
-    prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone.wrap)
+    prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone)
     state, host_bytes, seconds = sum(price.state_bytes for price in prices), 0, sum(price.seconds for price in prices)
     temporaries = [price.temporary_bytes for price in prices]
     if proposals.offload_optimizer:
-        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, proposals.wrap, device="cpu")
+        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, proposals, device="cpu")
         temporaries = [0 if on_host else price.temporary_bytes for price in prices]
         state = 0 if on_host else _scalars(facts)
         host_bytes = sum(_host_bytes(price, facts, proposals) for price in prices)

@@ -30,6 +30,8 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
 NO_STEPS = ParameterSteps()
+RETURN_OUTPUTS = "return_outputs"
+"""The name of the op that keeps results which the caller lets go when the backward begins."""
 
 
 def price(
@@ -222,7 +224,7 @@ class _Pricer:
         nodes = (self.results[position] for position in self.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):
-            self.append(Op("return_outputs", 0.0, reads, (), recomputable=False))
+            self.append(Op(RETURN_OUTPUTS, 0.0, reads, (), recomputable=False))
 
     def add_tangents(self) -> None:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""

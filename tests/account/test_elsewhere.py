@@ -56,6 +56,28 @@ def test_growth_is_known_without_a_look() -> None:
     assert elsewhere.about(Around()) < before + 100_000
 
 
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_growth_before_a_moment_of_another_kind_is_found_at_once() -> None:
+    """Also right after a look, when nothing that was allocated at such a moment is known."""
+    model = nn.Linear(16, 16)
+    elsewhere = Elsewhere(model, 2**24, None, with_state=True)
+    before = elsewhere.now(Around(kind="no gradients")).other
+    average = torch.zeros(2**20)
+    assert elsewhere.now(Around(kind="gradients held")).other >= before + average.nbytes
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_what_is_freed_hides_no_growth() -> None:
+    """Memory that a look does not see, as of planning, is freed after it, and as much is allocated elsewhere."""
+    passing = bytearray(8 * MB)
+    elsewhere = Elsewhere(nn.Linear(16, 16), 2**24, None, with_state=True)
+    before = elsewhere.now(Around()).other
+    del passing
+    average = torch.zeros(MB)
+    assert elsewhere.at_most(Around()) is None
+    assert elsewhere.now(Around()).other >= before + average.nbytes
+
+
 def test_bytes_that_the_user_gives_take_the_place_of_those_found() -> None:
     elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, 5 * MB, with_state=True)
     cached = torch.zeros(MB)

@@ -211,8 +211,22 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("around", [nullcontext, BF16], ids=["plain", "autocast"])
-@pytest.mark.parametrize("kind", KINDS)
+PLAIN = (NoGradInside, ChangesShapesInPlace)
+"""Without autocast, which most of the models are made for, every run tries these."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        *(pytest.param(kind, BF16, id=f"{kind.__name__}-autocast") for kind in KINDS),
+        *(
+            pytest.param(
+                kind, nullcontext, id=f"{kind.__name__}-plain", marks=[] if kind in PLAIN else [pytest.mark.slow]
+            )
+            for kind in KINDS
+        ),
+    ],
+)
 def test_kept_bit_for_bit(kind: type[nn.Module], around: Around) -> None:
     assert operators(check(make(kind), around))
 
@@ -277,7 +291,14 @@ def test_composites_stay_whole_and_know_their_modules() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [odd_models.BreakInLoop, odd_models.GraphBreak, CheckpointWithDropout, Layered])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        odd_models.GraphBreak,
+        CheckpointWithDropout,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (odd_models.BreakInLoop, Layered)),
+    ],
+)
 def test_an_operator_graph_without_passes_does_not_change_the_plan(kind: type[nn.Module]) -> None:
     direct, through = (check(make(kind), deciders=deciders) for deciders in ((), (no_passes,)))
     if kind is not CheckpointWithDropout:

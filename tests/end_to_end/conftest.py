@@ -9,7 +9,7 @@ import memopt  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_imports() -> None:
+def more_frozen_imports() -> None:
     """Freeze the half million objects that the imports above made, so that garbage collections and meters skip them."""
     gc.collect()
     gc.freeze()

@@ -22,20 +22,6 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 VOCABULARY = 128
 
 
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
-    """The regions that were captured."""
-    found: list[RecordedRegion] = []
-    record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
-        found.append(record(cls, *args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted))
-    return found
-
-
 def batch_of(samples: int, length: int) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(length))
     return {"input_ids": ids, "labels": ids}

@@ -1,11 +1,10 @@
-"""Models that train in company: a teacher, an average of the parameters, a second model, several forwards before a
-backward. Everything on the device stays within the budget, with the plain models' bits, or the step is refused."""
+"""Models that train in company: a teacher, an average of the parameters, a second model. Everything on the device stays
+within the budget, with the plain models' bits, or the step is refused."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -14,78 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
 
 import memopt
 from examples.models.families import integers, normals
 from tests.elsewhere import counted
+from tests.end_to_end.company import (
+    ALL,
+    EXACT,
+    GIB,
+    Step,
+    assert_same,
+    assert_within,
+    bytes_of,
+    gpt2,
+    middle,
+    tokens,
+    train,
+)
 
 __all__ = ["counted"]
 
 pytestmark = pytest.mark.usefixtures("counted")
-EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-ALL: dict[str, Any] = {**EXACT, "outputs": "all"}
-GIB = 1024**3
-Step = Callable[[], Tensor]
-
-
-def gpt2(layers: int = 2, *, tied: bool = True, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=320, n_positions=64, n_embd=96, n_layer=layers, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0, use_cache=False, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model.train()
-
-
-@dataclass
-class Trained:
-    """The losses of all steps that ran, the peaks of all steps in bytes, the refusals, and the parameters after."""
-
-    losses: list[Tensor]
-    peaks: list[int]
-    refusals: list[str]
-    parameters: list[Tensor]
-
-
-def train(step: Step, model: nn.Module, steps: int = 3) -> Trained:
-    """Run `steps` steps, each metered with everything on the device; a refused one is tried again."""
-    done = Trained([], [], [], [])
-    while len(done.losses) < steps:
-        try:
-            with memopt.measure_peak("cpu") as peak:
-                done.losses.append(step())
-        except memopt.BudgetError as refused:
-            done.refusals.append(str(refused))
-            assert len(done.refusals) < 3, done.refusals
-        done.peaks.append(peak.bytes)
-    done.parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    return done
-
-
-def assert_same(trained: Trained, plain: Trained) -> None:
-    assert all(map(torch.equal, trained.losses, plain.losses))
-    assert all(map(torch.equal, trained.parameters, plain.parameters))
-
-
-def assert_within(trained: Trained, budget_gb: float) -> None:
-    assert max(trained.peaks) <= budget_gb * GIB, f"{[peak / GIB for peak in trained.peaks]} GB exceed {budget_gb}"
-
-
-def middle(plan: memopt.Plan) -> float:
-    return (plan.smallest_gb() + plan.plain_peak_gb) / 2
-
-
-def bytes_of(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def tokens(seed: int, rows: int = 8) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return torch.randint(0, 320, (rows, 64))
 
 
 def divergence(outputs: Any, soft: Tensor) -> Tensor:
@@ -171,7 +119,7 @@ def test_an_average_of_the_parameters_appears(room: bool) -> None:
         pytest.raises(memopt.BudgetError, match=r"elsewhere [0-9.]+ MB") as refused,
     ):
         step()
-    assert "the largest float32 [96, 384]" in str(refused.value)
+    assert re.search(r"the largest float32 \[(96, 384|384, 96)\]", str(refused.value))
     assert peak.bytes <= budget * GIB
     averages.clear()
     step()
@@ -190,90 +138,6 @@ def test_room_that_becomes_free_is_used() -> None:
     checkpoint.clear()
     step()
     assert memopt.plan_of(model).added_time < tight.added_time
-
-
-def preferring(policy: Any, reference: Any) -> Step:
-    """Training steps that prefer one answer to another (DPO), with two forwards of the policy before its backward."""
-    optimizer = torch.optim.AdamW(policy.parameters())
-    answers = tokens(1, 4), tokens(2, 4)
-
-    def probability(model: Any, ids: Tensor) -> Tensor:
-        logits = model(input_ids=ids).logits[:, :-1]
-        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((-2, -1))
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.no_grad():
-            before = [probability(reference, ids) for ids in answers]
-        chosen, rejected = (probability(policy, ids) - old for ids, old in zip(answers, before, strict=True))
-        loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_chosen_and_rejected(told: bool) -> None:
-    """A budget that is too tight for two forwards planned by themselves is kept once two are planned for."""
-    reference = gpt2(tied=False, seed=5).eval().requires_grad_(False)
-    policy = gpt2(tied=False)
-    twin = copy.deepcopy(policy)
-    plain = train(preferring(twin, reference), twin)
-    del twin
-    plan = memopt.plan(policy, 1, {"input_ids": tokens(1, 4)}, **ALL)
-    budget = plan.plain_peak_gb + 0.3 * (plan.account.gradients + plan.held_bytes) / GIB
-    assert budget * GIB < plan.plain.peak_bytes + plan.held_bytes
-    memopt.optimize(policy, budget, forwards=2 if told else 1, **ALL)
-    trained = train(preferring(policy, reference), policy)
-    assert_same(trained, plain)
-    assert_within(trained, budget)
-    assert len(trained.refusals) <= (0 if told else 1)
-    assert all("forwards=2" in text for text in trained.refusals)
-    assert memopt.plan_of(policy).account.other_forwards > 0
-
-
-def contrasting(model: Any) -> Step:
-    """Training steps that compare two views of each image (SimCLR)."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    views = normals(8, 3, 32, 32, seed=1), normals(8, 3, 32, 32, seed=2)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        one, other = (F.normalize(model(pixel_values=view).pooler_output, dim=-1) for view in views)
-        loss = F.cross_entropy(one @ other.T / 0.1, torch.arange(8))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def vit() -> Any:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, image_size=32, patch_size=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return ViTModel(config).train()
-
-
-@pytest.mark.slow
-def test_two_views() -> None:
-    model = vit()
-    twin = copy.deepcopy(model)
-    plain = train(contrasting(twin), twin)
-    del twin
-    plan = memopt.plan(model, 1, {"pixel_values": normals(8, 3, 32, 32, seed=1)}, **ALL)
-    budget = plan.plain_peak_gb + 0.2 * plan.held_bytes / GIB
-    memopt.optimize(model, budget, **ALL)
-    trained = train(contrasting(model), model)
-    assert_same(trained, plain)
-    assert_within(trained, budget)
-    assert len(trained.refusals) == 1
-    assert "forwards=2" in trained.refusals[0]
-    assert memopt.plan_of(model).account.other_forwards > 0
 
 
 def generator() -> nn.Module:

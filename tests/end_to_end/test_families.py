@@ -12,7 +12,7 @@ from tests.end_to_end.steps import assert_equal
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.03, 0.01, 0.0)
 """Budgets between the smallest that works (0) and the plain model's peak (1)."""
-USUAL = (1.0, 0.4, 0.0)
+USUAL = (0.4, 0.0)
 DEEP = 0.03
 """At this share and below, some operator has three evaluations or more."""
 ROUNDING = 1e-6
@@ -59,7 +59,7 @@ SOME_QUICK = {f: [] if f.name in QUICK else [pytest.mark.slow] for f in FAMILIES
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=marks) for f, marks in SOME_QUICK.items()], ids=str)
-def test_three_budgets(family: Family) -> None:
+def test_two_budgets(family: Family) -> None:
     run_family(family, USUAL)
 
 

@@ -202,6 +202,7 @@ def test_the_receipt() -> None:
     assert "fused_attention" in plan.table()
 
 
+@pytest.mark.slow  # test_outputs.py has it with default options
 def test_logits_that_are_returned_are_no_obstacle() -> None:
     """A loss in chunks by default, and logits when they are looked at."""
     model, reference = make("gpt2"), make("gpt2")
@@ -214,6 +215,7 @@ def test_logits_that_are_returned_are_no_obstacle() -> None:
     assert memopt.plan_of(model).levers == ("chunked_loss",)
 
 
+@pytest.mark.slow
 def test_a_loss_function_needs_no_logits_of_its_own() -> None:
     """`loss_fn(model(inputs), targets)` returns the loss alone."""
 

@@ -20,8 +20,17 @@ from tests.end_to_end.usual import Blocks, batch, make, steps, usual
 CAPTURED = [odd for odd in odd_models.ODD_MODELS if odd.model is not odd_models.NumpyInLoop and odd.capture != "none"]
 
 
-SLOW = (Layered, odd_models.LossAndLogits, odd_models.OtherOutputs, odd_models.CalledTwice)
-"""Seen elsewhere, in larger or simpler models."""
+SLOW = (
+    Layered,
+    odd_models.LossAndLogits,
+    odd_models.OtherOutputs,
+    odd_models.CalledTwice,
+    odd_models.InPlace,
+    odd_models.LowRank,
+    odd_models.OwnFunction,
+    odd_models.OwnCheckpoint,
+)
+"""Seen elsewhere, in larger or simpler models, or without a budget (tests/capture/test_operators.py)."""
 MARKED = [pytest.param(odd, marks=pytest.mark.slow) if odd.model in SLOW else odd for odd in CAPTURED]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from examples.models.families import BY_NAME, causal_batch
+from examples.models.families import BY_NAME, Family, causal_batch
 from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
@@ -52,10 +52,14 @@ def offloads(plan: memopt.Plan) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "resnet"))]
+    "family",
+    [
+        Family("small", GPT2, causal_batch),
+        *(pytest.param(BY_NAME[name], marks=pytest.mark.slow) for name in ("gpt2-sdpa", "vit", "resnet")),
+    ],
+    ids=str,
 )
-def test_less_than_recomputation_alone_reaches(name: str, linked: None) -> None:
-    family = BY_NAME[name]
+def test_less_than_recomputation_alone_reaches(family: Family, linked: None) -> None:
     model, inputs = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, inputs)

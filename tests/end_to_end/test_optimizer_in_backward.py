@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import memopt
-from examples.models.families import BY_NAME, Batch, loss_of, normals
+from examples.models.families import BY_NAME, Batch, Family, library, loss_of, normals
 from memopt import BudgetError
 from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
@@ -25,6 +24,7 @@ from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
 from tests.optimizers.pieces import same, small_gpt2, text, values
+from tests.train.pieces import GPT2
 
 NAME = "optimizer_in_backward"
 EXACT = {"recompute", NAME}
@@ -65,17 +65,19 @@ def stepped_inside(model: nn.Module) -> int:
     return sum(len(region.steps) for region in memopt.plan_of(model).regions)
 
 
-@cache
-def refusal(name: str) -> BudgetError:
-    return smallest.refusal(BY_NAME[name].make(), BY_NAME[name].batch("usual"), precision="fp32", allow=EXACT)
+gpt2 = library("GPT2", "GPT2LMHeadModel", "ForCausalLM", **{**GPT2, "n_embd": 128})
+SMALL = Family("small", gpt2, lambda scale: text(length=32))
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-sdpa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "t5"))]
+    "family",
+    [SMALL, *(pytest.param(BY_NAME[name], marks=pytest.mark.slow) for name in ("gpt2-sdpa", "resnet", "t5"))],
+    ids=str,
 )
-def test_within_the_smallest_budget_bit_by_bit(name: str) -> None:
+def test_within_the_smallest_budget_bit_by_bit(family: Family) -> None:
     """Tied embeddings, batch statistics, dropout and much recomputation; measured, the peak is within."""
-    make, batch, error = BY_NAME[name].make, BY_NAME[name].batch("usual"), refusal(name)
+    make, batch = family.make, family.batch("usual")
+    error = smallest.refusal(make(), batch, precision="fp32", allow=EXACT)
     assert error.smallest_with[(NAME,)] == error.smallest_bytes < 0.9 * error.smallest_with[()]
     plain = make()
     expected = train(plain, OptimizerInBackward(optim.AdamW(plain.parameters(), 1e-3)), batch)

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import memopt
-from memopt.account.account import distinct_bytes
-from memopt.meter import measure_peak
+from examples.models import language_models
+from examples.models.language_models import SMALL_CONFIGS, Batch, dropping, holding, peak_bytes
 from tests.smallest import smallest_gb
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUPED = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=20_000, n_embd=64, n_layer=2, n_head=4),
-    "opt": lambda: transformers.OPTConfig(vocab_size=20_000, ffn_dim=128, word_embed_proj_dim=64, **SIZES),
-    "qwen3": lambda: transformers.Qwen3Config(vocab_size=30_000, **GROUPED),
-    "gemma2": lambda: transformers.Gemma2Config(vocab_size=40_000, **GROUPED),
-}
 SLOW = pytest.mark.slow
 EACH = ["gpt2", *(pytest.param(name, marks=SLOW) for name in ("opt", "qwen3", "gemma2"))]
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-Batch = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -39,37 +30,11 @@ def quiet() -> Iterator[None]:
 
 
 def make(name: str) -> tuple[nn.Module, Batch]:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).train()
-    model.loss_type = "ForCausalLM"
-    tokens = torch.randint(0, 20_000, (4, 96))
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-def dropping(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def holding(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
-    outputs = model(**batch)
-    outputs.loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    return language_models.make(SMALL_CONFIGS[name](), samples=4, length=96)
 
 
 def train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
     memopt.TrainStep(model, optimizer, max_grad_norm=None)(batch)
-
-
-def peak_bytes(model: nn.Module, batch: Batch, loop: Callable[..., None]) -> int:
-    optimizer = torch.optim.AdamW(model.parameters())
-    held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
-    with measure_peak("cpu") as peak:
-        for _ in range(2):
-            loop(model, batch, optimizer)
-    return peak.allocated_bytes + held
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -78,7 +43,8 @@ def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
     model, batch = make(name)
     memopt.optimize(model, 1.01 * smallest_gb(model, batch))
     for loop in (train_step, dropping, holding):
-        measured = peak_bytes(model, batch, loop)
+        optimizer = torch.optim.AdamW(model.parameters())
+        measured = peak_bytes(model, batch, [partial(loop, model, batch, optimizer)] * 2)
         plan = memopt.plan_of(model)
         assert "chunked_loss" in plan.levers
         assert measured <= plan.predicted_peak_bytes <= 1.01 * measured

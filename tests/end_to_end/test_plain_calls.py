@@ -31,20 +31,6 @@ def plain_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMOPT_PLAN")
 
 
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
-    """The regions that were captured."""
-    found: list[RecordedRegion] = []
-    record = RecordedRegion.record.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
-        found.append(record(cls, *args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(RecordedRegion, "record", classmethod(counted))
-    return found
-
-
 def plain_peak(model: nn.Module, batch: dict[str, Any]) -> float:
     return memopt.plan(copy.deepcopy(model), 1, batch, outputs="all", **FP32).plain_peak_gb
 

@@ -9,26 +9,27 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from examples.models.families import BY_NAME, FAMILIES, Batch, Family, loss_of, without_dropout
+from examples.models.families import BY_NAME, FAMILIES, Batch, Family, causal_batch, loss_of, without_dropout
 from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
 from memopt.planning.levers import DEFAULT_LEVERS
 from passes.graphs.module_path import module_path
+from tests.end_to_end.usual import gpt2
 
 SLOW = pytest.mark.slow
-USUAL = {"bf16": ("gpt2-sdpa",), "fp16": ("gpt2-sdpa",)}
-"""Families that every run tries; `make test-all` tries all."""
+SMALL = Family("gpt2", gpt2, causal_batch)
+TIGHT = {"bf16": 0.0, "fp16": 0.4}
+"""Precisions, and the share that every run tries with each; `make test-all` tries both shares, and all families."""
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    [
-        pytest.param(family, name, marks=[] if family.name in USUAL[name] else [pytest.mark.slow])
-        for family in FAMILIES
-        for name in ("bf16", "fp16")
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("precision", TIGHT)
+def test_in_16_bits(precision: str) -> None:
+    train_in_16_bits(SMALL, precision, {"recompute", "reinplace"}, (TIGHT[precision],))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", TIGHT)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_families(family: Family, precision: str) -> None:
     train_in_16_bits(family, precision, {"recompute", "reinplace"})
 
@@ -39,13 +40,16 @@ def test_with_all_levers(name: str) -> None:
     train_in_16_bits(BY_NAME[name], "bf16", DEFAULT_LEVERS)
 
 
-def train_in_16_bits(family: Family, precision: str, allow: Collection[str]) -> None:
+def train_in_16_bits(
+    family: Family, precision: str, allow: Collection[str], shares: Collection[float] = (0.4, 0.0)
+) -> None:
+    """Train within budgets between the smallest that works (share 0) and the plain model's peak (1)."""
     model, batch = family.make(), family.batch("usual")
     with restored_buffers(model):
         plain = train_step(model, batch)
     plan = memopt.plan(model, 1000, batch, optimizer=None, precision=precision, allow=allow)
     smallest = plan.smallest_gb()
-    for share in (0.4, 0.0):
+    for share in shares:
         budget_gb = smallest + share * (plan.plain_peak_gb - smallest)
         with restored_buffers(model):
             memopt.optimize(model, budget_gb, optimizer=None, precision=precision, allow=allow)
@@ -97,8 +101,7 @@ def test_the_users_autocast_gives_way_to_a_precision_and_goes_before_auto() -> N
 
 
 def test_the_plan_shows_the_precision_of_every_operator_and_why() -> None:
-    family = BY_NAME["gpt2-eager"]
-    model, batch = family.make(), family.batch("usual")
+    model, batch = gpt2("eager"), SMALL.batch("usual")
     rules = {"default": "bf16", "lm_head": "fp32", "transformer.h.0.mlp": "fp32", "softmax": "fp32"}
     plan = memopt.plan(model, 1000, batch, optimizer=None, precision=rules)
     text = str(plan.diff("precision"))

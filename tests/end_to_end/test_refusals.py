@@ -81,10 +81,9 @@ def test_budgets_that_are_none(budget: Any, kind: type[Exception], words: list[s
         memopt.plan(model, budget, BATCH, precision="fp32")
 
 
-OPTIMIZERS: list[Any] = [None, torch.optim.AdamW]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["none", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(None, id="none", marks=pytest.mark.slow), pytest.param(torch.optim.AdamW, id="adamw")]
+)
 def test_a_budget_below_the_smallest_names_one_that_works(optimizer: Any) -> None:
     model = make()
     with refused(model, memopt.BudgetError, "0.0001 GB", "smallest that works", "dominated by") as caught:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memopt
-from examples.models.families import integers, normals
+from examples.models.families import integers, library, normals
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, Piece, plan, run, step
@@ -37,6 +37,15 @@ def make(kind: type[nn.Module] = Dropping) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind().train()
+
+
+def gpt2(attention: str = "sdpa") -> nn.Module:
+    """A GPT-2 of two layers for `causal_batch`."""
+    return library(
+        "GPT2", "GPT2LMHeadModel", "ForCausalLM", attn_implementation=attention,
+        vocab_size=1024, n_positions=160, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        use_cache=False,
+    )()  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import nn, optim
 
 import memopt
 from memopt.device import hardware
-from memopt.optimizers.offload_optimizer import OffloadedOptimizer
+from memopt.optimizers import optimizer_step_price as step_price
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import NOTHING, OptimizerStepPrice, optimizer_step_price, prices_of_each
+from memopt.optimizers.proposals import Proposals
 
 A100 = hardware("a100-80")
 USED = [optim.AdamW, optim.Adafactor, optim.RMSprop, optim.RAdam, optim.NAdam, optim.Adamax]
@@ -58,15 +59,32 @@ def test_a_used_optimizer_is_priced_parameter_by_parameter() -> None:
 
 def test_pieces_beyond_the_third_cost_what_the_third_did() -> None:
     """A parameter of many pieces is tried with few, so that its price does not take the time of all."""
+    offloaded = Proposals(offload_optimizer="device")
     small, large = (
         prices_of_each(
-            optim.AdamW, [torch.empty(many * PIECE_ELEMENTS, device="meta")], [torch.float32], A100, OffloadedOptimizer
+            optim.AdamW, [torch.empty(many * PIECE_ELEMENTS, device="meta")], [torch.float32], A100, offloaded
         )[0]
         for many in (4, 8)
     )
     assert isinstance(small, OptimizerStepPrice)
     assert large.temporary_bytes == small.temporary_bytes
     assert large.seconds == pytest.approx(2 * small.seconds, rel=0.05)
+
+
+def test_a_class_is_tried_once_and_an_instance_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for the same prices with each combination of proposals; an instance may have other state by then."""
+    tried, model, original = list[Any](), nn.Linear(23, 29), step_price._tried
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        tried.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(step_price, "_tried", counted)
+    for optimizer, trials in ((optim.AdamW, 2), (optim.AdamW, 0), (optim.AdamW(model.parameters()), 2)):
+        tried.clear()
+        found = prices_of_each(optimizer, list(model.parameters()), [torch.float32] * 2, hardware("cpu"))
+        assert len(tried) == trials
+        assert [price.state_bytes for price in found] == [2 * 4 * 23 * 29 + 4, 2 * 4 * 29 + 4]
 
 
 class Model(nn.Module):

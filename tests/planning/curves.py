@@ -12,13 +12,13 @@ from tests.planned import ACCOUNT, captured, region
 
 @cache
 def roomy() -> Plan:
-    """Six layers with nothing recomputed."""
-    return make_plan(captured(region(6)), ACCOUNT, 10**6)
+    """Five layers with nothing recomputed."""
+    return make_plan(captured(region(5)), ACCOUNT, 10**6)
 
 
 @cache
 def solved() -> Frontier:
-    return roomy().frontier(12)
+    return roomy().frontier(9)
 
 
 def made_up() -> Frontier:

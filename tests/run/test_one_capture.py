@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import memopt
-from examples.models.families import BY_NAME, loss_of
+from examples.models.families import BY_NAME, causal_batch, loss_of
 from memopt.capture import trace as trace_module
 from memopt.capture.region import RecordedRegion
 from memopt.solver import Portfolio
 from tests.end_to_end.odd_models import CLASSES, WIDTH, BreakInLoop
+from tests.end_to_end.usual import gpt2
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 
@@ -56,8 +57,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, A
     optimizer.step()
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        pytest.param("gpt2-sdpa", True, marks=SLOW),
+        pytest.param("gpt2-sdpa", False, marks=SLOW),
+        ("llama", True),
+        pytest.param("llama", False, marks=SLOW),
+    ],
+)
 def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahead: bool, counted: Counter[str]) -> None:
     family = BY_NAME[name]
     model, batch = family.make(), family.batch("usual")
@@ -73,12 +84,12 @@ def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahea
 
 
 def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
-    family = BY_NAME["gpt2-sdpa"]
-    model, batch = family.make(), family.batch("usual")
+    """Nor does it where nothing was planned ahead."""
+    model, batch = gpt2(), causal_batch("usual")
     optimizer = torch.optim.AdamW(model.parameters())
     budget = tight_budget(model, batch)
     counted.clear()
-    memopt.optimize(model, budget, example_inputs=batch, optimizer=optimizer, **EXACT)
+    memopt.optimize(model, budget, optimizer=optimizer, **EXACT)
     for _ in range(3):
         train(model, optimizer, batch, accumulate=3)
     assert counted["captures"] == counted["traces"] == 1

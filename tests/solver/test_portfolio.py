@@ -23,9 +23,20 @@ def assert_as_promised(problem: RematProblem, portfolio: Portfolio, budget_bytes
     return solution.added_seconds
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_promises_on_random_graphs(number: int) -> None:
+    check_promises(number)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_promises_on_many_random_graphs(number: int) -> None:
+    check_promises(number)
+
+
+def check_promises(number: int) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(1, 14))
     portfolio = Portfolio(problem)

@@ -27,6 +27,7 @@ assert not recorder.buffer, recorder.buffer
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.compiler() is None, reason="numba is not installed")
 def test_nothing_is_left_to_compile() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)

@@ -30,7 +30,7 @@ def tight(model: nn.Module, batch: Any, **options: Any) -> nn.Module:
     return memopt.optimize(model, plan.smallest_gb() * 1.1, **options)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_model_with_its_loss(microbatches: int) -> None:
     expected, plain = trained(gpt2(), BATCHES, microbatches=microbatches)
     model = tight(gpt2(), BATCHES[0])

@@ -31,9 +31,20 @@ def assert_as_promised(
     return solution
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6))
 def test_promises_on_random_graphs(number: int) -> None:
+    check_promises(number)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(st.integers(0, 10**6))
+def test_promises_on_many_random_graphs(number: int) -> None:
+    check_promises(number)
+
+
+def check_promises(number: int) -> None:
     state = random.Random(number)
     problem = random_problem(state, state.randint(1, 12))
     plain = Portfolio(problem)
