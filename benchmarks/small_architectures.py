@@ -20,13 +20,13 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from benchmarks.small_exceptions import CHANGES, FIRST, INPUTS, KEPT, NOT_TRAINED
+from benchmarks.small_exceptions import CHANGES, FIRST, INPUTS, KEPT, NOT_TRAINED, UNLISTED, WITH_IMAGE
 
 TASKS = (
     "SPEECH_SEQ_2_SEQ", "CTC", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
     "AUDIO_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION",
     "UNIVERSAL_SEGMENTATION", "SEMANTIC_SEGMENTATION", "INSTANCE_SEGMENTATION", "ZERO_SHOT_OBJECT_DETECTION",
-    "DEPTH_ESTIMATION", "MASKED_IMAGE_MODELING", "CAUSAL_IMAGE_MODELING", "VISUAL_QUESTION_ANSWERING",
+    "MASKED_IMAGE_MODELING", "CAUSAL_IMAGE_MODELING", "VISUAL_QUESTION_ANSWERING",
     "ZERO_SHOT_IMAGE_CLASSIFICATION", "TEXT_TO_SPECTROGRAM", "TIME_SERIES_PREDICTION", "SEQUENCE_CLASSIFICATION",
     "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "MULTIPLE_CHOICE", "PRETRAINING", "MULTIMODAL_LM",
 )  # fmt: skip
@@ -46,6 +46,8 @@ _RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"interval|_period$|_frequency$|_pattern$|_every_n|_step$|_freq$", lambda was: min(was, 2)),
     (r"num_.*experts$|n_routed_experts$|^num_experts|^moe_num_experts$|^n_experts$", lambda was: min(was, 4)),
     (r"mlp_ratio|kernel|stride|^num_channels$|channels$|groups?$|^conv_|^d_conv|ratio|factor|dropout", lambda was: was),
+    (r"kv_shared_layers", lambda was: 0),
+    (r"rotary_dim$", lambda was: min(was, 8)),
     (r"key_value_heads|kv_heads|query_groups|num_kv", lambda was: 2 if was < 16 else 4),
     (r"heads?$|n_head|num_heads|attention_heads", lambda was: min(was, 4)),
     (r"head_dim|head_size|^d_kv$|^attention_key_size$|kv_channels|rope_dim", lambda was: min(was, 16)),
@@ -91,11 +93,13 @@ def names() -> list[str]:
 
 def task_of(name: str) -> str:
     """Return the task that the class of `class_name` is listed under."""
-    return next(task for task in TASKS if name in _mapping(task))
+    return next((task for task in TASKS if name in _mapping(task)), "TIME_SERIES_PREDICTION")
 
 
 def class_name(name: str) -> str | None:
     """Return the name of the class that is trained for a model type, or None if there is none with labels."""
+    if name in UNLISTED:
+        return UNLISTED[name]
     for task in TASKS:
         found = _mapping(task).get(name)
         if found:
@@ -137,25 +141,39 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def small_config(name: str) -> Any:
     """Return the shrunk configuration of a model type."""
     kind = CONFIG_MAPPING[name]
-    changed = shrunk(kind(**CHANGES.get(name, {}).get("defaults", {})).to_dict(), name)
-    changed.update({key: value for key, value in CHANGES.get(name, {}).items() if key != "defaults"})
+    changed = _merged(shrunk(kind().to_dict()), CHANGES.get(name, {}))
     config = kind(**changed)
     config.return_dict = True
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0
+    if config.is_encoder_decoder:
+        for token in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, token, None) is None:
+                setattr(config, token, 0)
     return config
 
 
-def shrunk(values: dict[str, Any], name: str = "") -> dict[str, Any]:
+def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with those of `over` in their place, in configurations inside, too."""
+    merged = dict(values)
+    for key, value in over.items():
+        inside = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if inside else value
+    return merged
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes of a configuration that change, with their new values; configurations inside likewise."""
     changed: dict[str, Any] = {}
     names_of_tokens = 0
+    layers = values.get("num_hidden_layers", values.get("num_layers"))
     for key, value in values.items():
         if key in KEPT or isinstance(value, bool) or value is None:
             continue
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")):
             inner = shrunk(value)
-            changed[key] = {**({"model_type": value["model_type"]} if value.get("model_type") else {}), **inner}
+            same = {name: value[name] for name in ("model_type",) if value.get(name)}
+            if len(value.get("stage_names", ())) in range(3, 7) and value.get("out_features"):
+                same["out_features"] = value["out_features"]
+            changed[key] = {**same, **inner}
         elif isinstance(value, dict) and "mrope_section" in value:
             changed[key] = {**value, "mrope_section": [2, 3, 3]}
         elif isinstance(value, int) and _TOKENS.search(key):
@@ -166,6 +184,11 @@ def shrunk(values: dict[str, Any], name: str = "") -> dict[str, Any]:
             new = _first(_RULES, key, value)
             if new != value:
                 changed[key] = new
+        elif isinstance(value, (list, tuple)) and len(value) == layers and layers > 2 and type(value[0]) is str:
+            kinds = list(dict.fromkeys(value))
+            changed[key] = [kinds[0], kinds[-1]]
+        elif isinstance(value, (list, tuple)) and len(value) == layers and layers > 8 and type(value[0]) is int:
+            changed[key] = [_first(_RULES, key, item) for item in value[:2]]
         elif isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
             new = [min(v, VOCABULARY - 1) for v in value] if _TOKENS.search(key) else _first(_LISTS, key, list(value))
             if new != list(value):
@@ -187,13 +210,20 @@ def inputs(name: str, config: Any, parameters: Any) -> dict[str, Any]:
     if task in ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION"):
         batch = _image(config, 2)
         return {**batch, **_objects(config, parameters)}
-    if "input_ids" in parameters and task not in ("SPEECH_SEQ_2_SEQ", "CTC", "AUDIO_CLASSIFICATION"):
+    by_ear = task in ("CTC", "AUDIO_CLASSIFICATION") or (task == "SPEECH_SEQ_2_SEQ" and config.is_encoder_decoder)
+    if "input_ids" in parameters and not by_ear:
         batch["input_ids"] = torch.randint(5, _vocabulary(config) - 28, (BATCH, LENGTH))
         if "attention_mask" in parameters:
             batch["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
             batch["attention_mask"][-1, -8:] = 0
+        if "bbox" in parameters:
+            batch["bbox"] = torch.tensor([1, 2, 9, 12]).expand(BATCH, LENGTH, 4).contiguous()
+        if name in WITH_IMAGE:
+            batch["pixel_values"] = torch.randn(BATCH, 3, IMAGE, IMAGE)
         if "return_loss" in parameters and "labels" not in parameters:
             return {**batch, **_image(config, BATCH), "return_loss": True}
+    elif task == "VIDEO_CLASSIFICATION" and "pixel_values" in parameters:
+        batch["pixel_values"] = torch.randn(4, _find(config, "num_frames", 8), 3, IMAGE, IMAGE)
     elif "pixel_values" in parameters:
         batch = _image(config, IMAGES)
     elif "pixel_values_videos" in parameters:
@@ -201,6 +231,8 @@ def inputs(name: str, config: Any, parameters: Any) -> dict[str, Any]:
         batch["pixel_values_videos"] = torch.randn(2, frames, 3, IMAGE, IMAGE)
     elif "input_features" in parameters or "input_values" in parameters:
         batch = _audio(name, config, parameters)
+        if name in ("parakeet_ctc", "lasr_ctc"):
+            batch["attention_mask"] = torch.ones(batch["input_features"].shape[:2], dtype=torch.long)
     else:
         raise NotBuilt(f"no rule for a forward that takes {', '.join(list(parameters)[1:5])}")
     return {**batch, **_labels(task, config, parameters, batch)}
@@ -223,7 +255,7 @@ def _labels(task: str, config: Any, parameters: Any, batch: dict[str, Any]) -> d
         return {"labels": torch.randint(0, classes, tuple(batch["input_ids"].shape))}
     if task == "CTC":
         return {"labels": torch.randint(3, 30, (rows, 5))}
-    if task == "SPEECH_SEQ_2_SEQ":
+    if task == "SPEECH_SEQ_2_SEQ" and "input_ids" not in batch:
         return {"labels": torch.randint(5, 90, (rows, 16))}
     if "input_ids" in batch:
         return {"labels": batch["input_ids"].clone()}
@@ -253,7 +285,7 @@ def _objects(config: Any, parameters: Any) -> dict[str, Any]:
 def _audio(name: str, config: Any, parameters: Any) -> dict[str, Any]:
     mels = next((_find(config, key, 0) for key in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
                  if _find(config, key, 0)), 0)  # fmt: skip
-    if "input_values" in parameters and not mels:
+    if "input_values" in parameters and (not mels or name == "speecht5"):
         return {"input_values": torch.randn(2, SAMPLES)}
     if "input_values" in parameters:
         return {"input_values": torch.randn(2, _find(config, "max_length", 128), mels)}
