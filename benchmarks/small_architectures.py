@@ -245,7 +245,7 @@ def _labels(task: str, config: Any, parameters: Any, batch: dict[str, Any]) -> d
         return {"start_positions": torch.arange(rows), "end_positions": torch.arange(rows) + 3}
     if "labels" not in parameters and "next_sentence_label" not in parameters:
         raise NotBuilt("its forward takes no labels")
-    if task.endswith("SEQUENCE_CLASSIFICATION") or task.endswith(("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")):
+    if task.endswith(("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")):
         return {"labels": torch.randint(0, classes, (rows,))}
     if task == "VIDEO_CLASSIFICATION":
         return {"labels": torch.randint(0, classes, (rows,))}
@@ -283,15 +283,14 @@ def _objects(config: Any, parameters: Any) -> dict[str, Any]:
 
 
 def _audio(name: str, config: Any, parameters: Any) -> dict[str, Any]:
-    mels = next((_find(config, key, 0) for key in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
-                 if _find(config, key, 0)), 0)  # fmt: skip
+    keys = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
+    mels = next((found for key in keys if (found := _find(config, key, 0))), 0)
     if "input_values" in parameters and (not mels or name == "speecht5"):
         return {"input_values": torch.randn(2, SAMPLES)}
     if "input_values" in parameters:
         return {"input_values": torch.randn(2, _find(config, "max_length", 128), mels)}
-    if positions := getattr(config, "max_source_positions", 0):
-        if hasattr(config, "num_mel_bins"):
-            return {"input_features": torch.randn(2, mels, 2 * positions)}
+    if (positions := getattr(config, "max_source_positions", 0)) and hasattr(config, "num_mel_bins"):
+        return {"input_features": torch.randn(2, mels, 2 * positions)}
     return {"input_features": torch.randn(2, 128, mels or 80)}
 
 

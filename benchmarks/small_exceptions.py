@@ -1,4 +1,4 @@
-"""Where the general rules of `benchmarks.small_architectures` do not make a small model: attributes and batches by type."""
+"""Attributes and batches of the model types for which the rules of `benchmarks.small_architectures` give no model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
-KEPT = frozenset({"transformers_version", "num_labels", "num_return_sequences", "chunk_size_feed_forward", "num_feat_extract_layers"})
-"""Attributes that always keep their value."""
-FIRST = frozenset(
-    "bert gpt2 llama vit wav2vec2 t5 bart distilbert roberta mistral qwen2 qwen3 gemma2 gemma3_text mixtral resnet convnext "
-    "swin segformer detr whisper opt bloom gpt_neox phi3 deberta-v2 albert electra mamba longt5 canine pegasus_x lxmert "
-    "convnextv2 modernbert bit regnet deit beit hubert wavlm speech_to_text audio-spectrogram-transformer clip".split()
+KEPT = frozenset(
+    {"transformers_version", "num_labels", "num_return_sequences", "chunk_size_feed_forward", "num_feat_extract_layers"}
 )
+"""Attributes that always keep their value."""
+FIRST = frozenset({
+    "bert", "gpt2", "llama", "vit", "wav2vec2", "t5", "bart", "distilbert", "roberta", "mistral", "qwen2",
+    "qwen3", "gemma2", "gemma3_text", "mixtral", "resnet", "convnext", "swin", "segformer", "detr", "whisper",
+    "opt", "bloom", "gpt_neox", "phi3", "deberta-v2", "albert", "electra", "mamba", "longt5", "canine",
+    "pegasus_x", "lxmert", "convnextv2", "modernbert", "bit", "regnet", "deit", "beit", "hubert", "wavlm",
+    "speech_to_text", "audio-spectrogram-transformer", "clip", "patchtst",
+})  # fmt: skip
 """Common types, and those that were wrong or refused once."""
 NOT_TRAINED = frozenset({"emu3", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "musicgen", "musicgen_melody"})
 """Model types whose language model has a type of its own."""
@@ -48,14 +52,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "moe_intermediate_size": 64,
                    "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_hidden_size": 128,
+              "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8,
                "attention_hidden_size": 128, "attention_head_dim": 32, "num_mem_blocks": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]}, "xlstm": {"qk_dim_factor": 0.5, "num_heads": 4,
                                                                               "mlstm_round_up_to_multiple_of": 64},
     "gemma4_text": {"vocab_size_per_layer_input": 128}, "gemma3n_text": {"vocab_size_per_layer_input": 128},
-    "time_series_transformer": {"prediction_length": 16, "context_length": 32, "d_model": 64, "lags_sequence": [1, 2, 3],
-                                "num_time_features": 2},
+    "time_series_transformer": {"prediction_length": 16, "context_length": 32, "d_model": 64,
+                                "lags_sequence": [1, 2, 3], "num_time_features": 2},
     "informer": {"prediction_length": 16, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
     "autoformer": {"prediction_length": 16, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
     "patchtst": {"context_length": 64, "num_input_channels": 4, "prediction_length": 16, "patch_length": 8,
@@ -71,7 +76,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "udop": {"max_2d_position_embeddings": 1024}, "upernet": {"auxiliary_in_channels": 64, "hidden_size": 64},
     "detr": _RESNET, "conditional_detr": _RESNET, "dab-detr": _RESNET, "table-transformer": _RESNET,
     "deformable_detr": _RESNET_LEVELS, "omdet-turbo": _RESNET_LEVELS,
-    "swin": {"window_size": 2, "embed_dim": 16}, "donut-swin": {"window_size": 2, "embed_dim": 16}, "mask2former": {"backbone_config": {"window_size": 2}},
+    "swin": {"window_size": 2, "embed_dim": 16},
+    "donut-swin": {"window_size": 2, "embed_dim": 16}, "mask2former": {"backbone_config": {"window_size": 2}},
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]}, "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "jamba": {"attn_layer_offset": 1, "expert_layer_offset": 1},
@@ -80,7 +86,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8], "attention_head_size": 16},
     "prophetnet": {"num_buckets": 32, "relative_max_distance": 128},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 64},
-    "hgnet_v2": {**_STEM, "hidden_sizes": [32, 64, 64, 64]}, "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "hgnet_v2": {**_STEM, "hidden_sizes": [32, 64, 64, 64]},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "wav2vec2-bert": {"vocab_size": 64}, "wav2vec2-conformer": {"vocab_size": 64},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "input_size": 64}, "lilt": {"hidden_size": 96},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
@@ -94,7 +101,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "qk_head_dim": 32, "head_dim": 16},
     "textnet": {"stem_out_channels": 16, "hidden_sizes": [16, 16, 32, 48, 64]},
     "pop2piano": {"d_model": 64},
-    
 }  # fmt: skip
 """Attributes in place of those that the rules give, in configurations inside, too."""
 
@@ -130,11 +136,17 @@ def _vilt(config: Any) -> dict[str, Any]:
 
 def _perceiver(config: Any) -> dict[str, Any]:
     batch = _text()
-    return {"inputs": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": batch["input_ids"].clone()}
+    return {
+        "inputs": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "labels": batch["input_ids"].clone(),
+    }
 
 
 def _pix2struct(config: Any) -> dict[str, Any]:
-    patches = torch.cat([torch.randint(1, 8, (4, 32, 2)).float(), torch.randn(4, 32, config.vision_config.patch_embed_hidden_size)], 2)
+    patches = torch.cat(
+        [torch.randint(1, 8, (4, 32, 2)).float(), torch.randn(4, 32, config.vision_config.patch_embed_hidden_size)], 2
+    )
     return {"flattened_patches": patches, "attention_mask": torch.ones(4, 32), "labels": torch.randint(5, 90, (4, 16))}
 
 

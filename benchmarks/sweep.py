@@ -1,6 +1,6 @@
 """Every architecture of transformers from a small configuration, trained plain and planned side by side.
 
-    python -m benchmarks.sweep [--stages mid smallest default] [--only bert gpt2] [--again] [--limit-minutes 60] [--list]
+    python -m benchmarks.sweep [--stages mid smallest default] [--only bert gpt2] [--again] [--limit-minutes 60]
 
 Each has a process of its own with a time limit, on one thread of the CPU. Results are written after each, so that a run
 goes on where the last one stopped; `--again` repeats what is not right. docs/sweep.md is made from the result file.
@@ -22,12 +22,12 @@ from typing import Any
 
 os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
 
-import torch  # noqa: E402
-import torch._inductor.compile_fx  # noqa: E402, F401  (what every process needs is imported before the first)
+import torch
+import torch._inductor.compile_fx
 
-from benchmarks.small_architectures import class_name, names, source_of, task_of  # noqa: E402
-from benchmarks.stamp import stamp, write_result  # noqa: E402
-from benchmarks.sweep_trial import STAGES, trial  # noqa: E402
+from benchmarks.small_architectures import class_name, names, source_of, task_of
+from benchmarks.stamp import stamp, write_result
+from benchmarks.sweep_trial import STAGES, trial
 
 RESULT = Path(__file__).parent / "results" / "sweep.json"
 PAGE = Path(__file__).parent.parent / "docs" / "sweep.md"
@@ -102,11 +102,12 @@ def page(records: dict[str, Any]) -> str:
     near = sum(0 <= found["over_less_reserve"] <= 0.01 for found in compared)
     lines = [
         "# The sweep", "",
-        "Every architecture of transformers that trains from a small configuration with random weights, plain and planned",
-        "side by side: `make sweep`, which goes on where it stopped; figures in `benchmarks/results/sweep.json`. Stages:",
-        "`mid` and `smallest` are exact (fp32, recompute and reinplace) half-way between the smallest budget and the plain",
-        "peak, and at the smallest; `default` takes the default options half-way. Two steps of AdamW and one with",
-        "accumulation; losses, gradients, buffers, parameters and the next random numbers are compared bitwise.", "",
+        "Every architecture of transformers that trains from a small configuration with random weights, plain and",
+        "planned side by side: `make sweep`, which goes on where it stopped; figures in",
+        "`benchmarks/results/sweep.json`. Stages: `mid` and `smallest` are exact (fp32, recompute and reinplace),",
+        "half-way between the smallest budget and the plain peak, and at the smallest; `default` takes the default",
+        "options half-way. Two steps of AdamW and one with accumulation; losses, gradients, buffers, parameters and",
+        "the next random numbers are compared bitwise.", "",
         f"{len(records)} tried; predicted over measured peak (without the reserve) between 0 and +1% in {near} of "
         f"{len(compared)} runs.", "",
         "| verdict | architectures |", "|---|---|",
@@ -151,7 +152,9 @@ def main() -> None:
             break
         source_of(name)
         found = isolated(name, stages)
-        before = {} if "verdict" in found else {key: value for key, value in records.get(name, {}).items() if key in STAGES}
+        before = (
+            {} if "verdict" in found else {key: value for key, value in records.get(name, {}).items() if key in STAGES}
+        )
         records[name] = {**before, **found}
         write(records)
         print(f"{name}: {verdict(found)}", json.dumps(found)[:600], flush=True)

@@ -23,7 +23,6 @@ from benchmarks.small_architectures import NotBuilt, build
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from memopt.recent import Recent  # noqa: F401  (imported before the fork)
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 DEFAULT: dict[str, Any] = {"elsewhere_gb": 0}
@@ -85,7 +84,7 @@ class Twin:
             self.run.tensors[f"{name}: parameter {key}"] = parameter.detach().clone()
 
     def measured_bytes(self) -> int:
-        """The most that one more step holds: parameters, buffers, batch, the optimiser's state, and what it allocates."""
+        """The most that one more step holds, parameters, batch and the optimiser's state included."""
         state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(self.batch) if torch.is_tensor(leaf)]
         held = distinct_bytes([*self.model.parameters(), *self.model.buffers(), *tensors, *state])
