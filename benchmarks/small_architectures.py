@@ -12,6 +12,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from benchmarks.small_exceptions import CHANGES, FIRST, INPUTS, KEPT, NOT_TRAINED, UNLISTED, WITH_IMAGE
+from benchmarks.small_images import image_model, image_names
 
 TASKS = (
     "SPEECH_SEQ_2_SEQ", "CTC", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
@@ -88,11 +90,16 @@ def names() -> list[str]:
         task = task_of(name)
         met[task] += 1
         order[name] = (name not in FIRST, met[task], TASKS.index(task))
-    return sorted(found, key=order.__getitem__)
+    common = [name for name in found if name in FIRST]
+    others = sorted((name for name in found if name not in FIRST), key=order.__getitem__)
+    mixed = [name for pair in zip_longest(others, image_names()) for name in pair if name]
+    return sorted(common, key=order.__getitem__) + mixed
 
 
 def task_of(name: str) -> str:
     """Return the task that the class of `class_name` is listed under."""
+    if ":" in name:
+        return "IMAGE_CLASSIFICATION"
     return next((task for task in TASKS if name in _mapping(task)), "TIME_SERIES_PREDICTION")
 
 
@@ -100,6 +107,8 @@ def class_name(name: str) -> str | None:
     """Return the name of the class that is trained for a model type, or None if there is none with labels."""
     if name in UNLISTED:
         return UNLISTED[name]
+    if ":" in name:
+        return name.partition(":")[2]
     for task in TASKS:
         found = _mapping(task).get(name)
         if found:
@@ -120,6 +129,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if chosen is None:
         raise NotBuilt("no class with labels")
     try:
+        if ":" in name:
+            return image_model(name)
         kind = getattr(transformers, chosen)
         parameters = inspect.signature(kind.forward).parameters
         config = small_config(name)
@@ -304,5 +315,7 @@ def _find(config: Any, key: str, otherwise: int) -> int:
 
 
 def source_of(name: str) -> str:
-    """Return the module that a model type's class comes from."""
+    """Import the module that a model type's class comes from and return its name."""
+    if ":" in name:
+        return name.partition(":")[0]
     return importlib.import_module(getattr(transformers, class_name(name) or "").__module__).__name__

@@ -61,7 +61,7 @@ class Twin:
     """A model with its optimiser, stepped from equal seeds."""
 
     def __init__(self, model: nn.Module, batch: dict[str, Any], call: Callable[..., Any] | None = None) -> None:
-        self.model, self.batch, self.call = model, batch, call or model
+        self.model, self.batch, self.call = model, batch, model if call is None else call
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.run = Run([], {}, [])
 
