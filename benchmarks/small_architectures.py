@@ -24,6 +24,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from benchmarks.small_exceptions import CHANGES, FIRST, INPUTS, KEPT, NOT_TRAINED, UNLISTED, WITH_IMAGE
 from benchmarks.small_images import image_model, image_names, libraries
 
+libraries()  # before a module of transformers imports torchvision
+
 TASKS = (
     "SPEECH_SEQ_2_SEQ", "CTC", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT",
     "AUDIO_CLASSIFICATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "OBJECT_DETECTION",
@@ -125,7 +127,6 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises `NotBuilt` with the reason.
     """
-    libraries()  # before transformers imports torchvision
     chosen = class_name(name)
     if chosen is None:
         raise NotBuilt("no class with labels")
