@@ -1,4 +1,5 @@
-"""Every architecture of transformers from a small configuration, trained plain and planned side by side.
+"""Every architecture of transformers from a small configuration, trained plain and planned side by side; some small
+models of timm and torchvision, too, where these are installed (`pip install -e .[sweep]`).
 
     python -m benchmarks.sweep [--stages mid smallest default] [--only bert gpt2] [--again] [--limit-minutes 60]
 
