@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check
+.PHONY: demo test test-all check sweep
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -31,3 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+# Goes on where it stopped; SWEEP="--stages smallest default --limit-minutes 60" takes its options.
+sweep: $(INSTALLED)
+	$(BIN)/python -m benchmarks.sweep $(SWEEP)

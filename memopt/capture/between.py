@@ -62,10 +62,20 @@ class _StandIn(torch.autograd.Function):
             ]
             outputs = region.forward(*arguments)
             # Detached, because autograd takes an output that is an input for one that was written over.
-            return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
+            results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
+            # What requires no gradient in the model must not here: later regions would be captured with one.
+            ctx.mark_non_differentiable(*(results[position] for position in _undifferentiated(region)))
+            return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with ctx.between.planned():
             made = (like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes)
             return None, None, *made
+
+
+def _undifferentiated(region: fx.GraphModule) -> list[int]:
+    """The positions of a region's results that are tensors and require no gradient in Dynamo's graph."""
+    (results,) = region.graph.output_node().args
+    known = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
+    return [at for at, value in enumerate(known) if isinstance(value, torch.Tensor) and not value.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from tests.run.pieces import calls_of, gradients, make
 
@@ -39,3 +40,25 @@ def test_a_plan_that_was_forgotten_is_made_again() -> None:
     calls(X)
     assert calls.latest is not plan  # planned again from the regions that are recorded
     assert calls.latest == plan
+
+
+class Positions(nn.Module):
+    """Positions, which have no gradient, are made before a graph break and used after it, as in DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.before(x))
+        positions = torch.arange(32.0).sin().expand_as(x).contiguous()
+        torch._dynamo.graph_break()
+        return torch.tanh(self.after(hidden + positions)).pow(2).mean()
+
+
+def test_what_has_no_gradient_before_a_break_is_captured_without_one_after_it() -> None:
+    torch.manual_seed(0)
+    model = Positions().train()
+    calls = calls_of(model)
+    for found, expected in zip(gradients(model, calls(X)), gradients(model, model(X)), strict=True):
+        assert torch.equal(found, expected)
