@@ -163,7 +163,8 @@ def test_a_model_that_leaves_for_numpy_is_planned_on_values_alone() -> None:
     model = make(odd_models.NumpyInLoop)
     words = ("NumpyInLoop cannot be captured", "data-dependent", "numpy", "odd_models.py:141, in body")
     with refused(model, memopt.CaptureError, *words):
-        memopt.plan(model, 1.0, BATCH, precision="fp32")
+        memopt.plan(model, 1.0, tuple(tensor.to("meta") for tensor in BATCH), precision="fp32")
+    assert memopt.plan(model, 1.0, BATCH, precision="fp32").regions
     memopt.optimize(model, 1.0, example_inputs=BATCH, precision="fp32", allow={"recompute"})
     assert_same(trained(model), trained(make(odd_models.NumpyInLoop)))
 
