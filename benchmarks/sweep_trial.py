@@ -29,6 +29,8 @@ DEFAULT: dict[str, Any] = {"elsewhere_gb": 0}
 STAGES = {"mid": (EXACT, 0.5), "smallest": (EXACT, 0.0), "default": (DEFAULT, 0.5)}
 """By name: options, and where the budget lies between the smallest that works (0) and the plain peak (1)."""
 ROUNDING = 1e-5
+FLOOR = 1e-3
+"""The smallest scale of a value for its relative difference, as a share of the largest of its kind."""
 DEFAULT_LOSS = 0.05
 """How far the losses of the default options may be from the plain model's."""
 REFUSALS = (memopt.BudgetError, memopt.CaptureError, memopt.UnplannedGradientError, memopt.StaleOutputError)
@@ -128,8 +130,20 @@ def _apart(ours: Run, plain: Run, name: str) -> tuple[float, str]:
         return 0.0, ""
     if not torch.equal(mine.isnan(), theirs.isnan()):
         return 1.0, f"{name}: not a number in other places"
-    apart = (mine.double() - theirs.double()).abs().nan_to_num(0.0).max()
-    return float(apart / theirs.double().abs().nan_to_num(0.0).max().clamp_min(1e-30)), name
+    apart = _largest(mine.double() - theirs.double())
+    return apart / max(_largest(theirs), FLOOR * _scale(plain, name), 1e-30), name
+
+
+def _scale(plain: Run, name: str) -> float:
+    """The largest magnitude among all values of the same kind in the same step.
+
+    A gradient that is zero but for rounding (of the bias of keys, under softmax) has no scale of its own."""
+    kind = " ".join(name.split()[:3])
+    return max(_largest(value) for key, value in plain.tensors.items() if value is not None and key.startswith(kind))
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.double().abs().nan_to_num(0.0).max()) if values.numel() else 0.0
 
 
 def trial(name: str, stages: list[str]) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class BrokenCalls:
         forward = self._forward
         assert forward is not None, "a region runs outside of any call"
         emitted = self._next(RegionRun.of(region, inputs), forward)
+        if emitted is None and not self._trace(region, forward.rewriting).differentiated:
+            return region.graph_module(*inputs)  # views of its inputs: no plan has a place for them
         if emitted is None and forward.may_run_unplanned:
             self.ran_unplanned = True
             return region.graph_module(*inputs)
@@ -194,6 +196,13 @@ class _Forward:
     def notes(self) -> tuple[str, ...]:
         """The notes of the capture."""
         return self.planned.captured.notes
+
+    @property
+    def rewriting(self) -> Rewriting:
+        """What becomes of the operators of its regions."""
+        captured = self.planned.plan.captured
+        assert captured is not None
+        return captured.rewriting_of_regions
 
     def next_run(
         self, run: RegionRun, trace: Callable[[RecordedRegion, Rewriting], JointGraph]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.run.pieces import calls_of, gradients, make
+from tests.run.pieces import Blocks, calls_of, gradients, make
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 CALL = ((X,), {})
@@ -62,3 +62,23 @@ def test_what_has_no_gradient_before_a_break_is_captured_without_one_after_it() 
     calls = calls_of(model)
     for found, expected in zip(gradients(model, calls(X)), gradients(model, model(X)), strict=True):
         assert torch.equal(found, expected)
+
+
+class Reshapes(Blocks):
+    """Between two graph breaks, a region that only reshapes its input, as around the experts of Switch Transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.half(x, 0)
+        torch._dynamo.graph_break()
+        x = x.reshape(32, 2, 32)
+        torch._dynamo.graph_break()
+        return self.half(x, 2).pow(2).mean()
+
+
+def test_a_region_of_views_alone_has_no_place_in_the_plan_and_runs_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Reshapes().train()
+    calls = calls_of(model)
+    for _ in range(2):
+        for found, expected in zip(gradients(model, calls(X)), gradients(model, model(X)), strict=True):
+            assert torch.equal(found, expected)
