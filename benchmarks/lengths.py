@@ -48,7 +48,7 @@ from memopt.account.account import distinct_bytes
 from memopt.capture.region import RecordedRegion
 from memopt.errors import GIB
 
-RESULT = Path(__file__).parent / "results" / "lengths.json"
+RESULTS = Path(__file__).parent / "results"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
 FIRST = {"torch": 120, "checkpoint": 60}
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=("GPT-2", "Llama"), default=["GPT-2", "Llama"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batches", type=int, default=500)
-    parser.add_argument("--small", action="store_true", help="narrow models, to try the script")
+    parser.add_argument("--small", action="store_true", help="narrow models: minutes instead of an hour")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--budget-gb", type=float, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -266,13 +266,13 @@ def main() -> None:
         print(json.dumps(measured))
         return
     ways = ["plain", *(way for way in WAYS if way in chosen.ways and way != "plain")]
-    known = json.loads(RESULT.read_text())["models"] if RESULT.exists() else []
+    result = RESULTS / ("lengths_small.json" if chosen.small else "lengths.json")
+    known = json.loads(result.read_text())["models"] if result.exists() else []
     models = [model for model in known if model["model"] not in chosen.only]
     for name in chosen.only:
         models.append(compare(name, chosen.batches, ways, small=chosen.small))
         print(json.dumps(models[-1], indent=1), flush=True)
-        if not chosen.small:
-            write_result(RESULT, {**stamp(), "models": models})
+        write_result(result, {**stamp(), "models": models})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class _Planned:
 
     captured: CapturedCall
     plan: Plan
+    runs: tuple[RegionRun, ...]
+    """The runs that have a schedule, in the order of the plan's regions."""
 
 
 class BrokenCalls:
@@ -87,7 +89,7 @@ class BrokenCalls:
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls with the signature and the situation of this one run by a plan."""
         self._captured[_signature(call)] = captured
-        self._plans[_signature(call), situation] = _Planned(captured, plan)
+        self._plans[_signature(call), situation] = self._with_runs(captured, plan)
 
     def forget(self) -> None:
         """Drop all plans and emitted regions, so that every call is planned again."""
@@ -179,8 +181,18 @@ class BrokenCalls:
                 raise
             captured = self._captured[signature] = alone
             plan = self.road.plan(captured, call, situation, advise=False)
-        self._plans[signature, situation] = planned = _Planned(captured, plan)
+        self._plans[signature, situation] = planned = self._with_runs(captured, plan)
         return planned
+
+    def _with_runs(self, captured: CapturedCall, plan: Plan) -> _Planned:
+        """The plan of a captured call with the runs that it schedules: not those of views alone."""
+        step = plan.captured
+        assert step is not None
+        runs = captured.runs
+        if len(runs) != len(step.regions):
+            rewriting = step.rewriting_of_regions
+            runs = tuple(run for run in runs if self._trace(run.region, rewriting).differentiated)
+        return _Planned(captured, plan, runs)
 
 
 @dataclass
@@ -212,10 +224,9 @@ class _Forward:
         plan = self.planned.plan
         captured = plan.captured
         assert captured is not None
-        runs = self.planned.captured.runs
         for number in range(self.runs, len(captured.regions)):
             joint = captured.regions[number]
-            if len(runs) == len(captured.regions) and runs[number].parameter_ids != run.parameter_ids:
+            if self.planned.runs[number].parameter_ids != run.parameter_ids:
                 continue
             if joint.trace.region is not run.region:
                 joint = trace(run.region, captured.rewriting_of_regions).accumulating(joint.parameter_inputs)
