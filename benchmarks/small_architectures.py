@@ -66,7 +66,7 @@ _RULES: tuple[tuple[str, Callable[[int], int]], ...] = (
     (r"patch_size", lambda was: was if was <= 8 else 16),
     (r"hidden|embed|^dim$|_dim$|d_model|^width$|_size$|n_embd|channels_", lambda was: min(was, 64)),
 )  # fmt: skip
-"""What becomes of an integer attribute, by the first pattern that its name matches."""
+"""The new value of an integer attribute, by the first pattern that its name matches."""
 _LISTS: tuple[tuple[str, Callable[[list[Any]], list[Any]]], ...] = (
     (r"image_size|img_size|input_size", lambda was: [min(size, IMAGE) for size in was]),
     (r"patch_size", lambda was: [size if size <= 8 else 16 for size in was]),

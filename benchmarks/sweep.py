@@ -33,7 +33,7 @@ from benchmarks.sweep_trial import STAGES, trial
 RESULT = Path(__file__).parent / "results" / "sweep.json"
 PAGE = Path(__file__).parent.parent / "docs" / "sweep.md"
 LIMIT_SECONDS = 240
-"""Of each stage."""
+"""The time limit for each stage of one architecture."""
 ORDER = ("not built", "error not ours", "wrong", "over budget", "refused", "rounding", "right")
 """Verdicts, the worst first."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
+import io
 import random
 import time
 import traceback
@@ -39,7 +39,7 @@ MESSAGE = 200
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps of one twin gave: losses, gradients, buffers, parameters, the next random numbers."""
+    """The results of one twin's steps: losses, gradients, buffers, parameters, the next random numbers."""
 
     losses: list[float]
     tensors: dict[str, torch.Tensor | None]
@@ -232,9 +232,7 @@ def planned(
 
 def accumulation(twin: Twin, model: nn.Module, batch: dict[str, Any], stage: str) -> dict[str, Any]:
     """A step of two forwards and backwards from the plain model's state; a budget too small for it is no fault."""
-    from memopt import remove
-
-    plain = Twin(remove(copy.deepcopy(model)), batch)
+    plain = Twin(memopt.remove(copy.deepcopy(model)), batch)
     plain.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
     plain.step("accumulated", 2)
     twin.run = Run([], {}, [])
@@ -252,10 +250,10 @@ def accumulation(twin: Twin, model: nn.Module, batch: dict[str, Any], stage: str
 
 
 def compiled(model: nn.Module, batch: dict[str, Any], plain: Run) -> str:
-    """What torch.compile makes of the model, graph breaks allowed, without an optimisation of its own."""
+    """Say whether torch.compile trains the model, graph breaks allowed, and how far its values are from plain ones."""
     try:
         torch._dynamo.reset()
-        with contextlib.redirect_stdout(open(os.devnull, "w")):
+        with contextlib.redirect_stdout(io.StringIO()):
             twin = Twin(model, batch, torch.compile(model, backend="aot_eager"))
             steps(twin)
     except Exception as error:

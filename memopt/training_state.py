@@ -87,6 +87,21 @@ class TrainingState:
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
+class Attributes:
+    """The attributes, parameters and buffers of all modules of a model, by name, to be restored after they were set to
+    others. Values that are written in place are not restored."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [table for one in model.modules() for table in (vars(one), one._parameters, one._buffers)]
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+
+    def restore(self) -> None:
+        """Set all of them to what they were."""
+        for table, values in self._tables:
+            table.clear()
+            table.update(values)
+
+
 @dataclass(frozen=True)
 class ForwardState:
     """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned.
@@ -96,8 +111,7 @@ class ForwardState:
 
     model: nn.Module
     device: torch.device
-    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
-    """The tables of attributes and buffers of all modules, each with a copy."""
+    attributes: Attributes
     buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
     """Each buffer with its version, and a copy if it is small."""
     generators: tuple[Any, ...]
@@ -107,11 +121,10 @@ class ForwardState:
     def of(cls, model: nn.Module) -> ForwardState:
         """The current state of `model`."""
         device = next(model.parameters()).device
-        tables = (table for module in model.modules() for table in (vars(module), module._buffers))
         return cls(
             model,
             device,
-            tuple((table, dict(table)) for table in tables),
+            Attributes(model),
             tuple(
                 (buffer, buffer._version, buffer.clone() if buffer.nbytes <= _COPIED_BYTES else None)
                 for buffer in model.buffers()
@@ -126,9 +139,7 @@ class ForwardState:
 
     def undo(self) -> None:
         """Set the model and the generators back to this state."""
-        for table, values in self.tables:
-            table.clear()
-            table.update(values)
+        self.attributes.restore()
         with torch.no_grad():
             for buffer, version, copy in self.buffers:
                 if copy is not None and buffer._version != version:

@@ -17,11 +17,17 @@ from examples.models.families import library
 VOCABULARY = 8_400
 Order = Literal["before", "after"]
 
-gpt2 = library(
-    "GPT2", "GPT2LMHeadModel", "ForCausalLM",
-    vocab_size=VOCABULARY, n_positions=64, n_embd=640, n_layer=4, n_head=10, use_cache=False, bos_token_id=0,
-    eos_token_id=0,
-)  # fmt: skip
+
+def gpt2_of(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
+    """A function that makes a GPT-2 for texts of 64 tokens."""
+    return library(
+        "GPT2", "GPT2LMHeadModel", "ForCausalLM",
+        vocab_size=VOCABULARY, n_positions=64, n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+gpt2 = gpt2_of(640, 4, 10)
 """25 million parameters, which are 100 MB: more than fit one bucket."""
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.eager_bytes import EagerBytes, RealBytes
+from memopt.account.eager_bytes import EagerBytes, RealBytes, ValueIsRead
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.rehearsal import undone
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.modules import forward_hooks
+from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.device import Hardware
 
@@ -38,15 +38,15 @@ def count_plain_step(
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, on fake tensors; the model does not change.
 
-    None where that cannot be known: the code looks at values, no scalar that requires a gradient is returned, or
-    modules have forward hooks of the user's, which would see the fakes.
+    None where that cannot be known: no scalar that requires a gradient is returned, or modules have forward hooks of
+    the user's, which would see the fakes. Raises `ValueIsRead` where the code branches on values.
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     home = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.enable_grad(), fake_parameters(model, mode, home) as fakes:
+        with torch.enable_grad(), without_backward_hooks(model), fake_parameters(model, mode, home) as fakes:
             args, kwargs = fake_call(call, mode, home)
             if gradients_held:
                 for fake in fakes.values():
@@ -54,6 +54,8 @@ def count_plain_step(
             count = EagerBytes("cpu" if card.name == "cpu" else "cuda", home.type, stand_ins=False)
             with mode:
                 return _counted(count, [*fakes.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
+    except ValueIsRead:
+        raise
     except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
         return None
     finally:
@@ -64,14 +66,14 @@ def count_on_values(
     model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, most_bytes: int
 ) -> PlainStep | None:
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
-    gradients and the random generators is undone.
+    gradients and the random generators is undone. The user's backward hooks are not called.
 
     None where it holds more than `most_bytes`, above which it stops, or cannot be run.
     """
     home = next(model.parameters()).device
     count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes)
     try:
-        with torch.enable_grad(), undone(model):
+        with torch.enable_grad(), undone(model), without_backward_hooks(model):
             resident = [*model.parameters(), *model.buffers(), *tree_leaves(call)]
             step = _counted(count, resident, lambda: run(*call[0], **call[1]))
         return step and replace(step, depends_on_values=True)

@@ -63,7 +63,7 @@ class _StandIn(torch.autograd.Function):
             outputs = region.forward(*arguments)
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
-            # What requires no gradient in the model must not here: later regions would be captured with one.
+            # An output without a gradient in the model has none here either: later regions are captured as they run.
             ctx.mark_non_differentiable(*(results[position] for position in _undifferentiated(region)))
             return results
 

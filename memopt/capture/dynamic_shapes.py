@@ -41,6 +41,11 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
     }
 
 
+def all_places(call: Call) -> set[Place]:
+    """The places of all sizes of a call."""
+    return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
+
+
 def mark(call: Call, places: Collection[Place]) -> set[Place]:
     """Have Dynamo make symbols of these sizes when it next captures such a call, but for sizes of 0 and 1, which torch
     takes as constants. Returns the places that are marked."""

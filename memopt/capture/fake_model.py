@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.compat.fakes import FakeTensorMode, to_fake
-from memopt.training_state import generator_states, set_generators
+from memopt.training_state import Attributes, generator_states, set_generators
 
 Fakes = Mapping[torch.Tensor, torch.Tensor]
 
@@ -44,9 +43,7 @@ def fake_parameters(
     home = next(model.parameters()).device
     generators = generator_states(home)
     fakes: dict[torch.Tensor, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in model.modules():
-        before += [(table, dict(table)) for table in (vars(module), module._parameters, module._buffers)]
+    attributes = Attributes(model)
     try:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -58,7 +55,5 @@ def fake_parameters(
                         table[name] = fakes[tensor]  # type: ignore[assignment]
         yield fakes
     finally:
-        for table, values in before:
-            table.clear()
-            table.update(values)
+        attributes.restore()
         set_generators(generators, home)

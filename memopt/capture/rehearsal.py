@@ -15,9 +15,10 @@ from torch import nn
 from memopt.capture.between import Between, stand_in
 from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.modules import without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
-from memopt.training_state import TrainingState
+from memopt.training_state import Attributes, TrainingState
 
 
 class Rehearsal:
@@ -57,14 +58,15 @@ def rehearse(
 ) -> CapturedCall:
     """The captured call whose regions `run()` passes through; `run` must pass each of their runs to `rehearsal`.
 
-    `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
+    The user's backward hooks are not called, as gradients have no meaning here. `reason` says why the call is not one
+    region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where
     the run cannot be captured, fails on fakes, or contains no region; what the model itself raises on real values comes
     through as it is.
     """
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
     try:
-        with mode or nullcontext(), rehearsal.between:
+        with without_backward_hooks(model), mode or nullcontext(), rehearsal.between:
             rehearsal.differentiate(run())
     except Exception as failure:
         if mode is None and not isinstance(failure, DynamoError):
@@ -82,15 +84,13 @@ def rehearse(
 def undone(model: nn.Module) -> Iterator[None]:
     """Restores gradients, buffers, random generators and the attributes of all modules after the block."""
     state = TrainingState.of(model)
-    before = [(table, dict(table)) for module in model.modules() for table in (vars(module), module._parameters)]
+    attributes = Attributes(model)
     try:
         for parameter in model.parameters():
             parameter.grad = None
         yield
     finally:
-        for table, values in before:
-            table.clear()
-            table.update(values)
+        attributes.restore()
         state.undo_forward()
         state.restore_gradients()
 

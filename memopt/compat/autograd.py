@@ -24,6 +24,7 @@ __all__ = [
     "fate_at",
     "fate_of_gradient",
     "has_hooks",
+    "hook_tables",
     "keeps_graph",
     "post_accumulate_hooks",
     "saved_tensors",
@@ -111,6 +112,12 @@ def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
 
 def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def hook_tables(tensor: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
+    """The tables, by number, in which a leaf keeps its hooks: without an entry, autograd calls no hook."""
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [table for table in tables if table]
 
 
 def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:

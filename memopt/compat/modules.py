@@ -8,10 +8,15 @@ Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from memopt.compat.autograd import hook_tables
 
 __all__ = [
     "compiled_call",
@@ -22,6 +27,7 @@ __all__ = [
     "plain_call",
     "reset_compiled_call",
     "set_compiled_call",
+    "without_backward_hooks",
 ]
 
 
@@ -49,6 +55,31 @@ def reset_compiled_call(module: nn.Module) -> None:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether other functions run before or after the module's own forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@contextmanager
+def without_backward_hooks(model: nn.Module) -> Iterator[None]:
+    """A block in which backward passes of this thread call no hook of the model's parameters or of any module; hooks
+    of autograd nodes are called. Hooks are removed for the time, so no other thread may train this model."""
+    tables = [table for parameter in model.parameters() for table in hook_tables(parameter)]
+    hooks = [dict(table) for table in tables]
+    thread = threading.get_ident()
+    begin = BackwardHook.__init__
+
+    def begin_without(self: BackwardHook, module: nn.Module, full: Any, before: Any) -> None:
+        if threading.get_ident() == thread:
+            full, before = [], []
+        begin(self, module, full, before)
+
+    for table in tables:
+        table.clear()
+    BackwardHook.__init__ = begin_without  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        BackwardHook.__init__ = begin  # type: ignore[method-assign]
+        for table, found in zip(tables, hooks, strict=True):
+            table.update(found)
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:

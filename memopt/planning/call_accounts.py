@@ -24,7 +24,7 @@ class CallAccounts(ModelTerms):
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__(model, options)
         self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
-        """What belongs to a call, as `elsewhere` is to know it."""
+        """Returns the memory that belongs to a call, which `elsewhere` leaves out."""
 
     def account(self, call: Call, situation: Situation) -> Account:
         """The bytes of the step that no schedule changes."""

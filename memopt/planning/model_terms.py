@@ -1,4 +1,4 @@
-"""What the plans of all calls of one model have in common: device, backend, precision, levers and proposals."""
+"""The terms that the plans of all calls of one model share: device, backend, precision, levers and proposals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.ops.fp8_history import histories_of
 
 
 class ModelTerms:
-    """What the plans of all calls of a model have in common, by the user's options."""
+    """The terms that the plans of all calls of a model have in common, by the user's options."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model, self.options = model, options

@@ -1,4 +1,4 @@
-"""What lies on the device beside a training call, and whether a plan leaves room for it."""
+"""The bytes on the device beside a training call, and whether a plan leaves room for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """What the device holds beside a training call that begins now, or beside its backward."""
+    """The bytes that the device holds beside a training call that begins now, or beside its backward."""
 
     waiting: int = 0
     """The number of forwards of this model that wait for their backward, with plan or without."""
@@ -64,7 +64,7 @@ class Beside:
     later_bytes: int = 0
     """Bytes elsewhere that appeared between an earlier forward and its backward."""
     spare_bytes: int | None = None
-    """What this call may hold beside the backwards of those that wait; None where none waits."""
+    """The bytes that this call may hold beside the backwards of those that wait; None where none waits."""
 
     @property
     def to_come(self) -> int:
@@ -124,7 +124,7 @@ class Beside:
         return self.waiting_bytes + self.to_come * held_bytes + (self.gradients if company else 0)
 
     def left_bytes(self, room_bytes: int, optimizer_state: int, *, enough: int) -> int:
-        """What is left of `room_bytes` by what lies elsewhere on the device, beside a step with an optimiser state of
+        """The part of `room_bytes` that memory elsewhere on the device leaves, beside a step with an optimiser state of
         that size. It may be more than this says where this says `enough` or more."""
         if self.elsewhere is None:
             return room_bytes

@@ -211,7 +211,7 @@ class _Forward:
 
     @property
     def rewriting(self) -> Rewriting:
-        """What becomes of the operators of its regions."""
+        """The passes and the precision of its regions."""
         captured = self.planned.plan.captured
         assert captured is not None
         return captured.rewriting_of_regions

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memopt.capture.data_sizes import DataSizes
-from memopt.capture.dynamic_shapes import Place
+from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.storages import storage_key
@@ -37,7 +37,7 @@ class Ceilings:
         """The places of a call whose sizes are to be symbols: those that are declared, and, once any size has changed,
         that size and the first of every tensor, since the last batch of an epoch is smaller."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
-        seen = {(number, dimension) for number, shape in enumerate(shapes) for dimension in range(len(shape))}
+        seen = all_places(call)
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
         changed &= self._largest.keys()
         first = {place for place in seen if place[1] == 0} if changed else set()

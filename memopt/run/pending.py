@@ -41,7 +41,7 @@ class PendingForward:
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     around_backward: Callable[[PendingForward, Sequence[object]], Beside]
-    """What lies on the device beside its backward, which begins with these gradients."""
+    """Returns the bytes on the device beside its backward, which begins with these gradients."""
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     outputs: list[WeakStorage] = field(default_factory=list)
@@ -52,7 +52,7 @@ class PendingForward:
     """Its place in the order of all forwards of its model."""
     done: bool = False
     _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
-    """What lets go of memory when the backward begins."""
+    """The values that free memory when the backward begins."""
     _backward: int = -1
     _extra_bytes: int = 0
 
@@ -182,7 +182,7 @@ class PlainForward:
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     left_bytes: int
-    """What its step leaves of the budget if no other forward waits."""
+    """The bytes that its step leaves of the budget if no other forward waits."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
     done: bool = False
@@ -217,12 +217,12 @@ class PendingForwards:
 
     @property
     def held_bytes(self) -> int:
-        """What the forwards that wait for their backward hold, those of plain calls too."""
+        """The bytes that forwards hold which wait for their backward, those of plain calls too."""
         return _held(self.waiting()) + _held(self.plain_waiting())
 
     @property
     def others_held_bytes(self) -> int:
-        """What such forwards of other models hold."""
+        """The bytes that such forwards of other models hold."""
         plain = (forward for forward in self._plain_of_all_models if forward.beside is not self and not forward.done)
         return _held(self.of_other_models()) + _held(plain)
 

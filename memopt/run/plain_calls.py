@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
@@ -27,6 +28,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.run.beside import Beside
 from memopt.run.pending import PendingForwards, PlainForward
+from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
 
@@ -63,7 +65,7 @@ class _Fitting:
 
     step: PlainStep
     room_bytes: int
-    """What it leaves of the budget."""
+    """The bytes that it leaves of the budget."""
     optimizer_state: int
 
     def beside(self, beside: Beside) -> Fits | None:
@@ -93,7 +95,7 @@ class _Kind:
         counts, or a plan was made whose graph serves other sizes in less time than a count takes."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
         planned = plans_serve_all and bool(self.too_large)
-        return enough or planned or any(_covers(sizes, least) for least in self.too_large)
+        return enough or planned or any(covers(sizes, least) for least in self.too_large)
 
     def growth(self, sizes: Sizes) -> float:
         """The reserve with which sizes above the latest count are counted: the largest with which the step is likely to
@@ -154,7 +156,7 @@ class PlainCalls:
             return None
         sizes = _sizes(tensors)
         for most, fitting in kind.fitting:
-            if _covers(most, sizes):
+            if covers(most, sizes):
                 return fitting.beside(beside)
         if kind.known_too_large(sizes, plans_serve_all=plans_serve_all):
             return None
@@ -206,11 +208,7 @@ class PlainCalls:
         if not all(map(is_real, self.model.parameters())):
             return None
         for batch in (*_grown(call, kind), call):
-            step = count_plain_step(
-                self.model, self.plain, batch, self.planner.card, gradients_held=situation.gradients_held
-            )
-            if step is None and batch is call:
-                step = self._count_on_values(call, situation)
+            step = self._count_step(batch, situation)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = on_meta(call)
@@ -218,12 +216,17 @@ class PlainCalls:
         kind.too_large.append(sizes)
         return None
 
-    def _count_on_values(self, call: Call, situation: Situation) -> PlainStep | None:
-        """The step as counted on the call's own values, while it stays within the budget."""
-        if not all(map(is_real, tensors_in(call))):
-            return None
+    def _count_step(self, call: Call, situation: Situation) -> PlainStep | None:
+        """The step of a call, counted without its values; on its values, while it stays within the budget, where the
+        code branches on them and no other rank waits for its gradients."""
+        card, held = self.planner.card, situation.gradients_held
+        try:
+            return count_plain_step(self.model, self.plain, call, card, gradients_held=held)
+        except ValueIsRead:
+            if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
+                return None
         room = self.planner.options.budget_bytes - self.planner.account(call, situation).resident_bytes
-        return count_on_values(self.model, self.plain, call, self.planner.card, int(room / VALUES_MARGIN))
+        return count_on_values(self.model, self.plain, call, card, int(room / VALUES_MARGIN))
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
@@ -272,7 +275,3 @@ def _grown(call: Call, kind: _Kind) -> Iterator[Call]:
     counted = kind.fitting[-1][0]
     grown = [math.ceil(growth * size) if size > most else most for size, most in zip(sizes, counted, strict=True)]
     yield at_largest(call, dict(zip(places, grown, strict=True)))
-
-
-def _covers(most: Sizes, sizes: Sizes) -> bool:
-    return all(size <= limit for size, limit in zip(sizes, most, strict=True))

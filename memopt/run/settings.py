@@ -1,4 +1,4 @@
-"""What a model's calls depend on beside their inputs: the code and the settings of its modules."""
+"""The code and the settings of a model's modules, on which its calls depend beside their inputs."""
 
 from __future__ import annotations
 

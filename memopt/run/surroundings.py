@@ -1,4 +1,4 @@
-"""What lies on the device around the training calls of one model: forwards that wait for their backward, and all that
+"""The memory on the device around the training calls of one model: forwards that wait for their backward, and all that
 is no part of its steps."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memopt.units import size
 
 
 class Surroundings:
-    """What lies around the training calls of one model. The planner learns from it what belongs to a call.
+    """The memory around the training calls of one model. The planner learns from it which memory belongs to a call.
 
     `forwards` is the number of forwards that are expected before a backward, at least.
     """
@@ -71,7 +71,7 @@ class Surroundings:
         )
 
     def beside(self, call: Call, situation: Situation) -> Beside:
-        """What the device holds beside a call that begins now."""
+        """The bytes that the device holds beside a call that begins now."""
         waiting = self.waiting
         gradients = 0
         if waiting or self.groups.others:
@@ -88,7 +88,7 @@ class Surroundings:
         )
 
     def around(self, call: Call, *kind: object) -> Around:
-        """What belongs to a call that begins now: its inputs, the forwards that wait, and what they returned."""
+        """The memory that belongs to a call that begins now: its inputs, waiting forwards, and what they returned."""
         return Around(
             tuple(tensors_in(call)),
             self.pending.addresses,
@@ -98,7 +98,7 @@ class Surroundings:
         )
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
-        """What the device holds beside the backward of a forward, which begins with these gradients."""
+        """The bytes that the device holds beside the backward of a forward, which begins with these gradients."""
         around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
 
         def addresses() -> frozenset[int]:

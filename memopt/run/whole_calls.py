@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from memopt.capture.dynamic_shapes import Place, mark
+from memopt.capture.dynamic_shapes import Place, all_places, mark
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
@@ -125,9 +125,8 @@ class WholeCalls:
         sizes = region.sizes_of(inputs)
         if not region.allows(sizes):
             lines = region.forbids(sizes)
-            raise InsistsOnSizes(
-                {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
-            )
+            found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
+            raise InsistsOnSizes(found or dict.fromkeys(all_places(call), "torch"))
 
     def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
         return under_way.fitting(

@@ -9,16 +9,11 @@ import pytest
 import torch
 
 import memopt
-from examples.models.ddp import VOCABULARY, Order, train_step, wrapped
-from examples.models.families import library
+from examples.models.ddp import Order, gpt2_of, train_step, wrapped
 from tests.two_ranks import on_two_ranks
 
 Steps = list[list[str]]
-narrow = library(
-    "GPT2", "GPT2LMHeadModel", "ForCausalLM",
-    vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=4, use_cache=False, bos_token_id=0,
-    eos_token_id=0,
-)  # fmt: skip
+narrow = gpt2_of(64, 2, 4)
 """2.6 MB of parameters, for buckets of 0.5 MB."""
 
 

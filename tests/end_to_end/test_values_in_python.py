@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 
 import memopt
+from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import count_on_values, count_plain_step
 from memopt.compat.modules import plain_call
 from memopt.device.hardware_table import hardware
@@ -105,7 +107,8 @@ def test_planning_and_counting_leave_the_random_generators_as_they_are() -> None
 
 
 def count(model: nn.Module, batch: Batch) -> None:
-    count_plain_step(model, plain_call(model), ((), batch), hardware("cpu"), gradients_held=False)
+    with suppress(ValueIsRead):
+        count_plain_step(model, plain_call(model), ((), batch), hardware("cpu"), gradients_held=False)
 
 
 class Choosing(nn.Module):
@@ -152,9 +155,62 @@ def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fit
 def test_a_count_does_not_choose_a_branch() -> None:
     model = Choosing().train()
     call = (torch.randn(8, 64),), {}
-    assert count_plain_step(model, plain_call(model), call, hardware("cpu"), gradients_held=False) is None
+    with pytest.raises(ValueIsRead):
+        count_plain_step(model, plain_call(model), call, hardware("cpu"), gradients_held=False)
     found = count_on_values(model, plain_call(model), call, hardware("cpu"), 1 << 30)
     assert found is not None
     assert found.depends_on_values
     assert count_on_values(model, plain_call(model), call, hardware("cpu"), found.peak_bytes // 4) is None
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Between(nn.Module):
+    """Uses parameters in eager code between two regions, before a branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layers[0](x).relu()
+        torch._dynamo.graph_break()
+        x = x + torch._dynamo.disable(self.layers[1])(x).relu()
+        if x.sum() > 1e9:
+            x = x * 2
+        return self.layers[2](x).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", [Between, Choosing])
+@pytest.mark.parametrize("always", [False, True])
+def test_hooks_see_the_gradients_of_training_steps_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], always: bool
+) -> None:
+    """A hook may step the optimiser or exchange gradients: a trial step of the planning must not reach it."""
+    if always:
+        monkeypatch.setenv("MEMOPT_PLAN", "always")
+    else:
+        monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    seed(0)
+    model = kind().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT | {"allow": EXACT["allow"] | {"plain"}})
+    seen: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {model: [], plain: []}
+    for one, notes in seen.items():
+        for name, parameter in one.named_parameters():
+            parameter.register_hook(lambda grad, name=name, notes=notes: notes.append((name, grad.clone())))
+            parameter.register_post_accumulate_grad_hook(
+                lambda leaf, name=name, notes=notes: notes.append((name, leaf.grad.clone()))
+            )
+        one.layers[1].register_full_backward_hook(  # type: ignore[union-attr, operator]
+            lambda module, grads, outputs, notes=notes: notes.append(("layer", outputs[0].clone()))
+        )
+    x = torch.randn(8, 64)
+    for number in range(2):
+        for one in (model, plain):
+            seed(number)
+            one(x).backward()
+    assert len(seen[plain]) > 0
+    assert sorted(name for name, _ in seen[model]) == sorted(name for name, _ in seen[plain])
+    for name in {name for name, _ in seen[plain]}:
+        ours, theirs = ([grad for other, grad in seen[one] if other == name] for one in (model, plain))
+        assert all(map(torch.equal, ours, theirs))
