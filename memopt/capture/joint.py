@@ -117,6 +117,31 @@ class JointGraph:
         }
 
     @cached_property
+    def tangents(self) -> int:
+        """The number of outputs that have a gradient."""
+        return sum(map(is_tangent, self.module.graph.nodes))
+
+    @cached_property
+    def partial_gradients(self) -> dict[int, frozenset[int]]:
+        """Position among the gradients → the outputs that it comes from, counted among those that have a gradient, for
+        gradients that do not come from all of them. A backward may reach none of those."""
+        if self.tangents < 2:
+            return {}
+        sources: dict[fx.Node, frozenset[int]] = {}
+        for node in self.module.graph.nodes:
+            if is_tangent(node):
+                sources[node] = frozenset((len(sources),))
+        tangents = frozenset().union(*sources.values())
+        for node in self.module.graph.nodes:
+            if node not in sources:
+                read = (sources.get(source, frozenset()) for source in node.all_input_nodes)
+                sources[node] = frozenset().union(*read)
+        results = self.module.graph.output_node().args[0]
+        gradients = enumerate(results[self.forward_outputs :])  # type: ignore[index, arg-type]
+        found = {at: sources[node] for at, node in gradients if isinstance(node, fx.Node)}
+        return {at: some for at, some in found.items() if some and some != tangents}
+
+    @cached_property
     def own_gradients(self) -> frozenset[int]:
         """The positions in `parameter_gradients` of gradients that fill memory made in the backward, in which no other
         result lies. None where kernels are `fused`: their memory is used again."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from memopt.compat.autograd import keeps_graph
+from memopt.compat.autograd import keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
 
 
@@ -95,6 +95,7 @@ class _HandOut(torch.autograd.Function):
                 "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
                 "memopt.remove(model) to differentiate twice"
             )
+        note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()

@@ -7,7 +7,7 @@ Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -26,7 +26,9 @@ __all__ = [
     "has_hooks",
     "hook_tables",
     "keeps_graph",
+    "note_reached",
     "post_accumulate_hooks",
+    "reached_outputs",
     "saved_tensors",
     "watching_hooks",
 ]
@@ -71,6 +73,25 @@ def current_leaf_nodes() -> list[Any]:
 def current_region() -> tuple[int, int]:
     """Numbers that identify the running backward pass and the autograd node now running in it, while it runs."""
     return current_backward(), id(torch._C._current_autograd_node())
+
+
+def note_reached(outputs: Sequence[tuple[tuple[Any, int], object]]) -> None:
+    """Note for an autograd node which of its outputs have a gradient in the running backward. `outputs` are the edges
+    to the node, each with the number of its output, and the gradients. Nothing is noted for edges to several nodes, or
+    in another order."""
+    nodes, numbers = {id(node) for (node, _), _ in outputs}, [number for (_, number), _ in outputs]
+    if len(nodes) == 1 and numbers == sorted(set(numbers)):
+        (node, _), _ = outputs[0]
+        node.metadata[_REACHED] = tuple(gradient is not None for _, gradient in outputs)
+
+
+def reached_outputs() -> tuple[bool, ...] | None:
+    """What `note_reached` noted for the autograd node that runs; None where it noted nothing."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(_REACHED)
+
+
+_REACHED = "memopt reached"
 
 
 def current_backward() -> int:

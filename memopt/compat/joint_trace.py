@@ -47,13 +47,13 @@ class AotTrace:
     state: Any
     capture: Any
 
-    def compile(self, partition: Partition, compiler: Compile) -> Callable[..., Any]:
+    def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
 
-        `compiler` compiles both halves. This may be called repeatedly with different partitions, each time in the
+        `forward` and `backward` compile them. This may be called repeatedly with different partitions, each time in the
         tracing context of the region.
         """
-        compiled = _second_phase(self.state, self.capture, partition, compiler)
+        compiled = _second_phase(self.state, self.capture, partition, forward, backward)
         compiled = _disable(compiled, reason="a planned region is not traced again")
 
         def region(*inputs: Any) -> Any:
@@ -81,11 +81,13 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
         raise _JointGraphTraced
 
     with suppress(_JointGraphTraced):
-        _second_phase(state, capture, look, _no_compiler)
+        _second_phase(state, capture, look, _no_compiler, _no_compiler)
     return AotTrace(*found[0], state, capture)
 
 
-def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Compile) -> Callable[[list[Any]], Any]:
+def _second_phase(
+    state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile
+) -> Callable[[list[Any]], Any]:
     """Compiles the region's halves, and returns the function that runs them on a list of inputs."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
@@ -96,7 +98,7 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
         return forward, backward
 
     def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        compiled = compiler(module, inputs)
+        compiled = backward(module, inputs)
         return _disable(compiled, reason="a planned backward is not traced again")
 
     # The second phase writes to these objects, and the function that it returns reads them when it is called.
@@ -111,9 +113,9 @@ def _second_phase(state: Any, capture: Any, partition: Partition, compiler: Comp
             state,
             capture,
             partition_fn=cut,
-            fw_compiler=compiler,
+            fw_compiler=forward,
             bw_compiler=compile_backward,
-            inference_compiler=compiler,
+            inference_compiler=forward,
         )
     return compiled
 

@@ -11,11 +11,16 @@ from torch import fx
 from memopt.capture.joint import JointGraph
 from memopt.compat.aot import boxed
 from memopt.emit.emitted import Cut, Emitted
+from memopt.emit.reached import withholding
 
 
 def compile_as_aten(joint: JointGraph, cut: Cut) -> Emitted:
     """The region with its halves as plain ATen operators. It must be called in the context of the region's trace."""
-    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _uncompiled))
+
+    def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return withholding(boxed(module), joint)
+
+    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _uncompiled, backward))
 
 
 def _uncompiled(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,16 +74,25 @@ class AccumulateGradient(nn.Module):
     calls with different parameters.
     """
 
-    def __init__(self, accumulation: Accumulation, position: int, *, own_memory: bool = False) -> None:
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        position: int,
+        *,
+        own_memory: bool = False,
+        reached: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__()
-        self.accumulation, self.position, self.own_memory = accumulation, position, own_memory
+        self.accumulation, self.position, self.own_memory, self.reached = accumulation, position, own_memory, reached
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return self.take(gradient, *self.receiver())
 
     def receiver(self) -> tuple[torch.Tensor | None, Fate]:
         """The parameter of the running backward, and what autograd does with its gradient; None and `RETURNED` where
-        the input is not a leaf."""
+        the input is not a leaf; `DROPPED` too where no backward reaches an output from which the gradient comes."""
+        if not self.reached():
+            return None, Fate.DROPPED
         if (node := self.accumulation.node_of(self.position)) is not None:
             return node.variable, fate_at(node)
         parameter = current_leaf(self.position)
@@ -199,12 +208,14 @@ def accumulate_in_place(
     accumulation: Accumulation,
     steps: Mapping[int, Collection[str]] | None = None,
     own_memory: Collection[int] = (),
+    reached: Mapping[int, Callable[[], bool]] | None = None,
 ) -> None:
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     `inputs` maps positions of the backward's results to the position, among tensors, of the input whose gradient it is.
     Positions in `steps` get a `StepParameter` instead, after all nodes that `steps` names: those that read the
     parameter, which has its new value from then on. No other result shares memory with those at `own_memory`.
+    `reached` tells of gradients that are zeros unless it returns True.
     """
     graph = backward.graph
     output = graph.output_node()
@@ -215,7 +226,8 @@ def accumulate_in_place(
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
         kind, name = (StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
-        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=position in own_memory))
+        own, asked = position in own_memory, (reached or {}).get(position, lambda: True)
+        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=asked))
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
         node.meta = dict(gradient.meta)

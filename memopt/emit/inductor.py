@@ -20,6 +20,7 @@ from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.footprint import Half, footprint
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
+from memopt.emit.reached import withholding
 from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
@@ -30,7 +31,7 @@ def compile_by_backend(joint: JointGraph, cut: Cut) -> Emitted:
 
     It must be called in the context of the region's trace. Raises `CaptureError` where inductor fails.
     """
-    halves = _Halves(cut, joint.forward_outputs)
+    halves = _Halves(cut, joint)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
         # A copy, because inductor changes the module, and another plan may compile the region again.
@@ -45,8 +46,7 @@ class _Halves:
     """Collects the halves of one compilation, as partitioned and as compiled."""
 
     cut: Cut
-    outputs: int
-    """The number of the forward's results that belong to its caller."""
+    joint: JointGraph
     forward: Half | None = None
     backward: Half | None = None
     handing: Handing | None = None
@@ -54,7 +54,7 @@ class _Halves:
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The halves as planned. The joint graph that inductor passes is the planned one, traced again."""
-        assert num_fwd_outputs == self.outputs, "inductor traced another graph than was planned for"
+        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
         self.handing = Handing(backward)
         for half in (forward, backward):
@@ -73,7 +73,7 @@ class _Halves:
         half = Half(compiled.source_code, inputs)
         if is_backward:
             self.backward = half
-            return _boxed(_taking_gradients(compiled, self.handing))
+            return _boxed(withholding(_taking_gradients(compiled, self.handing), self.joint))
         self.forward = half
         return _boxed(compiled)
 
@@ -82,7 +82,7 @@ class _Halves:
         if self.forward is None or self.backward is None:
             return None
         try:
-            return footprint(self.forward, self.backward, self.outputs)
+            return footprint(self.forward, self.backward, self.joint.forward_outputs)
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(

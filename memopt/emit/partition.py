@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.compat.aot import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
+from memopt.emit.reached import is_reached
 from memopt.emit.stepping import nodes_before_steps
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from passes import Reinplace
@@ -31,7 +34,11 @@ def partition(
         first, tensors = joint.forward_outputs, joint.tensor_positions
         inputs = {position - first: tensors[number] for position, number in joint.parameter_gradients.items()}
         own = {position - first for position in joint.own_gradients} if accumulation.exchange is not None else ()
-        accumulate_in_place(backward, inputs, accumulation, steps, own)
+        reached = {
+            position: partial(is_reached, tangents, joint.tangents)
+            for position, tangents in joint.partial_gradients.items()
+        }
+        accumulate_in_place(backward, inputs, accumulation, steps, own, reached)
     return forward, backward
 
 
