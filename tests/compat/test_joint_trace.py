@@ -55,7 +55,7 @@ class ByPartition:
         if region not in self.traces:
             self.traces[region] = traced(region)
         with region.tracing():
-            return self.traces[region].compile(by(self.partition), as_it_stands)(*inputs)
+            return self.traces[region].compile(by(self.partition), as_it_stands, as_it_stands)(*inputs)
 
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
@@ -94,4 +94,4 @@ def test_what_the_partition_raises_comes_through() -> None:
     region = recorded(nn.Sequential(nn.Linear(4, 4)).train(), torch.randn(2, 4))
     trace = traced(region)
     with region.tracing(), pytest.raises(Stop):
-        trace.compile(stop, as_it_stands)
+        trace.compile(stop, as_it_stands, as_it_stands)
