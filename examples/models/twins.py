@@ -1,0 +1,132 @@
+"""A model beside its twin, stepped from equal seeds, with all that is compared of their steps."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from memopt.account.account import distinct_bytes
+from memopt.meter import measure_peak
+
+FLOOR = 1e-3
+"""The smallest scale of a value for its relative difference, as a share of the largest of its kind."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of one twin's steps: losses, gradients, buffers, parameters, the next random numbers."""
+
+    losses: list[float]
+    tensors: dict[str, torch.Tensor | None]
+    numbers: list[tuple[float, float, float]]
+
+
+class NoLoss(ValueError):
+    """The model's forward returns no loss."""
+
+
+def seed() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    loss = outputs["loss"] if hasattr(outputs, "keys") else outputs[0]
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise NoLoss("its forward returns no loss to differentiate")
+    return loss.sum() if loss.dim() else loss
+
+
+class Twin:
+    """A model with its optimiser, stepped from equal seeds."""
+
+    def __init__(self, model: nn.Module, batch: dict[str, Any], call: Callable[..., Any] | None = None) -> None:
+        self.model, self.batch, self.call = model, batch, model if call is None else call
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.run = Run([], {}, [])
+
+    def step(self, name: str, forwards: int = 1) -> None:
+        """One step of the optimiser after `forwards` forwards and backwards; all that is compared is kept in `run`."""
+        for _ in range(forwards):
+            seed()
+            loss = loss_of(self.call(**self.batch))
+            loss.backward()
+            self.run.losses.append(float(loss.detach()))
+            self.run.numbers.append((float(torch.rand([])), random.random(), float(numpy.random.rand())))
+            del loss
+        for key, parameter in self.model.named_parameters():
+            self.run.tensors[f"{name}: gradient of {key}"] = None if parameter.grad is None else parameter.grad.clone()
+        for key, buffer in self.model.named_buffers():
+            self.run.tensors[f"{name}: buffer {key}"] = buffer.clone()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for key, parameter in self.model.named_parameters():
+            self.run.tensors[f"{name}: parameter {key}"] = parameter.detach().clone()
+
+    def measured_bytes(self) -> int:
+        """The most that one more step holds, parameters, batch and the optimiser's state included."""
+        state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(self.batch) if torch.is_tensor(leaf)]
+        held = distinct_bytes([*self.model.parameters(), *self.model.buffers(), *tensors, *state])
+        seed()
+        gc.collect()
+        with measure_peak("cpu") as peak:
+            loss = loss_of(self.call(**self.batch))
+            loss.backward()
+            del loss
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return peak.allocated_bytes + held
+
+
+def difference(ours: Run, plain: Run) -> tuple[float, str]:
+    """Return the largest difference over the plain value's largest magnitude, and where it is; 0 if bitwise equal.
+
+    Where the first step's loss, gradients and buffers differ, these are it: AdamW makes any rounding of a gradient
+    near zero a difference of its whole step.
+    """
+    first = next(iter(plain.tensors)).partition(":")[0]
+    told = [name for name in plain.tensors if name.startswith(first) and ": parameter" not in name]
+    found = max(_loss_apart(ours, plain, 0), *(_apart(ours, plain, name) for name in told))
+    if found[0] == 0:
+        losses = (_loss_apart(ours, plain, at) for at in range(len(plain.losses)))
+        found = max(*losses, *(_apart(ours, plain, name) for name in plain.tensors))
+    return max(found, (1.0, "the next random number")) if ours.numbers != plain.numbers else found
+
+
+def _loss_apart(ours: Run, plain: Run, at: int) -> tuple[float, str]:
+    mine, theirs = ours.losses[at], plain.losses[at]
+    same = mine == theirs or (mine != mine and theirs != theirs)
+    return (0.0, "") if same else (abs(mine - theirs) / max(abs(theirs), 1e-30), f"loss of forward {at + 1}")
+
+
+def _apart(ours: Run, plain: Run, name: str) -> tuple[float, str]:
+    mine, theirs = ours.tensors.get(name), plain.tensors[name]
+    if mine is None or theirs is None:
+        return (0.0, "") if mine is theirs else (1.0, f"{name}: {'none' if mine is None else 'given'}, unlike plain")
+    if torch.equal(mine, theirs):
+        return 0.0, ""
+    if not torch.equal(mine.isnan(), theirs.isnan()):
+        return 1.0, f"{name}: not a number in other places"
+    apart = _largest(mine.double() - theirs.double())
+    return apart / max(_largest(theirs), FLOOR * _scale(plain, name), 1e-30), name
+
+
+def _scale(plain: Run, name: str) -> float:
+    """The largest magnitude among all values of the same kind in the same step.
+
+    A gradient that is zero but for rounding (of the bias of keys, under softmax) has no scale of its own."""
+    kind = " ".join(name.split()[:3])
+    return max(_largest(value) for key, value in plain.tensors.items() if value is not None and key.startswith(kind))
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.double().abs().nan_to_num(0.0).max()) if values.numel() else 0.0
