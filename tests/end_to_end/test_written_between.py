@@ -1,0 +1,73 @@
+"""Tensors that are written to between forward and backward: an error as in plain PyTorch, or the plain gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from tests.end_to_end.test_values_in_python import EXACT
+
+
+class Blocks(nn.Module):
+    """Residual blocks of which a tight budget recomputes nearly everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
+        )
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h).sin() * self.scale
+        return h.pow(2).mean()
+
+
+def gradients(model: nn.Module, x: torch.Tensor, write: Callable[[nn.Module, torch.Tensor], object]) -> object:
+    """The gradients of a step in which `write` is called before the backward, or the error that it raises."""
+    model.zero_grad()
+    x = x.clone()
+    loss = model(x)
+    with torch.no_grad():
+        write(model, x)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return "an error"
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_write_before_the_backward_is_an_error_or_does_no_harm(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    torch.manual_seed(0)
+    plain, x = Blocks(), torch.randn(64, 32)
+    roomy = memopt.plan(copy.deepcopy(plain), 1, x, **EXACT)
+    smallest = roomy.smallest_gb()
+    model = memopt.optimize(copy.deepcopy(plain), smallest + share * (roomy.plain_peak_gb - smallest), **EXACT)
+    raised = 0
+    for name in [*dict(plain.named_parameters()), "scale", "the input"]:
+
+        def write(of: nn.Module, x: torch.Tensor, name: str = name) -> None:
+            tensor = x if name == "the input" else of.get_buffer(name) if name == "scale" else of.get_parameter(name)
+            tensor.add_(1.0)
+
+        model.load_state_dict(plain.state_dict())
+        before = copy.deepcopy(plain)
+        theirs, ours = gradients(before, x, write), gradients(model, x, write)
+        if ours == "an error":
+            raised += 1
+        else:
+            assert isinstance(theirs, list), f"{name}: plain PyTorch raises"
+            assert isinstance(ours, list)
+            assert all(map(torch.equal, ours, theirs)), name
+    assert raised > 3
