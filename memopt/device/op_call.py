@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from memopt.compat.operators import OpOverload, schema_of
-from memopt.compat.symbols import upper_bound
+from memopt.compat.symbols import is_symbolic, upper_bound
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,10 @@ def op_call(node: fx.Node) -> OpCall | None:
 
 def describe(op: OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], results: Any) -> OpCall:
     """The call of an operator with these arguments (real, fake or meta tensors) and results."""
-    return OpCall(op, _freeze(tuple(args)), tuple((name, _freeze(v)) for name, v in kwargs.items()), _freeze(results))
+    kinds = {argument.name: str(argument.type) for argument in schema_of(op).arguments}
+    given = tuple(_freeze_argument(value, kind) for value, kind in zip(args, kinds.values(), strict=False))
+    named = tuple((name, _freeze_argument(value, kinds[name])) for name, value in kwargs.items())
+    return OpCall(op, given, named, _freeze(results))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -117,6 +120,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for element in value:
             yield from tensors_in(element)
+
+
+def _freeze_argument(value: Any, kind: str) -> Any:
+    """An argument of a type of the schema. A symbol that is a factor or a summand, not a size, counts as 1."""
+    factor = isinstance(value, (torch.SymFloat, torch.SymBool)) or kind.startswith("number")
+    return 1 if factor and is_symbolic(value) else _freeze(value)
 
 
 def _freeze(value: Any) -> Any:

@@ -8,15 +8,21 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
+from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall
+from memopt.capture.rehearsal import cannot_capture
 from memopt.emit.emit import emit_plan
 from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
 from memopt.planning.agreement import agreed
@@ -54,6 +60,10 @@ class Road:
 
         Raises `BudgetError`, `CaptureError`.
         """
+        with self._planning():
+            return self._plan(captured, call, situation, advise=advise)
+
+    def _plan(self, captured: CapturedCall, call: Call, situation: Situation, *, advise: bool) -> Plan:
         self.plans += 1
         key = self._key(captured, call, situation)
         plan_cache.note(self.sketch(call, situation), key)
@@ -76,6 +86,20 @@ class Road:
         Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
         most. Raises `BudgetError`, `CaptureError`.
         """
+        with self._planning():
+            return self._travel(captured, call, situation, planned)
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        """A block whose errors, but for refusals and errors of the user's input, are raised as a `CaptureError`."""
+        try:
+            yield
+        except (ValueError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as failure:
+            raise CaptureError(cannot_capture(self.planner.model, in_brief_with_line(failure))) from failure
+
+    def _travel(self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None) -> EmittedCall:
         self.plans += 1
         # A plan made ahead is kept already, but for one with proposals: those are part of the key once they are used.
         settled = planned is not None and not planned.proposals and not self.planner.fuses

@@ -214,3 +214,61 @@ def test_hooks_see_the_gradients_of_training_steps_alone(
     for name in {name for name, _ in seen[plain]}:
         ours, theirs = ([grad for other, grad in seen[one] if other == name] for one in (model, plain))
         assert all(map(torch.equal, ours, theirs))
+
+
+class Counting(nn.Module):
+    """Scales by numbers that Python takes from its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        positive = int((h.detach() > 0).sum())
+        h = h.tanh() + positive / h.numel()
+        h = self.second(h * h.detach().mean().item()) + positive
+        return h.tanh().pow(2).mean()
+
+
+def test_numbers_from_activations_are_factors_of_any_kind() -> None:
+    seed(0)
+    model = Counting().train()
+    plain, x = copy.deepcopy(model), torch.randn(256, 64)
+    roomy = memopt.plan(copy.deepcopy(model), 1.0, x, **EXACT)
+    memopt.optimize(model, roomy.smallest_gb(), example_inputs=x, **EXACT)
+    for number in range(2):
+        losses = []
+        for one in (model, plain):
+            one.zero_grad()
+            seed(number)
+            loss = one(x)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            del loss
+        assert losses[0] == losses[1]
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+class Steep(Counting):
+    """Has a factor from its activations where autograd asks whether it is 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return torch.add(h.tanh(), h, alpha=int((h.detach() > 0).sum())).pow(2).mean()
+
+
+def test_what_cannot_be_traced_is_refused_with_its_line_or_runs_plain() -> None:
+    x = torch.randn(256, 64)
+    with pytest.raises(
+        memopt.CaptureError, match=r"Steep cannot be captured as a graph: .*test_values_in_python.py:\d+"
+    ):
+        memopt.optimize(Steep().train(), 1.0, example_inputs=x, **EXACT)
+    model = Steep().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT | {"allow": EXACT["allow"] | {"plain"}})
+    with pytest.warns(UserWarning, match="trains unplanned from now on"):
+        model(x).backward()
+    plain(x).backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # type: ignore[arg-type]

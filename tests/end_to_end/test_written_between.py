@@ -41,8 +41,7 @@ def gradients(model: nn.Module, x: torch.Tensor, write: Callable[[nn.Module, tor
     try:
         loss.backward()
     except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-        return "an error"
+        return "an error" if "modified by an inplace operation" in str(error) else error
     return [parameter.grad for parameter in model.parameters()]
 
 
