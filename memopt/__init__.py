@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from memopt.checks import Comparison, compare
     from memopt.checks.account_check import AccountCheck, AccountRow
     from memopt.checks.check import check
-    from memopt.errors import BudgetError, CaptureError, StaleOutputError, UnplannedGradientError
+    from memopt.errors import (
+        BudgetError,
+        CaptureError,
+        GradientMismatchError,
+        StaleOutputError,
+        UnplannedGradientError,
+    )
     from memopt.meter import measure_peak
     from memopt.planning.frontier import Frontier
     from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
@@ -43,6 +49,7 @@ __all__ = [
     "CaptureError",
     "Comparison",
     "Frontier",
+    "GradientMismatchError",
     "Plan",
     "StaleOutputError",
     "StepResult",
@@ -72,6 +79,7 @@ _MODULES = {
     "CaptureError": "memopt.errors",
     "Comparison": "memopt.checks",
     "Frontier": "memopt.planning.frontier",
+    "GradientMismatchError": "memopt.errors",
     "Plan": "memopt.planning.plan",
     "StaleOutputError": "memopt.errors",
     "StepResult": "memopt.train",

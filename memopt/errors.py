@@ -65,6 +65,10 @@ class UnplannedGradientError(ValueError):
     """A gradient flows into an output for which the plan has no backward."""
 
 
+class GradientMismatchError(ValueError):
+    """The planned step gave other gradients, another loss or other buffers than the plain step does."""
+
+
 class StaleOutputError(ValueError):
     """An output that is computed on demand was looked at after the values that it takes had changed."""
 

@@ -21,11 +21,11 @@ from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES
+from memopt.run.loss import scalar_loss
 from memopt.run.on_demand import OnDemand
 from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.run.training import TrainingCalls
 from memopt.solver import simulate
-from memopt.train.loss import scalar_loss
 from memopt.training_state import TrainingState
 
 Rows = dict[str, int]

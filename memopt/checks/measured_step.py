@@ -16,7 +16,7 @@ from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import Run
 from memopt.meter import measure_peak
 from memopt.rewrite.precision.plan import dtype_name
-from memopt.train.loss import scalar_loss
+from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, TrainingState, generator_states
 
 Around: TypeAlias = Callable[[], AbstractContextManager[Any]]

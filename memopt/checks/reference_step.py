@@ -15,7 +15,7 @@ from memopt.capture.inputs import Call
 from memopt.compat.dispatch import TorchDispatchMode, without_autocast
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_map
-from memopt.train.loss import scalar_loss
+from memopt.run.loss import scalar_loss
 from memopt.training_state import Tensors, generator_states, on_host, set_generators
 
 # Operators that draw random numbers in the dtype of an input or in the default dtype.

@@ -75,7 +75,7 @@ def _add_region(graph: DiGraph, number: int, region: JointGraph, prefix: str) ->
                 "operator": "" if half == "input" else str(node.target),
                 "half": half,
                 "module": module_path(node),
-                "source": _source_line(node),
+                "source": source_line(node),
                 "fate": _unpriced_fate(node, region),
                 "bytes": storage_bytes(value) if given else 0,
             },
@@ -125,7 +125,7 @@ def _op_attributes(joined: Joined, schedule: Schedule) -> Iterator[dict[str, Any
         yield {**attributes, "fate": fate}
 
 
-def _source_line(node: fx.Node) -> str | None:
+def source_line(node: fx.Node) -> str | None:
     """The line of the model's code that called the operator, as "file:line"; None where tracing left none."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return ":".join(found[-1]) if found else None

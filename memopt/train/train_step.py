@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.checks.verify import verify
 from memopt.errors import BudgetError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
+from memopt.run.loss import batch_loss, has_loss_function
+from memopt.run.planned_call import planned_call_of
 from memopt.train import gradients
 from memopt.train.effective_batch import EffectiveBatch, as_count
 from memopt.train.follow_up import FollowUp, Outcome
-from memopt.train.loss import batch_loss, has_loss_function
 from memopt.train.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
 from memopt.train.ranks import gradients_kept_here, is_parallel
 from memopt.train.scaling import Scaling, check_autocast, check_scaler, scaler_for
@@ -43,6 +45,9 @@ class TrainStep:
             optimised with the lever "microbatch", as few as fit its budget where the whole batch does not.
         count: returns for a batch the number of terms in its mean loss, an int or a tensor: its weight in an effective
             batch. None: see `token_count.count_of`.
+        verify_every: before the first of this many effective batches each, its first microbatch is also trained by the
+            plain model, from the same state, and `GradientMismatchError` is raised where the planned gradients differ
+            by more than the plan's precision explains. That takes the plain step's memory, and the time of four steps.
         autocast: the dtype in which a plain model's forward runs, by `torch.autocast`. An optimised model has its own.
 
     A batch may also be a list or an iterator of microbatches of any sizes. However the tokens are distributed over
@@ -71,6 +76,7 @@ class TrainStep:
         microbatches: int | None = None,
         count: Count | None = None,
         autocast: torch.dtype | None = None,
+        verify_every: int | None = None,
     ) -> None:
         _check_functions(model, loss_fn=loss_fn, count=count)
         check_scaler(scaler)
@@ -86,6 +92,9 @@ class TrainStep:
         self.scaling = Scaling(scaler or scaler_for(model, autocast), self.device)
         self.follow_up = FollowUp(self.schedulers, self.scaling.adapts)
         self.effective_batch = EffectiveBatch.empty(self.device)
+        self.verify_every = None if verify_every is None else positive_int("verify_every", verify_every)
+        if verify_every is not None and planned_call_of(model) is None:
+            raise ValueError(f"verify_every={verify_every} needs a model that memopt.optimize has optimised")
         self.number = 0
         """The number of complete effective batches, stepped or skipped."""
         self._touched = False
@@ -100,6 +109,8 @@ class TrainStep:
 
     def _call(self, microbatches: Sequence[Any]) -> StepResult:
         counts = self._counts(microbatches)
+        if self.verify_every and self.number % self.verify_every == 0 and self.effective_batch.calls == 0:
+            verify(self.model, microbatches[0])
         with self._undone_on_error():
             self._backward(microbatches, counts)
             if self.effective_batch.calls < self.accumulate:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.train.loss import batch_loss, has_loss_function, scalar_loss
+from memopt.run.loss import batch_loss, has_loss_function, scalar_loss
 from tests.train import pieces
 
 LOSS = torch.ones((), requires_grad=True) * 3
