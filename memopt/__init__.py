@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memopt.checks import Comparison, compare
     from memopt.checks.account_check import AccountCheck, AccountRow
     from memopt.checks.check import check
-    from memopt.errors import BudgetError, CaptureError, StaleOutputError, UnplannedGradientError
+    from memopt.errors import BudgetError, CaptureError, PlanFileError, StaleOutputError, UnplannedGradientError
     from memopt.meter import measure_peak
     from memopt.planning.frontier import Frontier
     from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
@@ -44,6 +44,7 @@ __all__ = [
     "Comparison",
     "Frontier",
     "Plan",
+    "PlanFileError",
     "StaleOutputError",
     "StepResult",
     "TrainStep",
@@ -73,6 +74,7 @@ _MODULES = {
     "Comparison": "memopt.checks",
     "Frontier": "memopt.planning.frontier",
     "Plan": "memopt.planning.plan",
+    "PlanFileError": "memopt.errors",
     "StaleOutputError": "memopt.errors",
     "StepResult": "memopt.train",
     "TrainStep": "memopt.train",
