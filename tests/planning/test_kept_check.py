@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import nn
 
 import memopt
 from memopt.disk_cache import warn_not_kept
+from memopt.planning.kept_check import is_sound
+from memopt.planning.make_plan import make_plan
 from memopt.run.planned_call import planned_call_of
 from memopt.saved_values import opened, sealed
+from tests.planned import ACCOUNT, captured, region
 from tests.planning.test_plan_cache import batch, gradients, make
 
 Change = Callable[[dict[str, Any]], object]
@@ -213,3 +217,27 @@ def test_a_full_disk_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.Monke
         train_two()
     assert len([warning for warning in said if "kept on disk" in str(warning.message)]) == 1
     assert not list(tmp_path.glob("plans/*"))
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_plans_for_a_card_are_sound_with_their_own_account_only(
+    monkeypatch: pytest.MonkeyPatch, share: float, expandable: bool
+) -> None:
+    """On a card the allocator's overhead counts, which depends on the budget that a plan was made for."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
+    step = captured(region(6, width=512, batch=4096))
+    own = replace(ACCOUNT, parameters=6 * 2**20, optimizer_state=12 * 2**20, reserve=2**29, context=2**28)
+    roomy = make_plan(step, own, 2**40)
+    least = roomy.smallest_bytes()
+    budget = least + int(share * (roomy.ceiling_bytes - least))
+    plan = make_plan(step, own, budget)
+    assert is_sound(plan, None, own, 0)
+    assert not is_sound(plan, None, replace(own, elsewhere=budget), 0), "beside more than is left"
+    assert not is_sound(plan, None, replace(own, inputs=own.inputs + 1), 0), "of another account"
+    assert not is_sound(replace(plan, account=replace(plan.account, rounding=0, fragmentation=0)), None, own, 0) or (
+        plan.account.rounding == plan.account.fragmentation == 0
+    )
+    if share < 1:
+        assert not is_sound(plan, None, own, 1), "beside another forward that holds as much"
+        assert not is_sound(replace(roomy, budget_bytes=budget), None, own, 0), "over this budget"
