@@ -18,11 +18,11 @@ import torch
 import memopt
 from benchmarks.abuse import BAD, Row, make_batch, make_model
 
-STEPS = 4
+STEPS = 20
 BUDGET_GB = 0.0037
 
 
-def train(folder: Path, moments: Path | None = None) -> None:
+def train(folder: Path, steps: int = STEPS) -> None:
     """Train from the checkpoint in the folder, if there is one, to the end; write the digest of the parameters."""
     os.environ["MEMOPT_CACHE_DIR"] = str(folder / "cache")
     model = make_model(layers=1)
@@ -37,7 +37,7 @@ def train(folder: Path, moments: Path | None = None) -> None:
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         step.load_state_dict(state["step"])
-    while step.number < STEPS:
+    while step.number < steps:
         step(make_batch(4, 64, step.number))
         part = checkpoint.with_suffix(".part")
         torch.save({"model": model.state_dict(), "step": step.state_dict()}, part)
@@ -48,8 +48,9 @@ def train(folder: Path, moments: Path | None = None) -> None:
     (folder / "trained").write_text(digest.hexdigest())
 
 
-def in_a_child(run: Callable[[], None], kill_after: float | None = None) -> int:
-    """Run a function in a fork of this process, killed after that many seconds; its exit code, or minus the signal."""
+def in_a_child(run: Callable[[], None], kill_after: float | None = None, first: Path | None = None) -> int:
+    """Run a function in a fork of this process, killed after that many seconds, counted from when the file `first` is
+    there; its exit code, or minus the signal."""
     child = os.fork()
     if child == 0:
         try:
@@ -58,14 +59,26 @@ def in_a_child(run: Callable[[], None], kill_after: float | None = None) -> int:
         except BaseException as error:
             print(f"{type(error).__name__}: {str(error)[:300]}", flush=True)
             os._exit(1)
+    began = time.time()
     end = time.monotonic() + (kill_after if kill_after is not None else 600)
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
+        if first is not None:
+            if is_newer(first, began) or is_newer(first.with_suffix(".pt"), began):
+                end, first = time.monotonic() + (kill_after or 0), None
+        elif time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.002)
+
+
+def is_newer(file: Path, seconds: float) -> bool:
+    """Whether a file is there and was written after a time."""
+    try:
+        return file.stat().st_mtime > seconds
+    except FileNotFoundError:  # or renamed in this moment
+        return False
 
 
 def prepare(row: Row) -> Callable[[int], None]:
@@ -74,8 +87,10 @@ def prepare(row: Row) -> Callable[[int], None]:
     (folder / "whole").mkdir()
     memopt.plan(make_model(layers=1), 1.0, make_batch(4, 64), precision="fp32")  # loads what all children would load
     begin = time.monotonic()
+    assert in_a_child(lambda: train(folder / "whole", STEPS // 2)) == 0
+    half = (folder / "whole" / "checkpoint.pt").read_bytes()
     assert in_a_child(lambda: train(folder / "whole")) == 0
-    seconds = time.monotonic() - begin
+    seconds = (time.monotonic() - begin) / 2
     expected = (folder / "whole" / "trained").read_text()
     work = folder / "work"
     work.mkdir()
@@ -87,7 +102,9 @@ def prepare(row: Row) -> Callable[[int], None]:
         (work / "trained").unlink(missing_ok=True)
         if rng.random() < 0.5:
             shutil.rmtree(work / "cache", ignore_errors=True)
-        kind = rng.choice(("moment", "moment", "byte of a file", "disk full"))
+        if before := rng.random() < 0.5:
+            (work / "checkpoint.pt").write_bytes(half)
+        kind = rng.choice(("moment", "moment of a step", "byte of a file", "disk full"))
         size = int(2 ** rng.uniform(0, 21))
 
         def limited() -> None:
@@ -95,10 +112,14 @@ def prepare(row: Row) -> Callable[[int], None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             train(work)
 
-        run = (lambda: train(work)) if kind == "moment" else limited
-        code = in_a_child(run, rng.uniform(0, seconds) if kind == "moment" else None)
+        if kind == "moment":
+            code = in_a_child(lambda: train(work), rng.uniform(0, seconds))
+        elif kind == "moment of a step":
+            code = in_a_child(lambda: train(work), rng.uniform(0, 1), first=work / "checkpoint.part")
+        else:
+            code = in_a_child(limited)
         how = {0: "went on", 1: "its checkpoint was refused by the disk"}.get(code, "killed")
-        stage = "with a checkpoint" if (work / "checkpoint.pt").exists() else "before the first checkpoint"
+        stage = "with a checkpoint" if before or (work / "checkpoint.pt").exists() else "before the first checkpoint"
         if (work / "trained").exists() and code == 0 and (work / "trained").read_text() != expected:
             row.note(seed, f"{BAD}other parameters in the run itself", kind)
         again = in_a_child(lambda: train(work))
