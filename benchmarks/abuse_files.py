@@ -32,6 +32,7 @@ def prepare(row: Row) -> Callable[[int], None]:
     """The model planned, its kept plan, and plans of other budgets; returns what tries one seed."""
     folder = Path(tempfile.mkdtemp(prefix="memopt-abuse-"))
     os.environ["MEMOPT_CACHE_DIR"] = str(folder)
+    warnings.simplefilter("error", UserWarning)
     batch = make_batch(4, 64)
     expected = step(make_model(), batch)
     model = make_model()
@@ -291,6 +292,3 @@ def change(values: Any, rng: random.Random) -> None:
         put(values, place, rng.choice((value + 1, value - 1, -value, value * 2, 0, value * 10**6)))
     else:
         put(values, place, rng.choice(VALUES))
-
-
-warnings.simplefilter("error", UserWarning)
