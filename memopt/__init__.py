@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         BudgetError,
         CaptureError,
         GradientMismatchError,
+        PlanFileError,
         StaleOutputError,
         UnplannedGradientError,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "Frontier",
     "GradientMismatchError",
     "Plan",
+    "PlanFileError",
     "StaleOutputError",
     "StepResult",
     "TrainStep",
@@ -81,6 +83,7 @@ _MODULES = {
     "Frontier": "memopt.planning.frontier",
     "GradientMismatchError": "memopt.errors",
     "Plan": "memopt.planning.plan",
+    "PlanFileError": "memopt.errors",
     "StaleOutputError": "memopt.errors",
     "StepResult": "memopt.train",
     "TrainStep": "memopt.train",

@@ -61,6 +61,10 @@ class CaptureError(ValueError):
     """The model's forward, or a part of it, cannot be captured as a graph."""
 
 
+class PlanFileError(ValueError):
+    """A file is no plan or frontier that this version of memopt wrote, or was changed or cut off since."""
+
+
 class UnplannedGradientError(ValueError):
     """A gradient flows into an output for which the plan has no backward."""
 

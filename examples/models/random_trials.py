@@ -54,7 +54,7 @@ class Trial:
 
 def trial(seed: int, backend: str = "aten") -> Trial:
     """Train the model of a seed plain and planned. Numbers of the backend "inductor" are right to rounding."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     draw = random.Random(f"trial {seed}")
     share, optimizer, forced = draw.choice(BUDGETS), draw.choice(list(OPTIMIZERS)), draw.random() < 0.4
     where = "forced schedule" if forced else f"budget {share}"
@@ -131,9 +131,13 @@ def random_schedules(draw: random.Random) -> Iterator[None]:
     """A block in which planning takes random schedules, whatever they cost."""
 
     class RandomSchedules(Portfolio):
+        def __init__(self, problem: RematProblem, *others: Any) -> None:
+            super().__init__(problem, *others)
+            self.given = problem
+
         def solve(self, budget_bytes: int, *args: Any, **options: Any) -> Solution:
-            schedule = random_schedule(self._problem, draw)
-            measured = simulate(self._problem, schedule)
+            schedule = random_schedule(self.given, draw)
+            measured = simulate(self.given, schedule)
             if measured.peak_bytes > budget_bytes:
                 return super().solve(budget_bytes, *args, **options)
             return Solution(schedule, measured.peak_bytes, measured.added_seconds, 0.0, "random")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
+from memopt.compat.pytree import tree_leaves
 from memopt.meter import measure_peak
 
 FLOOR = 1e-3
@@ -74,7 +75,7 @@ class Twin:
     def measured_bytes(self) -> int:
         """The most that one more step holds, parameters, batch and the optimiser's state included."""
         state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(self.batch) if torch.is_tensor(leaf)]
+        tensors = [leaf for leaf in tree_leaves(self.batch) if torch.is_tensor(leaf)]
         held = distinct_bytes([*self.model.parameters(), *self.model.buffers(), *tensors, *state])
         seed()
         gc.collect()

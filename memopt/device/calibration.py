@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
-import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,10 @@ from memopt.device.context_probe import measure_context_bytes
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall
 from memopt.device.op_times import call_key, dominant_calls, time_calls
-from memopt.disk_cache import cache_folder, read_json, write_json
+from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
+from memopt.saved_values import as_json, opened, sealed, value_from
 
-FORMAT = 2
+FORMAT = 3
 """Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
 changes."""
 MOST_CALLS = 2**14
@@ -39,9 +38,9 @@ def calibrated_hardware(device: torch.device) -> Hardware:
         context = measure_context_bytes(device) if device.type == "cuda" else None
         if context is not None:
             measured = replace(measured, context_bytes=context)
-        known = {"hardware": asdict(measured), "seconds": {}}
+        known = _Measured(measured)
         _write(device, known)
-    return Hardware(**known["hardware"])
+    return known.hardware
 
 
 def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
@@ -50,15 +49,15 @@ def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -
     Args:
         expected: for each call, the seconds that all of its runs in a step together are expected to take.
     """
-    known = _read(device) or {"hardware": asdict(calibrated_hardware(device)), "seconds": {}}
-    seconds: dict[str, float] = known["seconds"]
+    known = _read(device) or _Measured(calibrated_hardware(device))
+    seconds = dict(known.seconds)
     wanted = dominant_calls(expected)
     fresh = {call: expected[call] for call in wanted if call_key(call) not in seconds}
     if fresh:
         found = {call_key(call): value for call, value in time_calls(fresh, device).items()}
         seconds |= found
         if found:
-            _write(device, {**known, "seconds": dict(list(seconds.items())[-MOST_CALLS:])})
+            _write(device, replace(known, seconds=dict(list(seconds.items())[-MOST_CALLS:])))
     return {call: seconds[call_key(call)] for call in wanted if call_key(call) in seconds}
 
 
@@ -84,33 +83,33 @@ def _path(device: torch.device) -> Path:
     return cache_folder() / "cards" / f"{digest}.json"
 
 
-def _read(device: torch.device) -> dict[str, Any] | None:
-    """The contents of the device's file; None where there is none, or it is damaged or of another device or format."""
-    values = read_json(_path(device))
-    if not isinstance(values, dict) or values.get("key") != card_key(device):
-        return None
-    seconds = values.get("seconds")
-    if not isinstance(seconds, dict) or not all(map(_is_positive, seconds.values())):
-        return None
+@dataclass(frozen=True)
+class _Measured:
+    """The measurements of a device."""
+
+    hardware: Hardware
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of one run of a call, by `call_key`."""
+
+
+def _read(device: torch.device) -> _Measured | None:
+    """The measurements in the device's file; None where there is none, or it is damaged or of another device or
+    format."""
     try:
-        hardware = Hardware(**values["hardware"])
-        sound = _is_positive(hardware.bytes_per_second) and all(map(_is_positive, hardware.flops.values()))
-    except (KeyError, TypeError, AttributeError):
+        values = opened(read_json(_path(device)))
+        if values.pop("key", None) != card_key(device):
+            return None
+        known = value_from(_Measured, values)
+    except (OSError, ValueError, RecursionError):
         return None
-    return {"hardware": values["hardware"], "seconds": seconds} if sound else None
+    hardware = known.hardware
+    rates = (hardware.bytes_per_second, *hardware.flops.values(), *known.seconds.values())
+    return known if all(rate > 0 for rate in rates) else None
 
 
-def _write(device: torch.device, values: Mapping[str, Any]) -> None:
+def _write(device: torch.device, known: _Measured) -> None:
     """Replace the device's file, or warn where its folder cannot be written."""
     try:
-        write_json(_path(device), {"key": card_key(device), **values})
+        write_json(_path(device), sealed({"key": card_key(device), **as_json(known)}))
     except OSError as error:
-        warnings.warn(
-            f"measurements of the device are not kept, since {_path(device).parent} cannot be written ({error}); "
-            "name another folder in MEMOPT_CACHE_DIR",
-            stacklevel=2,
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+        warn_not_kept("measurements of the device", str(error))

@@ -21,12 +21,12 @@ def agreed(key: str, kept: Kept) -> Kept:
         return kept
     own = _packed(kept)
     first: bytes = store.compare_set(f"memopt/{key}", "", own)
-    return kept if first == own.encode() else (_unpacked(first) or kept)
+    return kept if first == own.encode() else _unpacked(first)
 
 
 def _packed(kept: Kept) -> str:
     return base64.b64encode(zlib.compress(json.dumps(kept.as_json()).encode())).decode()
 
 
-def _unpacked(text: bytes) -> Kept | None:
+def _unpacked(text: bytes) -> Kept:
     return Kept.from_json(json.loads(zlib.decompress(base64.b64decode(text))))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from memopt.account.account import in_blocks
+from memopt.account.account import Account, in_blocks
 from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.departures import departures
@@ -79,6 +79,20 @@ class CallPlanner(CallAccounts):
         Sets whose newest lever finds nothing to rewrite are reported to `search`. `lowering_bytes` are the bytes that
         compiled code holds beyond its plan. Raises `CaptureError`.
         """
+        account = self.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
+        if self.options.passes:
+            search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
+        for levers in self.lever_sets:
+            try:
+                yield levers, self.rewrite_and_price(captured, call, situation, levers), account
+            except NothingToRewrite as nothing:
+                search.skip(levers, nothing.notes)
+
+    def captured_account(
+        self, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
+    ) -> Account:
+        """The account of a captured call: with all inputs of its graphs, the bytes that lie between its regions, and
+        the clones of outputs that `DistributedDataParallel` makes."""
         account = self.account(call, situation)
         account = replace(
             account,
@@ -88,13 +102,7 @@ class CallPlanner(CallAccounts):
         )
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=captured.output_bytes)
-        if self.options.passes:
-            search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
-        for levers in self.lever_sets:
-            try:
-                yield levers, self.rewrite_and_price(captured, call, situation, levers), account
-            except NothingToRewrite as nothing:
-                search.skip(levers, nothing.notes)
+        return account
 
     def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
         """The captured call under a lever set: rewritten, differentiated, and priced for the card.

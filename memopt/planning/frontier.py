@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol
@@ -12,12 +11,11 @@ from typing_extensions import TypeVar
 
 from memopt.errors import GIB, BudgetError
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes
-from memopt.planning.plan_file import LIVE, as_json
+from memopt.planning.plan_file import load, save
+from memopt.saved_values import LIVE
 from memopt.show.picture import as_svg, draw
 from memopt.show.table import render
 from memopt.solver import Effort as EffortName
-
-FORMAT = 1
 
 PlanT = TypeVar("PlanT", default=Any)
 MadeT = TypeVar("MadeT", covariant=True)
@@ -121,27 +119,11 @@ class Frontier(Generic[PlanT]):
         return as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **as_json(self)}, indent=1))
+        """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""
+        save(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Frontier[PlanT]:
-        """Read a curve that `save` wrote. Raises `ValueError` for another format."""
-        try:
-            values = json.loads(Path(path).read_text())
-            if values.pop("format") != FORMAT:
-                raise ValueError(f"another format than {FORMAT}")
-            return cls(**_fields_from(values))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no curve, or other fields
-            mend = "make it again with this version of memopt"
-            raise ValueError(f"{path} is not a memopt frontier of format {FORMAT}; {mend}") from error
-
-
-def _fields_from(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **values,
-        "points": tuple(FrontierPoint(**row) for row in values["points"]),
-        "recipes": tuple(Recipe(**row) for row in values["recipes"]),
-        "notes": tuple(values["notes"]),
-        "effort": Effort(**values["effort"]),
-    }
+        """Read a curve that `save` wrote. Raises `PlanFileError`, a `ValueError`, for a file of another kind or format,
+        or one that was changed or cut off since; `OSError` where it cannot be read."""
+        return load(path, cls, "frontier", "make it again with this version of memopt")

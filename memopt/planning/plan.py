@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,10 +14,11 @@ from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_file import LIVE, as_json, fields_from
+from memopt.planning.plan_file import load, save
 from memopt.planning.plan_graphs import PlanDiff, passes_diff, schedule_diff, stage_graphs
 from memopt.planning.plan_networkx import joint_digraph
 from memopt.planning.region_schedule import RegionSchedule
+from memopt.saved_values import LIVE
 from memopt.show.report import render
 from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.solver import Effort as EffortName
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
     from memopt.planning.captured import Captured, Joined
-
-FORMAT = 1
 
 
 class PlanSource(Protocol):
@@ -227,20 +225,14 @@ class Plan:
         return self.table()
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **as_json(self)}, indent=1))
+        """Write the plan as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""
+        save(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote. Raises `ValueError` for another format."""
-        try:
-            values = json.loads(Path(path).read_text())
-            if values.pop("format") != FORMAT:
-                raise ValueError(f"another format than {FORMAT}")
-            return cls(**fields_from(values))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, no plan, or other fields
-            mend = "plan again with this version of memopt"
-            raise ValueError(f"{path} is not a memopt plan of format {FORMAT}; {mend}") from error
+        """Read a plan that `save` wrote. Raises `PlanFileError`, a `ValueError`, for a file of another kind or format,
+        or one that was changed or cut off since; `OSError` where it cannot be read."""
+        return load(path, cls, "plan", "plan again with this version of memopt")
 
     def _source(self) -> PlanSource:
         if self.source is None:

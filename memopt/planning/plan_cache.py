@@ -1,21 +1,26 @@
-"""A cache of plans on disk, so that the second start of the same job plans nothing."""
+"""A cache of plans on disk, so that the second start of the same job plans nothing.
+
+A file is taken for data that anything may have been written to: one that does not hold what `keep` or `note` wrote
+under its name is deleted, and the job is planned as if there were none.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt.disk_cache import cache_folder, read_json, write_json
+from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
 from memopt.planning.captured import Captured
 from memopt.planning.footprint import Footprint
 from memopt.planning.make_plan import with_graphs
 from memopt.planning.plan import Plan
-from memopt.planning.plan_file import as_json, fields_from
-from memopt.solver import Offload, Schedule
+from memopt.saved_values import as_json, opened, sealed, value_from
+from memopt.solver import Schedule
 
 _MOST = 256
 """The number of files that are kept, the newest ones."""
@@ -39,25 +44,23 @@ class Kept:
     def as_json(self) -> dict[str, Any]:
         """The values that `from_json` makes an equal plan of."""
         assert self.plan.schedule is not None
-        return {
-            "lever_set": self.lever_set,
-            "plan": as_json(self.plan),
-            "schedule": asdict(self.plan.schedule),
-            "footprint": None if self.footprint is None else asdict(self.footprint),
-        }
+        return as_json(_Written(self.plan, self.plan.schedule, self.lever_set, self.footprint))
 
     @classmethod
-    def from_json(cls, values: Any) -> Kept | None:
-        """The plan of `as_json`; None for values that are damaged or of another version."""
-        if not isinstance(values, dict):
-            return None
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            offloads = tuple(Offload(**fields) for fields in values["schedule"]["offloads"])
-            schedule = Schedule(tuple(values["schedule"]["evaluations"]), offloads)
-            plan = replace(Plan(**fields_from(values["plan"])), schedule=schedule)
-            footprint = values["footprint"]
-            return cls(plan, int(values["lever_set"]), None if footprint is None else Footprint(**footprint))
-        return None
+    def from_json(cls, values: Any) -> Kept:
+        """The plan of `as_json`. Raises `ValueError` for values that are damaged or of another version."""
+        found = value_from(_Written, values)
+        return cls(replace(found.plan, schedule=found.schedule), found.lever_set, found.footprint)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The fields of a kept plan's file."""
+
+    plan: Plan
+    schedule: Schedule
+    lever_set: int
+    footprint: Footprint | None = None
 
 
 def is_on() -> bool:
@@ -66,30 +69,28 @@ def is_on() -> bool:
 
 
 def find(key: str | None) -> Kept | None:
-    """The plan stored under a key; None where there is none, or where the file cannot be read."""
-    return Kept.from_json(read_json(_path(key))) if key is not None else None
+    """The plan stored under a key; None where there is none. A file that holds something else is deleted."""
+    return _read(key, Kept.from_json)
 
 
 def keep(key: str | None, kept: Kept) -> None:
-    """Store a plan under a key. Nothing happens where the folder is not writable."""
-    if key is None:
-        return
-    with contextlib.suppress(OSError):
-        write_json(_path(key), kept.as_json())
-        _drop_the_oldest()
+    """Store a plan under a key. Where the folder cannot be written to, that is warned of once, and nothing else
+    happens."""
+    if key is not None:
+        _write(key, kept.as_json())
 
 
-def find_by(sketch: str | None) -> Kept | None:
-    """The plan stored under the key that was last noted for a sketch (`Job.sketch`)."""
-    key = read_json(_path(sketch)) if sketch is not None else None
-    return find(key) if isinstance(key, str) else None
+def find_by(sketch: str | None) -> tuple[str | None, Kept | None]:
+    """The key that was last noted for a sketch (`Job.sketch`), and the plan stored under it; None for what is not
+    there."""
+    key = _read(sketch, _key_of)
+    return key, find(key)
 
 
 def note(sketch: str | None, key: str | None) -> None:
     """Store the key that a sketch led to."""
     if sketch is not None and key is not None:
-        with contextlib.suppress(OSError):
-            write_json(_path(sketch), key)
+        _write(sketch, key)
 
 
 def drop(key: str | None) -> None:
@@ -99,9 +100,41 @@ def drop(key: str | None) -> None:
             _path(key).unlink(missing_ok=True)
 
 
-def _path(key: str) -> Path:
-    """The file of a key."""
-    return cache_folder() / "plans" / f"{key}.json"
+def _key_of(value: Any) -> str:
+    """`value`, which is a key. Raises `ValueError` for anything else, such as a path."""
+    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise ValueError("the value is no key")
+    return value
+
+
+def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
+    """What `made` makes of the value that was written under a name; None where there is none. Any other file is
+    deleted."""
+    if name is None:
+        return None
+    try:
+        values = opened(read_json(_path(name)))
+        if values.get("name") != name:
+            raise ValueError("the file was written under another name")
+        return made(values.get("value"))
+    except OSError:
+        return None
+    except (ValueError, RecursionError):
+        drop(name)
+        return None
+
+
+def _write(name: str, value: Any) -> None:
+    try:
+        write_json(_path(name), sealed({"name": name, "value": value}))
+        _drop_the_oldest()
+    except OSError as error:
+        warn_not_kept("plans", str(error))
+
+
+def _path(name: str) -> Path:
+    """The file of a key or a sketch. Raises `OSError` where the user has no home and named no folder."""
+    return cache_folder() / "plans" / f"{name}.json"
 
 
 def _drop_the_oldest() -> None:

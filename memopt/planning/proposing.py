@@ -114,6 +114,12 @@ class Proposing:
         """How the optimiser steps within the backward under the chosen proposals; None where it steps after it."""
         return None if self.chosen is None else self.chosen.stepping
 
+    def account_as_kept(self, account: Account, plan: Plan) -> Account:
+        """The account of a call with the proposals of `plan`, a plan from the cache."""
+        if not plan.proposals:
+            return account
+        return ProposalSet.of(self.facts, Proposals.named(plan.proposals)).adjusted(account)
+
     def as_kept(self, captured: Captured, plan: Plan) -> Captured:
         """A captured call with the proposals of `plan`, a plan from the cache."""
         stepping = self.stepping

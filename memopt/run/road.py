@@ -29,6 +29,7 @@ from memopt.planning.agreement import agreed
 from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.footprint import Footprint
+from memopt.planning.kept_check import is_sound
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.plan_search import PlanSearch
@@ -67,9 +68,10 @@ class Road:
         self.plans += 1
         key = self._key(captured, call, situation)
         plan_cache.note(self.sketch(call, situation), key)
-        kept = plan_cache.find(key)
+        kept = self._find(key)
         if kept and (found := self._by_kept(kept, captured, call, situation)):
             return found
+        plan_cache.drop(key)
         search = self.planner.search(situation, advise=advise)
         search.narrowed = self.planner.on_narrow_parameters(call, situation)
         if advise:
@@ -161,7 +163,9 @@ class Road:
         """The plan that the first rank made for such a call, with this rank's graphs."""
         kept = self._kept(plan)
         first = self._of_ranks(kept, captured, call, situation, lowering_bytes)
-        return plan if first is kept or first is None else self._by_kept(first, captured, call, situation) or plan
+        if first is kept or first is None:
+            return plan
+        return self._by_kept(first, captured, call, situation, lowering_bytes=lowering_bytes) or plan
 
     def _of_ranks(
         self, kept: Kept | None, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int = 0
@@ -200,10 +204,36 @@ class Road:
             return None
         return Kept(plan, rewritings.index(captured.rewriting), footprint)
 
-    def _by_kept(self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation) -> Plan | None:
-        """A plan from disk with the graphs of this captured call; None where it was made for other graphs."""
+    def find_sketched(self, call: Call, situation: Situation) -> Kept | None:
+        """The plan on disk for a call that is not captured yet, if it fits beside what lies on the device now; it is
+        judged by the call's graphs before it runs."""
+        key, kept = plan_cache.find_by(self.sketch(call, situation))
+        if kept and not self._belongs(kept):
+            plan_cache.drop(key)
+            return None
+        return kept if kept and self.planner.still_fits(kept.plan, call, situation) else None
+
+    def _find(self, key: str | None) -> Kept | None:
+        """The plan on disk under a key; one that is not for these options is deleted."""
+        kept = plan_cache.find(key)
+        if kept and not self._belongs(kept):
+            plan_cache.drop(key)
+            return None
+        return kept
+
+    def _belongs(self, kept: Kept) -> bool:
+        """Whether a plan is for the budget and the levers of these options."""
+        options, plan = self.planner.options, kept.plan
+        known = 0 <= kept.lever_set < len(self.planner.lever_sets) and options.allow.issuperset(plan.proposals)
+        return known and plan.budget_bytes == options.budget_bytes
+
+    def _by_kept(
+        self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
+    ) -> Plan | None:
+        """A plan from disk or of another rank with the graphs of this captured call; None where it was made for other
+        graphs, or is not sound for these (`is_sound`)."""
         planner = self.planner
-        if kept.lever_set >= len(planner.lever_sets) or not planner.still_fits(kept.plan, call, situation):
+        if not self._belongs(kept) or not planner.still_fits(kept.plan, call, situation):
             return None
         try:
             step = planner.rewrite_and_price(captured, call, situation, planner.lever_sets[kept.lever_set])
@@ -212,13 +242,16 @@ class Road:
         if [joint.fingerprint for joint in step.regions] != [region.fingerprint for region in kept.plan.regions]:
             return None
         step = planner.proposing.as_kept(step, kept.plan)
-        return kept.live(lambda: step)
+        plan = kept.live(lambda: step)
+        account = planner.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
+        account = planner.proposing.account_as_kept(account, kept.plan)
+        return plan if is_sound(plan, kept.footprint, account, situation.to_come) else None
 
     def _emitted_by_kept(
         self, key: str | None, captured: CapturedCall, call: Call, situation: Situation
     ) -> EmittedCall | None:
         """The call emitted by its plan from disk; None without one, or where its graphs or compiled bytes differ."""
-        kept = plan_cache.find(key)
+        kept = self._find(key)
         if kept is None or (self.planner.fuses and kept.footprint is None):  # planned ahead, and not compiled yet
             return None
         if not self.planner.fuses:

@@ -23,7 +23,6 @@ from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.optimizers import BF16_PARAMETERS
-from memopt.planning import plan_cache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
 from memopt.planning.options import Options
@@ -167,8 +166,7 @@ class TrainingCalls:
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad():
             self.planner.screen(call, situation)
-            kept = plan_cache.find_by(self.road.sketch(call, situation))
-            if kept and self.planner.still_fits(kept.plan, call, situation):
+            if kept := self.road.find_sketched(call, situation):
                 self._latest = kept.live(self._captured_later(kept, call, situation))
                 self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest

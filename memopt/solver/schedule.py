@@ -57,6 +57,8 @@ class Schedule:
         """Raise `ValueError` if this is not a valid schedule of `problem`; the message names the first violation."""
         seen: set[int] = set()
         for position, index in enumerate(self.evaluations):
+            if not 0 <= index < len(problem.ops):
+                raise ValueError(f"evaluation {position} is op {index} of a problem that has {len(problem.ops)}")
             op = problem.ops[index]
             if index in seen:
                 if index >= problem.forward_ops or not op.recomputable:

@@ -12,7 +12,8 @@ from memopt.errors import GIB, BudgetError
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan, with_graphs
 from memopt.planning.options import Effort
-from memopt.planning.plan import FORMAT, Plan
+from memopt.planning.plan import Plan
+from memopt.planning.plan_file import FORMAT
 from passes import format_graph
 from tests.planned import ACCOUNT, captured, region, two_regions
 
@@ -180,6 +181,7 @@ def test_files_from_before_there_were_efforts(roomy: Plan, tmp_path: Path) -> No
     roomy.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values.pop("effort") == {"name": "default", "limit_seconds": 60.0}
+    del values["digest"]  # of a later version, too
     (tmp_path / "plan.json").write_text(json.dumps(values))
     assert Plan.load(tmp_path / "plan.json") == roomy
 

@@ -19,7 +19,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
+from memopt.disk_cache import warn_not_kept
 from memopt.planning import plan_cache
+from memopt.saved_values import opened, sealed
 from memopt.solver import Portfolio
 
 Batch = dict[str, torch.Tensor]
@@ -187,6 +189,13 @@ def plan_file(folder: Path) -> Path:
     return file
 
 
+def reseal(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the plan in a file, and its digest with it, as nobody does by accident."""
+    values = opened(json.loads(file.read_text()))
+    change(values["value"])
+    file.write_text(json.dumps(sealed(values)))
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2]", '{"lever_set": 0}', '{"lever_set": 99, "plan": {}}'])
 def test_a_damaged_file_is_planned_again(
     folder: Path, started: list[torch.Tensor], text: str, solved: list[int]
@@ -206,9 +215,7 @@ def test_a_plan_for_another_graph_is_planned_again(
     """As after a change that the key does not cover: the compiled graphs must be the planned ones."""
     file = plan_file(folder)
     whole = file.read_text()
-    values = json.loads(whole)
-    values["plan"]["regions"][0]["fingerprint"] = "of another"
-    file.write_text(json.dumps(values))
+    reseal(file, lambda kept: kept["plan"]["regions"][0].update(fingerprint="of another"))
     second, _ = start()
     assert solved
     assert all(map(torch.equal, started, second))
@@ -230,7 +237,10 @@ def test_planning_without_training_stores_nothing(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(folder: Path) -> None:
     folder.write_text("a file where the folder would be")
-    start(ahead=True)
+    warn_not_kept.cache_clear()
+    with pytest.warns(UserWarning, match="plans are not kept on disk .* in MEMOPT_CACHE_DIR") as said:
+        start(ahead=True)
+    assert len(said) == 1
 
 
 def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
