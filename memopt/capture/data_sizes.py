@@ -116,22 +116,23 @@ def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
 
 
 def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None]]]:
-    """The nodes whose values introduce data-dependent symbols. Each comes with the names of its new symbols and the
-    dimension of its tensor that has that size, or None where the node's value is itself the number."""
+    """The nodes whose values introduce data-dependent sizes or numbers. Each comes with the names of its new symbols and
+    the dimension of its tensor that has that size, or None where the node's value is itself the number.
+
+    Symbols for the offset of a view within its storage are left out: no bytes depend on them."""
     known: set[str] = set()
     for node in graph.nodes:
         names = data_symbols_of(node.meta.get("val")) - known
         if names and node.op == "call_function":
             known |= names
-            yield node, {name: _dimension(node.meta["val"], name) for name in sorted(names)}
-
-
-def _dimension(value: Any, name: str) -> int | None:
-    """The dimension of a value's tensor that has the symbol's size; None where the value is the number itself."""
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    if not isinstance(first, torch.Tensor):
-        return None
-    return next(dim for dim, size in enumerate(first.shape) if plain_symbol(size) == name)
+            value = node.meta["val"]
+            first = value[0] if isinstance(value, (tuple, list)) else value
+            found: dict[str, int | None] = dict.fromkeys(sorted(names))
+            if isinstance(first, torch.Tensor):
+                dimensions = {plain_symbol(size): dim for dim, size in reversed(list(enumerate(first.shape)))}
+                found = {name: dimensions[name] for name in found if name in dimensions}
+            if found:
+                yield node, found
 
 
 def is_real(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.maybe_mark_dynamic`,
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
-`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `TorchDynamoException.real_stack`.
+`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
+`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`, `TorchDynamoException.real_stack`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -93,6 +94,7 @@ def capture_settings() -> ExitStack:
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
     stack.enter_context(_not_exporting())
+    stack.enter_context(_scaled_operators_kept())
     return stack
 
 
@@ -112,6 +114,38 @@ def _not_exporting() -> Iterator[None]:
         yield
     finally:
         answers[torch.compiler.is_exporting] = before
+
+
+@contextmanager
+def _scaled_operators_kept() -> Iterator[None]:
+    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` as single operators where `value` is a number.
+
+    By itself it replaces them by several operators, which round in another way, so that `value` may be a tensor.
+    """
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def kept(own: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            is_tensor = isinstance(kwargs.get("value"), TensorVariable)
+            return own(self, tx, *args, **kwargs) if is_tensor else None
+
+        return traced
+
+    owner: Any = TensorVariable
+    names = [name for name in ("method_addcdiv_", "method_addcmul_") if hasattr(owner, name)]
+    methods = {name: getattr(owner, name) for name in names}
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    handler = handlers[torch.addcdiv]
+    for name, own in methods.items():
+        setattr(owner, name, kept(own))
+    handlers[torch.addcdiv] = kept(handler)
+    try:
+        yield
+    finally:
+        for name, own in methods.items():
+            setattr(owner, name, own)
+        handlers[torch.addcdiv] = handler
 
 
 _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)

@@ -3,7 +3,9 @@
 Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
-graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`) and `_aot_graph_capture`.
+graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`) and `_aot_graph_capture` (with
+`graph_module`), `torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once
+`var_to_val`.
 
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """
@@ -108,7 +110,7 @@ def _second_phase(
     state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state), dead_draws_kept():
+    with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
         compiled, _ = second_phase(
             state,
             capture,
@@ -134,6 +136,31 @@ def _fakes_active(state: Any) -> Iterator[None]:
         stack.enter_context(state.fake_mode)
         stack.enter_context(enable_python_dispatcher())
         yield
+
+
+@contextmanager
+def _unread_numbers_left(mode: Any, joint: fx.GraphModule) -> Iterator[None]:
+    """Context in which AOTAutograd leaves the numbers of tensors alone that no operator of the joint graph reads.
+
+    Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
+    for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call once more without it.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    environment = mode.shape_env
+    values = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
+    numbers = {str(symbol) for symbol in values if str(symbol).startswith("zf")}
+    for node in joint.graph.nodes if numbers else ():
+        value = node.meta.get("val")
+        numbers -= (
+            {str(symbol) for symbol in value.node.expr.free_symbols} if isinstance(value, torch.SymFloat) else set()
+        )
+    added = numbers - TensorifyState.force_specializations
+    TensorifyState.force_specializations |= added
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= added
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:

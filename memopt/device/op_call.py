@@ -95,7 +95,7 @@ class OpCall:
 def op_call(node: fx.Node) -> OpCall | None:
     """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes.
 
-    Raises `ValueError` for a size that depends on data and has no bound.
+    Raises `CaptureError` for a size that depends on data and has no bound.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None

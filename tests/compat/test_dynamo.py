@@ -43,6 +43,28 @@ def test_settings_hold_in_the_context_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert (dynamo_config.get_config_copy(), functorch_config.get_config_copy()) == before
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: torch.addcdiv(x, y, y + 1, value=3.14),
+        lambda x, y: x.clone().addcdiv_(y, y + 1, value=3.14),
+        lambda x, y: x.clone().addcmul_(y, y, value=3.14),
+    ],
+)
+def test_operators_with_a_number_as_value_are_traced_as_they_are(call: Any) -> None:
+    targets: set[str] = set()
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        targets.update(str(getattr(node.target, "__name__", node.target)) for node in graph_module.graph.nodes)
+        return graph_module.forward
+
+    x, y = torch.rand(2, 9, 9)
+    with capture_settings():
+        assert torch.equal(compile_with(backend, call, whole=True)(x, y), call(x, y))
+    assert any(name.startswith("addc") for name in targets)
+    assert not targets & {"div", "mul", "fma", "copy_"}
+
+
 def test_a_compiled_call_leaves_no_backend_behind() -> None:
     graphs: list[fx.GraphModule] = []
 

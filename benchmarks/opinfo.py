@@ -1,0 +1,180 @@
+"""Every differentiable operator of torch's own OpInfo database in a small module, trained plain and planned.
+
+    python -m benchmarks.opinfo [--dtypes float32 complex64] [--only svd nn.functional.gelu] [--again] [--limit-minutes 30]
+
+Operators run in batches, each batch in a process of its own. Results are written after each operator, so that a run goes
+on where the last one stopped; `--again` repeats what is not right. docs/opinfo.md is made from the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
+
+import torch
+import torch._inductor.compile_fx
+from torch.testing._internal.common_methods_invocations import op_db
+
+from benchmarks.opinfo_trial import trial
+from benchmarks.stamp import stamp, write_result
+
+RESULT = Path(__file__).parent / "results" / "opinfo.json"
+PAGE = Path(__file__).parent.parent / "docs" / "opinfo.md"
+DTYPES = ("float32", "float64", "complex64")
+LIMIT_SECONDS = 90
+"""The time limit for one operator."""
+BATCH = 24
+"""How many operators one process takes."""
+ORDER = ("no case", "error not ours", "wrong", "refused", "rounding", "right")
+MEANING = {
+    "right": "loss, results, gradients, their strides and the generator's state are those of the plain model",
+    "rounding": "bits differ, by less than 1e-5 of the largest value",
+    "refused": "refused with a reason, before a step was taken",
+    "wrong": "other values, strides or random numbers",
+    "error not ours": "ends in an error that is not memopt's",
+    "no case": "nothing to compare: the plain module fails, gives other numbers each time, or takes no gradient",
+}
+
+Record = dict[str, Any]
+
+
+def operators() -> dict[str, Any]:
+    """The operators of the database that support gradients, by name and variant."""
+    found: dict[str, Any] = {}
+    for op in op_db:
+        if op.supports_autograd:
+            found.setdefault(f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name, op)
+    return found
+
+
+def verdict(record: Record) -> str:
+    """The worst verdict among the cases of an operator; "no case" only where no case could be compared."""
+    found = [case["verdict"] for case in record.values()] or ["no case"]
+    return min((name for name in found if name != "no case"), key=ORDER.index, default="no case")
+
+
+def run_batch(sender: Connection, tasks: list[tuple[str, str]]) -> None:
+    """Send for each operator and dtype the record of its trial."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    ops = operators()
+    for name, dtype in tasks:
+        sender.send(trial(ops[name], getattr(torch, dtype)))
+
+
+def records_of(tasks: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Record]]:
+    """Run tasks one after another, and go on with a new process after a batch, a crash or the time limit."""
+    context = multiprocessing.get_context("fork")
+    while tasks:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=run_batch, args=(sender, tasks[:BATCH]))
+        process.start()
+        sender.close()
+        for _ in range(min(BATCH, len(tasks))):
+            failure = ""
+            try:
+                record = receiver.recv() if receiver.poll(LIMIT_SECONDS) else None
+                failure = f"no result within {LIMIT_SECONDS} s"
+            except EOFError:
+                process.join(10)
+                record, failure = None, f"the process ended with code {process.exitcode}"
+            yield (
+                tasks.pop(0),
+                record if record is not None else {"": {"verdict": "error not ours", "message": failure}},
+            )
+            if record is None:
+                break
+        process.kill()
+        process.join()
+
+
+def known() -> dict[str, Record]:
+    return json.loads(RESULT.read_text())["operators"] if RESULT.exists() else {}
+
+
+def shortened(record: Record) -> Record:
+    """What is kept of a record: how many cases were right, and every other case."""
+    counts = Counter(case["verdict"] for case in record.values())
+    kept = {name: case for name, case in record.items() if case["verdict"] not in ("right", "no case")}
+    if verdict(record) == "no case":
+        kept = dict(list(record.items())[:1])
+    return {"verdict": verdict(record), "right": counts["right"], **({"cases": kept} if kept else {})}
+
+
+def write(records: dict[str, Record]) -> None:
+    records = dict(sorted(records.items()))
+    write_result(RESULT, {**stamp(), "operators": records})
+    PAGE.write_text(page(records), encoding="utf-8")
+
+
+def page(records: dict[str, Record]) -> str:
+    """Return docs/opinfo.md: how many of each verdict, and a row for every operator that is not right."""
+    lines = [
+        "# Operators", "",
+        "Every operator of torch's OpInfo database (`torch.testing._internal.common_methods_invocations`) that supports",
+        "gradients, in a small module whose operands and results lie between operators that save them. Two samples of",
+        "each: everything recomputed that may be (with all results returned, with the loss alone, and in place where the",
+        "operator has such a form), and the smallest budget; fp32, recompute and reinplace. Loss, results, gradients,",
+        "all their strides and the state of the generator are compared with the plain module's, bit by bit.",
+        "`python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`.", "",
+        "| verdict | " + " | ".join(DTYPES) + " | meaning |", "|---" * (2 + len(DTYPES)) + "|",
+    ]  # fmt: skip
+    counts = Counter((name.rpartition(" ")[2], record["verdict"]) for name, record in records.items())
+    for name in reversed(ORDER):
+        lines.append(f"| {name} | {' | '.join(str(counts[dtype, name]) for dtype in DTYPES)} | {MEANING[name]} |")
+    cases = sum(record["right"] for record in records.values())
+    lines += ["", f"{cases} cases are right.", "", "## Not right", ""]
+    lines += ["| operator | case | verdict | why | aot_eager |", "|---|---|---|---|---|"]
+    for name, record in records.items():
+        for case, found in record.get("cases", {}).items():
+            if found["verdict"] != "no case":
+                cells = (name, case, found["verdict"], found.get("message", ""), found.get("aot_eager", ""))
+                lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    lines += ["", "## No case", "", "| operator | why |", "|---|---|"]
+    for name, record in records.items():
+        if record["verdict"] == "no case":
+            why = next(iter(record["cases"].values()))["message"].replace("|", "\\|")
+            lines.append(f"| {name} | {why} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
+    parser.add_argument("--only", nargs="+", default=[], help="operators, with or without their variant")
+    parser.add_argument("--again", nargs="*", metavar="VERDICT", help="repeat these verdicts (all but right ones)")
+    parser.add_argument("--limit-minutes", type=float, default=float("inf"))
+    arguments = parser.parse_args()
+    again = ["error not ours", "wrong", "refused", "rounding"] if arguments.again == [] else arguments.again or []
+    records, start = known(), time.time()
+    tasks = []
+    for dtype in arguments.dtypes:
+        for name, op in operators().items():
+            wanted = not arguments.only or name in arguments.only or op.name in arguments.only
+            before = records.get(f"{name} {dtype}", {}).get("verdict")
+            if wanted and op.supports_dtype(getattr(torch, dtype), "cpu"):
+                if arguments.only or before is None or before in again:
+                    tasks.append((name, dtype))
+    for (name, dtype), record in records_of(tasks):
+        records[f"{name} {dtype}"] = shortened(record)
+        write(records)
+        print(f"{name} {dtype}: {json.dumps(records[f'{name} {dtype}'])[:700]}", flush=True)
+        if time.time() - start > 60 * arguments.limit_minutes:
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Operators of torch's OpInfo database with everything recomputed that may be: bitwise the plain module's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+
+from benchmarks.opinfo_trial import ALL, IN_PLACE, LOSS, SMALLEST, samples, staged
+
+OPERATORS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in reversed(op_db)}
+
+COMMON = (
+    "add", "addmm", "amax", "bmm", "cat", "cumsum", "diagonal_scatter", "einsum", "expand", "fft.rfft", "gather",
+    "index_add", "linalg.svd", "logsumexp", "masked_select", "nn.functional.batch_norm", "nn.functional.conv2d",
+    "nn.functional.dropout", "nn.functional.embedding", "nn.functional.gelu", "nn.functional.interpolate.bicubic",
+    "nn.functional.layer_norm", "nn.functional.max_pool2d", "nn.functional.rrelu",
+    "nn.functional.scaled_dot_product_attention", "pow", "prod", "scatter_reduce.amax", "sort", "split", "std",
+    "topk", "where",
+)  # fmt: skip
+MENDED = (("addcdiv", LOSS), ("addcmul", IN_PLACE), ("to", LOSS), ("narrow", SMALLEST))
+"""Operators that once differed or were refused."""
+
+
+@pytest.fixture(autouse=True)
+def always_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "stage"), [*((name, ALL) for name in COMMON), *MENDED])
+def test_an_operator_is_right(name: str, stage: str) -> None:
+    op: Any = OPERATORS[name]
+    for sample in samples(op, torch.float32):
+        found = staged(op, sample, stage)
+        assert found["verdict"] == "right", found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_cannot_trace_is_refused() -> None:
+    op = OPERATORS["polygamma.polygamma_n_0"]
+    found = staged(op, samples(op, torch.float32)[0], IN_PLACE)
+    assert found["verdict"] == "refused"
+    assert "polygamma_" in found["message"]
