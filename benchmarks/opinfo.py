@@ -1,8 +1,8 @@
 """Every differentiable operator of torch's own OpInfo database in a small module, trained plain and planned.
 
-    python -m benchmarks.opinfo [--dtypes float32 complex64] [--only svd nn.functional.gelu] [--again] [--limit-minutes 30]
+    python -m benchmarks.opinfo [--dtypes float32] [--stages loss smallest] [--only svd] [--again] [--limit-minutes 9]
 
-Operators run in batches, each batch in a process of its own. Results are written after each operator, so that a run goes
+Operators run in batches, each in a process of its own. Results are written after each operator, so that a run goes
 on where the last one stopped; `--again` repeats what is not right. docs/opinfo.md is made from the result file.
 """
 
@@ -27,7 +27,7 @@ import torch
 import torch._inductor.compile_fx
 from torch.testing._internal.common_methods_invocations import op_db
 
-from benchmarks.opinfo_trial import trial
+from benchmarks.opinfo_trial import STAGES, trial
 from benchmarks.stamp import stamp, write_result
 
 RESULT = Path(__file__).parent / "results" / "opinfo.json"
@@ -59,23 +59,21 @@ def operators() -> dict[str, Any]:
     return found
 
 
-def verdict(record: Record) -> str:
-    """The worst verdict among the cases of an operator; "no case" only where no case could be compared."""
-    found = [case["verdict"] for case in record.values()] or ["no case"]
-    return min((name for name in found if name != "no case"), key=ORDER.index, default="no case")
+Task = tuple[str, str, tuple[str, ...]]
+"""An operator, a dtype, and the stages to run."""
 
 
-def run_batch(sender: Connection, tasks: list[tuple[str, str]]) -> None:
+def run_batch(sender: Connection, tasks: list[Task]) -> None:
     """Send for each operator and dtype the record of its trial."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     ops = operators()
-    for name, dtype in tasks:
-        sender.send(trial(ops[name], getattr(torch, dtype)))
+    for name, dtype, stages in tasks:
+        sender.send(trial(ops[name], getattr(torch, dtype), stages))
 
 
-def records_of(tasks: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Record]]:
+def records_of(tasks: list[Task]) -> Iterator[tuple[Task, Record]]:
     """Run tasks one after another, and go on with a new process after a batch, a crash or the time limit."""
     context = multiprocessing.get_context("fork")
     while tasks:
@@ -105,13 +103,24 @@ def known() -> dict[str, Record]:
     return json.loads(RESULT.read_text())["operators"] if RESULT.exists() else {}
 
 
-def shortened(record: Record) -> Record:
-    """What is kept of a record: how many cases were right, and every other case."""
-    counts = Counter(case["verdict"] for case in record.values())
-    kept = {name: case for name, case in record.items() if case["verdict"] not in ("right", "no case")}
-    if verdict(record) == "no case":
-        kept = dict(list(record.items())[:1])
-    return {"verdict": verdict(record), "right": counts["right"], **({"cases": kept} if kept else {})}
+def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
+    """What is kept of a record: the stages that were run, how many cases were right, and every case that was not.
+
+    Cases of stages that were run before are kept from `before`."""
+    cases = {name: case for name, case in before.get("cases", {}).items() if not name.endswith(stages)}
+    right = {stage: count for stage, count in before.get("right", {}).items() if stage not in stages}
+    for name, case in record.items():
+        stage = name.rpartition(", ")[2]
+        if case["verdict"] == "right":
+            right[stage] = right.get(stage, 0) + 1
+        else:
+            cases[name] = case
+    compared = {name: case for name, case in cases.items() if case["verdict"] != "no case"}
+    found = [case["verdict"] for case in compared.values()] + ["right"] * bool(right)
+    worst = min(found, key=ORDER.index, default="no case")
+    cases = compared if found else dict(list(cases.items())[:1])
+    known = [stage for stage in STAGES if stage in stages or stage in before.get("stages", ())]
+    return {"verdict": worst, "stages": known, "right": right, "cases": cases}
 
 
 def write(records: dict[str, Record]) -> None:
@@ -126,20 +135,22 @@ def page(records: dict[str, Record]) -> str:
         "# Operators", "",
         "Every operator of torch's OpInfo database (`torch.testing._internal.common_methods_invocations`) that supports",
         "gradients, in a small module whose operands and results lie between operators that save them. Two samples of",
-        "each: everything recomputed that may be (with all results returned, with the loss alone, and in place where the",
-        "operator has such a form), and the smallest budget; fp32, recompute and reinplace. Loss, results, gradients,",
-        "all their strides and the state of the generator are compared with the plain module's, bit by bit.",
+        "each: everything recomputed that may be (all outputs: with all results returned; loss: with the loss alone; in",
+        "place: where the operator has such a form; transposed: with operands whose dimensions lie in memory in reverse",
+        "order), and the smallest budget; precision fp32, recompute and reinplace. Loss, results, gradients, all their",
+        "strides and the state of the generator are compared with the plain module's, bit by bit.",
         "`python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`.", "",
         "| verdict | " + " | ".join(DTYPES) + " | meaning |", "|---" * (2 + len(DTYPES)) + "|",
     ]  # fmt: skip
     counts = Counter((name.rpartition(" ")[2], record["verdict"]) for name, record in records.items())
     for name in reversed(ORDER):
         lines.append(f"| {name} | {' | '.join(str(counts[dtype, name]) for dtype in DTYPES)} | {MEANING[name]} |")
-    cases = sum(record["right"] for record in records.values())
-    lines += ["", f"{cases} cases are right.", "", "## Not right", ""]
+    cases = Counter(stage for record in records.values() for stage in Counter(record["right"]).elements())
+    told = ", ".join(f"{cases[stage]} of {stage}" for stage in STAGES)
+    lines += ["", f"Cases that are right: {told}.", "", "## Not right", ""]
     lines += ["| operator | case | verdict | why | aot_eager |", "|---|---|---|---|---|"]
     for name, record in records.items():
-        for case, found in record.get("cases", {}).items():
+        for case, found in record["cases"].items():
             if found["verdict"] != "no case":
                 cells = (name, case, found["verdict"], found.get("message", ""), found.get("aot_eager", ""))
                 lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
@@ -154,24 +165,27 @@ def page(records: dict[str, Record]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--only", nargs="+", default=[], help="operators, with or without their variant")
     parser.add_argument("--again", nargs="*", metavar="VERDICT", help="repeat these verdicts (all but right ones)")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"))
     arguments = parser.parse_args()
     again = ["error not ours", "wrong", "refused", "rounding"] if arguments.again == [] else arguments.again or []
     records, start = known(), time.time()
-    tasks = []
+    tasks: list[Task] = []
     for dtype in arguments.dtypes:
         for name, op in operators().items():
+            before = records.get(f"{name} {dtype}", {})
             wanted = not arguments.only or name in arguments.only or op.name in arguments.only
-            before = records.get(f"{name} {dtype}", {}).get("verdict")
-            if wanted and op.supports_dtype(getattr(torch, dtype), "cpu"):
-                if arguments.only or before is None or before in again:
-                    tasks.append((name, dtype))
-    for (name, dtype), record in records_of(tasks):
-        records[f"{name} {dtype}"] = shortened(record)
+            repeat = arguments.only or before.get("verdict") in again
+            stages = tuple(stage for stage in arguments.stages if repeat or stage not in before.get("stages", ()))
+            if wanted and stages and op.supports_dtype(getattr(torch, dtype), "cpu"):
+                tasks.append((name, dtype, stages))
+    for (name, dtype, stages), record in records_of(tasks):
+        key = f"{name} {dtype}"
+        records[key] = merged(records.get(key, {}), record, stages)
         write(records)
-        print(f"{name} {dtype}: {json.dumps(records[f'{name} {dtype}'])[:700]}", flush=True)
+        print(f"{key}: {json.dumps(records[key])[:700]}", flush=True)
         if time.time() - start > 60 * arguments.limit_minutes:
             break
 

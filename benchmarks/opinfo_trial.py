@@ -31,9 +31,9 @@ EXACT: dict[str, Any] = {
     "optimizer": None,
 }
 ROOMY_GB = 1000.0
-ALL, LOSS, IN_PLACE, SMALLEST = STAGES = ("all outputs", "loss", "in place", "smallest")
-"""The smallest budget, or everything recomputed that may be: with results that the call returns, with its loss alone, and
-with the operator that writes over its operand."""
+ALL, LOSS, IN_PLACE, TRANSPOSED, SMALLEST = STAGES = ("all outputs", "loss", "in place", "transposed", "smallest")
+"""The smallest budget, or everything recomputed that may be: with results that the call returns, with its loss alone,
+with the operator that writes over its operand, and with operands whose dimensions lie in memory in reverse order."""
 MOST_SAMPLES = 40
 """How many of an operator's samples are looked at to choose from."""
 ROUNDING = 1e-5
@@ -56,10 +56,10 @@ class Case(nn.Module):
     Operands that take a gradient are parameters, other tensors are inputs of the call.
     """
 
-    def __init__(self, op: Callable[..., Any], finish: Callable[[Any], Any], arguments: Any, in_place: bool) -> None:
+    def __init__(self, op: Callable[..., Any], finish: Callable[[Any], Any], arguments: Any, stage: str) -> None:
         super().__init__()
-        self.op, self.finish, self.in_place = op, finish, in_place
-        self.all_outputs = True
+        self.op, self.finish, self.transposed = op, finish, stage == TRANSPOSED
+        self.all_outputs = stage in (ALL, TRANSPOSED)
         self.operands = nn.ParameterList()
         self.inputs: list[Tensor] = []
         self.template = self._emptied(arguments)
@@ -71,10 +71,14 @@ class Case(nn.Module):
     def _emptied(self, value: Any) -> Any:
         """The arguments with a slot in place of each tensor, which is kept as a parameter or an input."""
         if isinstance(value, Tensor):
+            kept = value.detach().clone()
+            if self.transposed and kept.layout is torch.strided:
+                dims = list(reversed(range(kept.dim())))
+                kept = kept.permute(dims).contiguous().permute(dims)
             if value.requires_grad:
-                self.operands.append(nn.Parameter(value.detach().clone()))
+                self.operands.append(nn.Parameter(kept))
                 return Slot(len(self.operands) - 1)
-            self.inputs.append(value.detach().clone())
+            self.inputs.append(kept)
             return Slot(-len(self.inputs))
         if isinstance(value, dict):
             return {key: self._emptied(item) for key, item in value.items()}
@@ -208,10 +212,10 @@ def samples(op: Any, dtype: torch.dtype) -> list[Any]:
     return [found[at][2] for at in dict.fromkeys((large, rich))]
 
 
-def case_of(op: Any, sample: Any, *, in_place: bool) -> Case:
-    function = op.inplace_variant if in_place else op.op
+def case_of(op: Any, sample: Any, stage: str) -> Case:
+    function = op.inplace_variant if stage == IN_PLACE else op.op
     arguments = ((sample.input, *sample.args), dict(sample.kwargs))
-    return Case(function, sample.output_process_fn_grad, arguments, in_place)
+    return Case(function, sample.output_process_fn_grad, arguments, stage)
 
 
 def trial(op: Any, dtype: torch.dtype, stages: tuple[str, ...] = STAGES) -> dict[str, Any]:
@@ -232,9 +236,8 @@ def trial(op: Any, dtype: torch.dtype, stages: tuple[str, ...] = STAGES) -> dict
 
 def staged(op: Any, sample: Any, stage: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    case = case_of(op, sample, in_place=stage == IN_PLACE)
-    case.all_outputs = stage == ALL
     try:
+        case = case_of(op, sample, stage)
         plain = plain_run(case)
     except Exception as error:
         return {"verdict": "no case", "message": f"plain PyTorch: {said(error)}"}

@@ -116,8 +116,8 @@ def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
 
 
 def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None]]]:
-    """The nodes whose values introduce data-dependent sizes or numbers. Each comes with the names of its new symbols and
-    the dimension of its tensor that has that size, or None where the node's value is itself the number.
+    """The nodes whose values introduce data-dependent sizes or numbers. Each comes with the names of its new symbols
+    and the dimension of its tensor that has that size, or None where the node's value is itself the number.
 
     Symbols for the offset of a view within its storage are left out: no bytes depend on them."""
     known: set[str] = set()

@@ -118,7 +118,7 @@ def _not_exporting() -> Iterator[None]:
 
 @contextmanager
 def _scaled_operators_kept() -> Iterator[None]:
-    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` as single operators where `value` is a number.
+    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value` as one operator.
 
     By itself it replaces them by several operators, which round in another way, so that `value` may be a tensor.
     """

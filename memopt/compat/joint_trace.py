@@ -143,7 +143,7 @@ def _unread_numbers_left(mode: Any, joint: fx.GraphModule) -> Iterator[None]:
     """Context in which AOTAutograd leaves the numbers of tensors alone that no operator of the joint graph reads.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
-    for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call once more without it.
+    for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 

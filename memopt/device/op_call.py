@@ -137,6 +137,9 @@ def _freeze(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """A symbol's upper bound; 1 for a float or a truth value that depends on data, since no bytes depend on it."""
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return 1.0 if isinstance(value, torch.SymFloat) else True
     return upper_bound(value) if isinstance(value, torch.SymInt) else value
 
 
