@@ -1,4 +1,4 @@
-"""Every differentiable operator of torch's own OpInfo database in a small module, trained plain and planned.
+"""Every differentiable operator and module of torch's own test databases in a small module, trained plain and planned.
 
     python -m benchmarks.opinfo [--dtypes float32] [--stages loss smallest] [--only svd] [--again] [--limit-minutes 9]
 
@@ -25,9 +25,12 @@ os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
 
 import torch
 import torch._inductor.compile_fx
+from torch.testing._internal.autograd_function_db import autograd_function_db
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.custom_op_db import custom_op_db
 
-from benchmarks.opinfo_trial import STAGES, trial
+from benchmarks.opinfo_trial import STAGES, ModuleOperator, trial
 from benchmarks.stamp import stamp, write_result
 
 RESULT = Path(__file__).parent / "results" / "opinfo.json"
@@ -37,30 +40,41 @@ LIMIT_SECONDS = 90
 """The time limit for one operator."""
 BATCH = 24
 """How many operators one process takes."""
-ORDER = ("no case", "error not ours", "wrong", "refused", "rounding", "right")
+ORDER = ("no case", "error not ours", "wrong", "refused", "rounding", "rounding, named", "right")
 MEANING = {
     "right": "loss, results, gradients, their strides and the generator's state are those of the plain model",
     "rounding": "bits differ, by less than 1e-5 of the largest value",
+    "rounding, named": "as rounding, and the notes of the plan name the operator",
     "refused": "refused with a reason, before a step was taken",
     "wrong": "other values, strides or random numbers",
     "error not ours": "ends in an error that is not memopt's",
     "no case": "nothing to compare: the plain module fails, gives other numbers each time, or takes no gradient",
 }
 
+INTRODUCTION = """# Operators
+
+Every operator of torch's OpInfo database (`common_methods_invocations`, `custom_op_db`, `autograd_function_db`) that
+supports gradients, and every module of `common_modules`, in a small module whose operands and results lie between
+operators that save them. Two samples of each or more: everything recomputed that may be (all outputs: with all results
+returned; loss: with the loss alone; in place: where the operator has such a form; transposed: with operands whose
+dimensions lie in memory in reverse order), and the smallest budget; precision fp32, recompute and reinplace. Loss,
+results, gradients, buffers, all their strides and the state of the generator are compared with the plain module's, bit
+by bit. `python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`."""
+
 Record = dict[str, Any]
 
 
 def operators() -> dict[str, Any]:
-    """The operators of the database that support gradients, by name and variant."""
+    """The operators and modules of torch's databases that support gradients, by name and variant."""
     found: dict[str, Any] = {}
-    for op in op_db:
+    for op in [*op_db, *autograd_function_db, *custom_op_db]:
         if op.supports_autograd:
             found.setdefault(f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name, op)
-    return found
+    return found | {info.name: ModuleOperator(info) for info in module_db}
 
 
-Task = tuple[str, str, tuple[str, ...]]
-"""An operator, a dtype, and the stages to run."""
+Task = tuple[str, str, tuple[str, ...], int]
+"""An operator, a dtype, the stages to run, and how many samples to take."""
 
 
 def run_batch(sender: Connection, tasks: list[Task]) -> None:
@@ -69,8 +83,8 @@ def run_batch(sender: Connection, tasks: list[Task]) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     ops = operators()
-    for name, dtype, stages in tasks:
-        sender.send(trial(ops[name], getattr(torch, dtype), stages))
+    for name, dtype, stages, most_samples in tasks:
+        sender.send(trial(ops[name], getattr(torch, dtype), stages, most_samples))
 
 
 def records_of(tasks: list[Task]) -> Iterator[tuple[Task, Record]]:
@@ -132,14 +146,7 @@ def write(records: dict[str, Record]) -> None:
 def page(records: dict[str, Record]) -> str:
     """Return docs/opinfo.md: how many of each verdict, and a row for every operator that is not right."""
     lines = [
-        "# Operators", "",
-        "Every operator of torch's OpInfo database (`torch.testing._internal.common_methods_invocations`) that supports",
-        "gradients, in a small module whose operands and results lie between operators that save them. Two samples of",
-        "each: everything recomputed that may be (all outputs: with all results returned; loss: with the loss alone; in",
-        "place: where the operator has such a form; transposed: with operands whose dimensions lie in memory in reverse",
-        "order), and the smallest budget; precision fp32, recompute and reinplace. Loss, results, gradients, all their",
-        "strides and the state of the generator are compared with the plain module's, bit by bit.",
-        "`python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`.", "",
+        *INTRODUCTION.splitlines(), "",
         "| verdict | " + " | ".join(DTYPES) + " | meaning |", "|---" * (2 + len(DTYPES)) + "|",
     ]  # fmt: skip
     counts = Counter((name.rpartition(" ")[2], record["verdict"]) for name, record in records.items())
@@ -166,11 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--samples", type=int, default=2, help="how many samples of an operator to take")
     parser.add_argument("--only", nargs="+", default=[], help="operators, with or without their variant")
     parser.add_argument("--again", nargs="*", metavar="VERDICT", help="repeat these verdicts (all but right ones)")
     parser.add_argument("--limit-minutes", type=float, default=float("inf"))
     arguments = parser.parse_args()
-    again = ["error not ours", "wrong", "refused", "rounding"] if arguments.again == [] else arguments.again or []
+    again = list(ORDER[1:-1]) if arguments.again == [] else arguments.again or []
     records, start = known(), time.time()
     tasks: list[Task] = []
     for dtype in arguments.dtypes:
@@ -180,8 +188,8 @@ def main() -> None:
             repeat = arguments.only or before.get("verdict") in again
             stages = tuple(stage for stage in arguments.stages if repeat or stage not in before.get("stages", ()))
             if wanted and stages and op.supports_dtype(getattr(torch, dtype), "cpu"):
-                tasks.append((name, dtype, stages))
-    for (name, dtype, stages), record in records_of(tasks):
+                tasks.append((name, dtype, stages, arguments.samples))
+    for (name, dtype, stages, _), record in records_of(tasks):
         key = f"{name} {dtype}"
         records[key] = merged(records.get(key, {}), record, stages)
         write(records)

@@ -35,6 +35,10 @@ CALLS = [
     (torch.prod, "prod"),
     (drawn, "bernoulli_"),
     (drawn_in_rows, ""),
+    (lambda x: x.masked_fill(x > 0, x.sum()), "masked_fill"),
+    (lambda x: torch.masked_fill(x, x > 0, value=x.sum()), "masked_fill"),
+    (lambda x: x.sin().masked_fill_(x > 0, x.sum()), "masked_fill"),
+    (lambda x: x.masked_fill(x > 0, 0.0), ""),
     (torch.sin, ""),
 ]
 
