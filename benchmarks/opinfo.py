@@ -30,8 +30,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.custom_op_db import custom_op_db
 
-from benchmarks.opinfo_trial import STAGES, ModuleOperator, trial
 from benchmarks.stamp import stamp, write_result
+from examples.models.operator_trials import STAGES, ModuleOperator, trial
 
 RESULT = Path(__file__).parent / "results" / "opinfo.json"
 PAGE = Path(__file__).parent.parent / "docs" / "opinfo.md"

@@ -139,10 +139,14 @@ class Rewriter:
             self.latest[node] = draw(node, name, args, kwargs)
         else:
             self.latest[node] = self.add(node, node.target, args, kwargs, name)
-        # A tuple keeps all its elements alive: take them out at once.
+        self.take_out_elements(node)
+
+    def take_out_elements(self, node: fx.Node) -> None:
+        """Takes the elements out of a tuple at once, which would keep all of them alive, and out of lists in it."""
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
                 self.bind(user)
+                self.take_out_elements(user)
 
     def bind(self, value: Argument) -> Argument:
         """Returns an argument of the old graph as one of the new graph, in the newest versions."""
@@ -171,8 +175,9 @@ class Rewriter:
 
     def holds(self, node: fx.Node) -> bool:
         """Returns whether a node holds memory itself: an input, a scheduled call, or an element of its results."""
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            return node.args[0].name in self.planned
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node):
+            return source.name in self.planned or (source.target is operator.getitem and self.holds(source))
         return node.op == "placeholder" or node.name in self.planned
 
     def save_random(self, node: fx.Node, name: str, args: tuple[Argument, ...], kwargs: Kwargs) -> fx.Node:

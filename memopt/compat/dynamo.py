@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from memopt.compat.fakes import broadcast_masks
+
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
@@ -95,6 +97,7 @@ def capture_settings() -> ExitStack:
     )
     stack.enter_context(_not_exporting())
     stack.enter_context(_scaled_operators_kept())
+    stack.enter_context(broadcast_masks())
     return stack
 
 

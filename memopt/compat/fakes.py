@@ -2,7 +2,8 @@
 
 Private names, in torch 2.11 to 2.15: `torch._subclasses.fake_tensor.FakeTensor` (with `fake_device`) and
 `FakeTensorMode` (with `fake_tensor_converter.from_meta_and_device`, `from_tensor`, `shape_env`),
-`torch._guards.TracingContext` (with `fake_mode`, `tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
+`torch._subclasses.fake_impls.op_implementations_dict`, `torch._guards.TracingContext` (with `fake_mode`,
+`tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "broadcast_masks",
     "device_asked_for",
     "device_type_of",
     "failing_on_fakes",
@@ -33,6 +35,29 @@ def new_fake_mode() -> FakeTensorMode:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+@contextmanager
+def broadcast_masks() -> Iterator[None]:
+    """Context in which a fake `masked_select` may have as many elements as its operands broadcast to.
+
+    Torch by itself takes the number of elements of the first operand as the limit, and asserts it in every step.
+    """
+    from torch._subclasses.fake_impls import op_implementations_dict as implementations
+
+    select: Any = torch.ops.aten.masked_select.default
+    own = implementations[select]
+
+    def masked_select(mode: Any, func: Any, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shape = torch.broadcast_shapes(value.shape, mask.shape)  # type: ignore[no-untyped-call]
+        selected: torch.Tensor = own(mode, func, value.expand(shape), mask)
+        return selected
+
+    implementations[select] = masked_select
+    try:
+        yield
+    finally:
+        implementations[select] = own
 
 
 def to_fake(

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
-from memopt.compat.fakes import traced_mode
+from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_strides import correct_strides
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -69,7 +69,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     correct_strides(traced_mode())
-    with eager_kernels(), dead_draws_kept(), ExitStack() as stack:
+    with eager_kernels(), dead_draws_kept(), broadcast_masks(), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )

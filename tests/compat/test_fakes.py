@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.compat.fakes import FakeTensor, failing_on_fakes, new_fake_mode, to_fake
+from memopt.compat.fakes import FakeTensor, broadcast_masks, failing_on_fakes, new_fake_mode, to_fake
+from memopt.compat.symbols import limit_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -39,3 +40,12 @@ def test_failures_on_fakes_are_not_logged() -> None:
     with pytest.raises(KeyError), failing_on_fakes():
         raise KeyError
     assert not log.disabled
+
+
+def test_a_mask_larger_than_its_operand_may_select_more_elements() -> None:
+    mode = new_fake_mode()
+    value, mask = (to_fake(mode, tensor, torch.device("cpu")) for tensor in (torch.ones(5), torch.ones(4, 5).bool()))
+    with broadcast_masks(), mode:
+        assert limit_of(value.masked_select(mask).shape[0]) == 20  # type: ignore[arg-type]
+    with mode:
+        assert limit_of(value.masked_select(mask).shape[0]) == 5  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.custom_op_db import custom_op_db
 
-from benchmarks.opinfo_trial import ALL, IN_PLACE, LOSS, SMALLEST, samples, staged
+from examples.models.operator_trials import ALL, IN_PLACE, LOSS, SMALLEST, samples, staged
 
-OPERATORS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in reversed(op_db)}
+OPERATORS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in reversed([*op_db, *custom_op_db])}
 
 COMMON = (
     "add", "addmm", "amax", "bmm", "cat", "cumsum", "diagonal_scatter", "einsum", "expand", "fft.rfft", "gather",
@@ -20,7 +21,13 @@ COMMON = (
     "nn.functional.scaled_dot_product_attention", "pow", "prod", "scatter_reduce.amax", "sort", "split", "std",
     "topk", "where",
 )  # fmt: skip
-MENDED = (("addcdiv", LOSS), ("addcmul", IN_PLACE), ("to", LOSS), ("narrow", SMALLEST))
+MENDED = (
+    ("addcdiv", LOSS),
+    ("addcmul", IN_PLACE),
+    ("to", LOSS),
+    ("narrow", SMALLEST),
+    ("NumpySplitCopyWithIntCustomOp", ALL),
+)
 """Operators that once differed or were refused."""
 
 

@@ -1,4 +1,5 @@
-"""One operator of torch's OpInfo database in a small module: its plain twin beside its planned one."""
+"""One operator of torch's OpInfo database in a small module, its plain twin beside its planned one. The database itself
+is private to torch: whoever uses this imports it."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import memopt
-from benchmarks.sweep_trial import REFUSALS, said, where
+from examples.models.random_trials import REFUSALS, said, where_raised
 from memopt.account.account import Account
+from memopt.compat.pytree import tree_leaves
 from memopt.planning import make_plan
 from memopt.planning.captured import Joined
 from memopt.planning.planner import Request
@@ -286,37 +287,28 @@ def trial(op: Any, dtype: torch.dtype, stages: tuple[str, ...] = STAGES, most_sa
 
 
 def staged(op: Any, sample: Any, stage: str) -> dict[str, Any]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         case = case_of(op, sample, stage)
         plain = plain_run(case)
     except Exception as error:
         return {"verdict": "no case", "message": f"plain PyTorch: {said(error)}"}
-    twin = copied(case)
+    twin = copy.deepcopy(case)
     try:
         found = compared(planned(twin, stage), plain)
         if found["verdict"] == "rounding" and any(NAMED in note for note in memopt.plan_of(twin).notes):
             found["verdict"] = "rounding, named"
     except REFUSALS as refused:
-        found = {"verdict": "refused", "message": said(refused), "where": where(refused)}
+        found = {"verdict": "refused", "message": said(refused), "where": where_raised(refused)}
     except Exception as error:
-        found = {"verdict": "error not ours", "message": said(error), "where": where(error)}
+        found = {"verdict": "error not ours", "message": said(error), "where": where_raised(error)}
     if found["verdict"] != "right":
-        found["aot_eager"] = compiled(copied(case), plain)
+        found["aot_eager"] = compiled(copy.deepcopy(case), plain)
     return found
 
 
-def copied(case: Case) -> Case:
-    twin = copy.copy(case)
-    twin._modules, twin._parameters = dict(case._modules), dict(case._parameters)
-    twin.operands = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in case.operands])
-    twin.scale = nn.Parameter(case.scale.detach().clone())
-    twin.op = copy.deepcopy(case.op) if isinstance(case.op, nn.Module) else case.op
-    return twin
-
-
 def plain_run(case: Case) -> Run:
-    runs = [step(twin, twin) for twin in (copied(case), copied(case))]
+    runs = [step(twin, twin) for twin in (copy.deepcopy(case), copy.deepcopy(case))]
     apart, at = difference(*runs)
     if apart:
         raise NoCase(f"gives other numbers each time: {at}")
@@ -345,7 +337,7 @@ def compared(run: Run, plain: Run) -> dict[str, Any]:
 def compiled(case: Case, plain: Run) -> str:
     """Say what `torch.compile` with the backend aot_eager makes of the case."""
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         return compared(step(torch.compile(case, backend="aot_eager"), case), plain)["verdict"]
     except Exception as error:
         return f"fails: {said(error)[:100]}"
