@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check sweep
+.PHONY: demo test test-all check sweep opinfo
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -35,3 +35,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Goes on where it stopped; SWEEP="--stages smallest default --limit-minutes 60" takes its options.
 sweep: $(INSTALLED)
 	$(BIN)/python -m benchmarks.sweep $(SWEEP)
+
+# Torch's own operators and modules; goes on where it stopped.
+opinfo: $(INSTALLED)
+	$(BIN)/python -m benchmarks.opinfo $(OPINFO)

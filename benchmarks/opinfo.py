@@ -121,7 +121,7 @@ def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
     """What is kept of a record: the stages that were run, how many cases were right, and every case that was not.
 
     Cases of stages that were run before are kept from `before`."""
-    cases = {name: case for name, case in before.get("cases", {}).items() if not name.endswith(stages)}
+    cases = {name: case for name, case in before.get("cases", {}).items() if name and not name.endswith(stages)}
     right = {stage: count for stage, count in before.get("right", {}).items() if stage not in stages}
     for name, case in record.items():
         stage = name.rpartition(", ")[2]

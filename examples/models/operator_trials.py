@@ -65,9 +65,6 @@ class ModuleSample:
     def input(self) -> Any:
         return self.args[0] if self.args else None
 
-    def output_process_fn_grad(self, results: Any) -> Any:
-        return results
-
 
 @dataclass(frozen=True)
 class ModuleOperator:
@@ -143,6 +140,10 @@ class Case(nn.Module):
         for operand in operands:
             loss = loss + torch.cos(operand).abs().sum() * 0.5
         return (loss, results) if self.all_outputs else loss
+
+
+def as_it_is(results: Any) -> Any:
+    return results
 
 
 def filled(template: Any, operands: list[Tensor], inputs: tuple[Tensor, ...]) -> Any:
@@ -261,7 +262,7 @@ def samples(op: Any, dtype: torch.dtype, most: int = 2) -> list[Any]:
 
 def case_of(op: Any, sample: Any, stage: str) -> Case:
     if isinstance(sample, ModuleSample):
-        case = Case(sample.module, sample.output_process_fn_grad, (sample.args, sample.kwargs), stage)
+        case = Case(sample.module, as_it_is, (sample.args, sample.kwargs), stage)
         with torch.no_grad():
             case(*inputs_of(case))  # lazy modules make their parameters
         return case
