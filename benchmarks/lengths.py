@@ -1,6 +1,6 @@
 """Batches of many lengths: captures, plans, planning time, peaks, losses and memory growth of a whole training loop.
 
-    python -m benchmarks.lengths [--only GPT-2] [--batches 500] [--small]
+    python -m benchmarks.lengths [--only GPT-2] [--batches 500] [--small] [--keep FOLDER]
 
 GPT-2 of 12 layers and width 768 and a Llama of 16 layers and width 512, random weights, on bytes of Python's own
 documentation: two samples a batch, padded to the longer one (over 100 lengths, 128 at most), an odd number of samples,
@@ -227,14 +227,27 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def compare(name: str, count: int, ways: list[str], *, small: bool) -> dict[str, Any]:
+def kept(folder: Path | None, *arguments: str) -> dict[str, Any]:
+    """What `in_a_process` returns: from a file in `folder`, if an earlier run wrote it there."""
+    if folder is None:
+        return in_a_process(*arguments)
+    path = folder / ("_".join(arguments).replace("--", "") + ".json")
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(in_a_process(*arguments)))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def compare(name: str, count: int, ways: list[str], folder: Path | None, *, small: bool) -> dict[str, Any]:
     """Measure the ways of one model, and compare each with plain on the batches that both ran."""
     size = ["--small"] if small else []
-    limits = in_a_process(name, "budget", *size)
+    limits = kept(folder, name, "budget", *size)
     found = {}
     for way in ways:
         most = min(count, FIRST.get(way, count))
-        found[way] = in_a_process(name, way, *size, "--batches", str(most), "--budget-gb", str(limits["budget_gb"]))
+        limit = str(limits["budget_gb"])
+        found[way] = kept(folder, name, way, *size, "--batches", str(most), "--budget-gb", limit)
         print(name, way, {key: value for key, value in found[way].items() if not isinstance(value, list)}, flush=True)
     rows = []
     plain_losses, plain_seconds = found["plain"]["losses"], found["plain"]["seconds"]
@@ -253,6 +266,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--small", action="store_true", help="narrow models: minutes instead of an hour")
+    parser.add_argument("--keep", type=Path, help="a folder for the results of each way, to go on after a stop")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--budget-gb", type=float, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -270,7 +284,7 @@ def main() -> None:
     known = json.loads(result.read_text())["models"] if result.exists() else []
     models = [model for model in known if model["model"] not in chosen.only]
     for name in chosen.only:
-        models.append(compare(name, chosen.batches, ways, small=chosen.small))
+        models.append(compare(name, chosen.batches, ways, chosen.keep, small=chosen.small))
         print(json.dumps(models[-1], indent=1), flush=True)
         write_result(result, {**stamp(), "models": models})
 
