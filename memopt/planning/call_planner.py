@@ -14,7 +14,6 @@ from memopt.account.account import Account, in_blocks
 from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
 from memopt.capture.departures import departures
-from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
@@ -35,7 +34,6 @@ from memopt.recent import Recent
 from memopt.rewrite import LeverSet, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules
 from memopt.rewrite.precision.screenings import Screenings
-from passes import PassError
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "
@@ -125,11 +123,8 @@ class CallPlanner(CallAccounts):
         with stage("tracing"):
             try:
                 return trace_call(captured, rewriting, self.backend)
-            except (NothingToRewrite, PassError):
-                raise
-            except Exception as failure:  # torch's own errors are of every kind
-                reason = str(failure) if isinstance(failure, CaptureError) else in_brief_with_line(failure)
-                raise CaptureError(cannot_capture(self.model, reason)) from failure
+            except CaptureError as failure:
+                raise CaptureError(cannot_capture(self.model, str(failure))) from failure
 
     def forget_sizes(self) -> None:
         """Have calls priced again, after a batch whose data-dependent sizes exceed those that were planned for."""

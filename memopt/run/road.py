@@ -35,6 +35,8 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
+from memopt.solver import SolverError
+from passes import PassError
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +98,7 @@ class Road:
         """A block whose errors, but for refusals and errors of the user's input, are raised as a `CaptureError`."""
         try:
             yield
-        except (ValueError, MemoryError, torch.OutOfMemoryError):
+        except (BudgetError, CaptureError, PassError, SolverError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
             raise CaptureError(cannot_capture(self.planner.model, in_brief_with_line(failure))) from failure
