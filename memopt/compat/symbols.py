@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
+from memopt.errors import CaptureError
 
 __all__ = [
     "AssumedSizes",
@@ -49,7 +50,7 @@ def upper_bound(size: torch.SymInt) -> int:
     """The largest value that a symbolic size may take.
 
     It follows from `known_sizes` where these name its symbols, else from its hint if it has one, else from the bounds
-    of the symbols. Raises `ValueError` if a symbol has no bound.
+    of the symbols. Raises `CaptureError` if a symbol has no bound.
     """
     import sympy
 
@@ -62,7 +63,7 @@ def upper_bound(size: torch.SymInt) -> int:
     bound = node.shape_env.bound_sympy(expression).upper
     if not bound.is_Integer:
         mend = f"call torch._check({size} <= …) in the model"
-        raise ValueError(f"the size {size} depends on data and has no bound; {mend}")
+        raise CaptureError(f"the size {size} depends on data and has no bound; {mend}")
     return int(bound)
 
 
