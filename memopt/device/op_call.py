@@ -124,8 +124,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _freeze_argument(value: Any, kind: str) -> Any:
     """An argument of a type of the schema. A symbol that is a factor or a summand, not a size, counts as 1."""
-    factor = isinstance(value, (torch.SymFloat, torch.SymBool)) or kind.startswith("number")
-    return 1 if factor and is_symbolic(value) else _freeze(value)
+    return 1 if kind.startswith("number") and is_symbolic(value) else _freeze(value)
 
 
 def _freeze(value: Any) -> Any:
