@@ -10,7 +10,7 @@ import copy
 import random
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 import memopt
+from examples.models.problems import random_schedule
 from examples.models.random_modules import Case, hook_parameters, random_case
 from examples.models.twins import Run, Twin, difference
 from memopt.errors import GIB
 from memopt.planning import captured
-from memopt.solver import Portfolio, RematProblem, Schedule, Solution, simulate
+from memopt.solver import Portfolio, RematProblem, Solution, simulate
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 REFUSALS = (memopt.BudgetError, memopt.CaptureError, memopt.UnplannedGradientError, memopt.StaleOutputError)
@@ -69,7 +70,7 @@ def trial(seed: int, backend: str = "aten") -> Trial:
         return Trial(seed, "plain fails", drawn, "the plain model gives other numbers each time")
     options = EXACT | {"backend": backend, "optimizer": OPTIMIZERS[optimizer]}
     try:
-        with random_schedules(draw) if forced else _as_they_are():
+        with random_schedules(draw) if forced else nullcontext():
             verdict, message = _planned(case, plain, optimizer, None if forced else share, options)
     except REFUSALS as refused:
         verdict, message = "refused", said(refused)
@@ -136,7 +137,7 @@ def random_schedules(draw: random.Random) -> Iterator[None]:
             self.given = problem
 
         def solve(self, budget_bytes: int, *args: Any, **options: Any) -> Solution:
-            schedule = random_schedule(self.given, draw)
+            schedule = random_schedule(draw, self.given)
             measured = simulate(self.given, schedule)
             if measured.peak_bytes > budget_bytes:
                 return super().solve(budget_bytes, *args, **options)
@@ -148,25 +149,6 @@ def random_schedules(draw: random.Random) -> Iterator[None]:
         yield
     finally:
         captured.Portfolio = before  # type: ignore[misc]
-
-
-def random_schedule(problem: RematProblem, draw: random.Random) -> Schedule:
-    """A valid schedule that recomputes at random: single operators, and runs of them in program order."""
-    again = [index for index in range(problem.forward_ops) if problem.ops[index].recomputable]
-    every, most = draw.choice((0.1, 0.3, 0.7)), draw.choice((1, 4, 20))
-    evaluations: list[int] = []
-    for index in range(len(problem.ops)):
-        known = [op for op in again if op < index]
-        if known and draw.random() < every:
-            start = draw.randrange(len(known))
-            evaluations += sorted(draw.sample(known[start : start + 2 * most], min(most, len(known) - start)))
-        evaluations.append(index)
-    return Schedule(tuple(evaluations))
-
-
-@contextmanager
-def _as_they_are() -> Iterator[None]:
-    yield
 
 
 def said(error: BaseException) -> str:
