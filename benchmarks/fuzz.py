@@ -48,8 +48,10 @@ def main() -> None:
         began = time.time()
         for result in _in_a_process(left, arguments.backend):
             record.add(result)
-        record.seconds += time.time() - began
-        record.write()
+            record.seconds, began = record.seconds + time.time() - began, time.time()
+            record.write()
+            if time.time() > end:
+                break
     print(record)
 
 
@@ -109,17 +111,19 @@ def _in_a_process(seeds: list[int], backend: str) -> Iterator[dict[str, Any]]:
         lines: queue.Queue[str] = queue.Queue()
         output = process.stdout
         threading.Thread(target=_pass_on, args=(output, lines), daemon=True).start()
-        for seed in seeds:
-            reason = "its process died"
-            try:
-                line = lines.get(timeout=LIMIT_SECONDS)
-            except queue.Empty:
-                line, reason = "", f"no result after {LIMIT_SECONDS} s"
-                process.kill()
-            if not line:
-                yield Trial(seed, "error not ours", "", reason).record()
-                return
-            yield json.loads(line)
+        try:
+            for seed in seeds:
+                reason = "its process died"
+                try:
+                    line = lines.get(timeout=LIMIT_SECONDS)
+                except queue.Empty:
+                    line, reason = "", f"no result after {LIMIT_SECONDS} s"
+                if not line:
+                    yield Trial(seed, "error not ours", "", reason).record()
+                    return
+                yield json.loads(line)
+        finally:
+            process.kill()
 
 
 def _pass_on(output: Iterable[str], lines: queue.Queue[str]) -> None:
