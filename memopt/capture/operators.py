@@ -3,7 +3,7 @@ graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -131,6 +131,17 @@ class Operators:
         labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
         if label and not any(len(decision.pipeline) for decision in labelled):
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
+
+    def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
+        """Names of passes, the reasons for them, and the graphs before and after: for each labelled decision as a
+        whole, else for each pass by itself."""
+        start = 0
+        for decision in self.decisions:
+            names = [inner[-1] for inner in _names(decision.pipeline)]
+            steps = [names] if decision.pipeline.label and names else [[name] for name in names]
+            for step in steps:
+                yield tuple(step), decision.reasons, self.stages[start], self.stages[start + len(step)]
+                start += len(step)
 
     def reasons(self, name: str) -> Mapping[str, str]:
         """Node name → why the passes of that name change the node; the names are those that `span` takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 from torch import fx
@@ -14,8 +14,9 @@ from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
+from memopt.planning.plan_diff import PlanDiff, plan_diff, plans_diff
 from memopt.planning.plan_file import load, save
-from memopt.planning.plan_graphs import PlanDiff, passes_diff, schedule_diff, stage_graphs
+from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_networkx import joint_digraph
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.saved_values import LIVE
@@ -148,20 +149,29 @@ class Plan:
         """
         return stage_graphs(self._source().captured, self.regions)
 
-    def diff(self, stage: str | None = None) -> PlanDiff:
-        """The changes that a stage made to the graphs.
+    @overload
+    def diff(self, stage: Plan | None = None, *, order: bool = False) -> PlanDiff: ...
+    @overload
+    def diff(self, stage: str, *, order: bool = False) -> StageDiff: ...
+    def diff(self, stage: Plan | str | None = None, *, order: bool = False) -> PlanDiff | StageDiff:
+        """The changes that the plan makes, by module, for readers; or those of one stage to its graphs, line by line.
 
         Args:
-            stage: "scheduled" (the default): recomputed nodes and offloads; "operators": all passes on the operator
-                graphs; "precision": the dtype of each operator, with the reasons; or the name of one pass, or of one
-                labelled pipeline.
+            stage: None: everything that the plan changes in the meaning of the captured step, and why. Another plan,
+                for another budget or of another version of the model: the changes that only one of them makes. A
+                name: "scheduled", or its halves "forward" and "backward": recomputed nodes and offloads; "joint" and
+                "operators": all passes on the joint and on the operator graphs; "precision": the dtype of each
+                operator, with the reasons; or one pass, or one labelled pipeline.
+            order: show nodes that only moved, and renamed temporaries, too.
 
         Raises `ValueError` for another name, or if loaded.
         """
         captured = self._source().captured
-        if stage in (None, "scheduled"):
-            return schedule_diff(captured, self.regions)
-        return passes_diff(captured, str(stage))
+        if isinstance(stage, Plan):
+            return plans_diff(self, captured, stage, stage._source().captured, order=order)
+        if stage is None:
+            return plan_diff(self, captured, order=order)
+        return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`, for analysis of your own; an edge leads from a node to each

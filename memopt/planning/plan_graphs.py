@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.text import Text
 from torch import fx
 
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from passes import GraphDiff, diff_graphs
+from passes.apply_schedule import BACKWARD
+from passes.graphs.node_facts import backward_nodes
 
 if TYPE_CHECKING:
     from memopt.planning.captured import Captured
 
 
 @dataclass(frozen=True)
-class PlanDiff:
-    """The changes of a plan to the captured graphs: one `GraphDiff` per region. `str` gives the text of all of them."""
+class StageDiff:
+    """The changes of one stage to the graphs: one `GraphDiff` per region. `str` gives the text of all of them, which
+    reads like that of `git diff`."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0
@@ -41,6 +45,11 @@ class PlanDiff:
     def __str__(self) -> str:
         return "\n".join(map(str, self.regions))
 
+    def __rich__(self) -> Text:
+        colours = {"+": "green", "-": "red", "@": "cyan", "#": "bold"}
+        lines = (Text(line, style=colours.get(line[:1], "none")) for line in str(self).splitlines())
+        return Text("\n").join(lines)
+
 
 def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dict[str, tuple[fx.GraphModule, ...]]:
     """The graphs of each stage, one module per region: see `Plan.graphs`."""
@@ -55,27 +64,52 @@ def stage_graphs(captured: Captured, schedules: Sequence[RegionSchedule]) -> dic
     return {"operators": before, "rewritten": after, **joint}
 
 
-def schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule]) -> PlanDiff:
-    """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
-    graphs = stage_graphs(captured, schedules)
-    recomputed = sum(len(schedule.evaluations) - len(set(schedule.evaluations)) for schedule in schedules)
-    offloaded = sum(len(schedule.offloads) for schedule in schedules)
-    return PlanDiff(tuple(map(diff_graphs, graphs["captured"], graphs["scheduled"])), recomputed, offloaded)
-
-
-def passes_diff(captured: Captured, stage: str) -> PlanDiff:
-    """The changes that passes made: all of them on the operator graphs ("operators"), or one pass or labelled pipeline,
-    on the operator graphs or the joint graphs.
+def stage_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+    """The changes that a stage made to the graphs of all regions: see `Plan.diff`.
 
     Raises `ValueError` for a stage that no region went through.
     """
+    if stage in ("scheduled", "forward", "backward"):
+        return _schedule_diff(captured, schedules, stage, order=order)
+    return _passes_diff(captured, stage, order=order)
+
+
+def _schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
+    """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
+    diffs = []
+    for region, schedule in zip(captured.regions, schedules, strict=True):
+        before, after = region.module, scheduled_graph(region, schedule)
+        among = None if stage == "scheduled" else (_half(before, stage), _half(after, stage))
+        diffs.append(diff_graphs(before, after, order=order, among=among))
+    recomputed = sum(len(schedule.evaluations) - len(set(schedule.evaluations)) for schedule in schedules)
+    offloaded = sum(len(schedule.offloads) for schedule in schedules)
+    return StageDiff(tuple(diffs), recomputed, offloaded)
+
+
+def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
+    """The nodes of the forward or of the backward, with the inputs and the output."""
+    scheduled = any(node.meta.get("partitioner_tag") == BACKWARD for node in module.graph.nodes)
+    late = {node for node in module.graph.nodes if node.meta.get("partitioner_tag") == BACKWARD}
+    late = late if scheduled else set(backward_nodes(module.graph))
+    return {node for node in module.graph.nodes if (node in late) == (half == "backward") and node.op != "output"}
+
+
+def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:
+    """The changes that passes made: all of those on the operator graphs ("operators") or on the joint graphs
+    ("joint"), or one pass or labelled pipeline on either."""
     operators = captured.operators
-    if stage == "operators" and operators:
-        return PlanDiff(tuple(diff_graphs(region.stages[0], region.stages[-1]) for region in operators))
-    graphs = (*operators, *(region.passes for region in captured.regions if region.passes))
+    joint = tuple(region.passes for region in captured.regions if region.passes)
+    whole = {"operators": operators, "joint": joint}.get(stage, ())
+    if whole:
+        return StageDiff(tuple(diff_graphs(region.stages[0], region.stages[-1], order=order) for region in whole))
+    graphs = (*operators, *joint)
     spans = [(*span, graph.reasons(stage)) for graph in graphs if (span := graph.span(stage))]
     if not spans:
-        names = ["operators"] * bool(operators) + list(dict.fromkeys(name for graph in graphs for name in graph.names))
+        names = ["joint"] * bool(joint) + ["operators"] * bool(operators)
+        names += dict.fromkeys(name for graph in graphs for name in graph.names)
         known = "".join(f", {name!r}" for name in names)
-        raise ValueError(f"no stage {stage!r} to show; there is 'scheduled', against 'captured'{known}")
-    return PlanDiff(tuple(diff_graphs(before, after, notes=reasons) for before, after, reasons in spans))
+        raise ValueError(
+            f"no stage {stage!r} to show; there is 'scheduled', against 'captured', its halves 'forward' and 'backward'"
+            f"{known}"
+        )
+    return StageDiff(tuple(diff_graphs(before, after, notes=why, order=order) for before, after, why in spans))

@@ -1,7 +1,7 @@
 """The difference between two graphs, as text like a unified diff."""
 
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -43,27 +43,32 @@ def diff_graphs(
     *,
     context: int = 2,
     notes: Mapping[str, str] = MappingProxyType({}),
+    order: bool = True,
+    among: tuple[Collection[Node], Collection[Node]] | None = None,
 ) -> GraphDiff:
     """Compares two graphs node by node; the text shows `context` unchanged nodes around each change.
 
-    `notes` are written behind the lines of the nodes of those names in the later graph, changed or not.
+    `notes` are written behind the lines of the nodes of those names in the later graph, changed or not. Without
+    `order`, nodes that only moved or have another name are no changes. With `among`, only these nodes of the earlier
+    and of the later graph are compared.
     """
     old, new = (list((graph.graph if isinstance(graph, GraphModule) else graph).nodes) for graph in (before, after))
     name_of = _match(old, new)
     # Both graphs are printed with the names of the later one, so that a renamed input does not change its users.
-    old_lines = {name_of[node]: format_node(node, name_of.__getitem__) for node in old}
-    new_lines = {node.name: format_node(node) for node in new}
+    kept_old, kept_new = map(set, among or (old, new))
+    old_lines = {name_of[node]: format_node(node, name_of.__getitem__) for node in old if node in kept_old}
+    new_lines = {node.name: format_node(node) for node in new if node in kept_new}
     in_place = _longest_common_order([name for name in old_lines if name in new_lines], list(new_lines))
     shared = [name for name in new_lines if name in old_lines]
     diff = GraphDiff(
         added=tuple(name for name in new_lines if name not in old_lines),
         removed=tuple(name for name in old_lines if name not in new_lines),
         changed=tuple(name for name in shared if old_lines[name] != new_lines[name]),
-        moved=tuple(name for name in shared if name not in in_place),
-        renamed=tuple((node.name, name_of[node]) for node in old if node.name != name_of[node]),
+        moved=tuple(name for name in shared if order and name not in in_place),
+        renamed=tuple((node.name, name_of[node]) for node in old if order and node.name != name_of[node]),
         text="",
     )
-    steps = list(_steps(old_lines, new_lines, in_place, notes))
+    steps = list(_steps(old_lines, new_lines, in_place, notes, order=order))
     return replace(diff, text="\n".join([f"# {diff.summary()}", *_hunks(steps, context)])) if diff else diff
 
 
@@ -108,12 +113,17 @@ def _longest_common_order(old: list[str], new: list[str]) -> set[str]:
 
 
 def _steps(
-    old: dict[str, str], new: dict[str, str], in_place: set[str], notes: Mapping[str, str]
+    old: dict[str, str], new: dict[str, str], in_place: set[str], notes: Mapping[str, str], *, order: bool
 ) -> Iterator[tuple[str, str]]:
-    """Signed lines: blank, `-` or `+`; a changed node's old and new line stand together."""
-    remaining = iter(old.items())
+    """Signed lines: blank, `-` or `+`; a changed node's old and new line stand together. Without `order`, nodes that
+    moved stand where they are in the later graph only."""
+    moved = set() if order else {name for name in new if name in old and name not in in_place}
+    remaining = iter([(name, line) for name, line in old.items() if name not in moved])
     for name, line in new.items():
         noted = f"{line}  # {notes[name]}" if name in notes else line
+        if name in moved:
+            yield from [(" ", noted)] if old[name] == line else [("-", old[name]), ("+", noted)]
+            continue
         if name not in in_place:
             yield "+", noted
             continue

@@ -1,0 +1,141 @@
+"""What passes changed in the operator graphs and in the joint graphs: dtypes, casts, fused and replaced operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from memopt.capture.operators import Operators
+from memopt.device.storages import storage_bytes
+from memopt.planning.graph_facts import GraphFacts
+from memopt.show.change import CAST, CHUNKED, DTYPE, FUSED, REMOVED, REWRITTEN, SAVED, Change
+from memopt.units import size
+from passes import diff_graphs
+from passes.graphs.graph_text import format_dtype
+from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import backward_nodes, tensors
+from passes.graphs.op_kinds import follows_input, is_cast, op_name
+
+if TYPE_CHECKING:
+    from memopt.planning.captured import Captured
+
+_CLEAN_UP = frozenset({"EliminateDeadCode", "MergeCasts"})
+_OUR_CASTS = frozenset({"memopt.fp8_quantize", "memopt.fp8_dequantize"})
+_NO_MEANING = frozenset({"detach", "detach_", "alias", "lift_fresh_copy"})
+
+
+def pass_changes(captured: Captured) -> Iterator[Change]:
+    """The changes that passes made to the operator graphs and to the joint graphs of all regions."""
+    for number, region in enumerate(captured.regions):
+        for operators in (region.operators, region.passes):
+            if operators is not None and operators.stages:
+                yield from _of_region(operators, number)
+
+
+def _of_region(operators: Operators, number: int) -> Iterator[Change]:
+    for names, reasons, before, after in operators.spans():
+        meant = [name for name in names if name not in _CLEAN_UP]
+        if meant:
+            yield from _Span(before, after, reasons, meant, number).changes()
+
+
+class _Span:
+    """Two graphs, before and after the passes of one decision."""
+
+    def __init__(
+        self,
+        before: fx.GraphModule,
+        after: fx.GraphModule,
+        reasons: Mapping[str, str],
+        names: list[str],
+        number: int,
+    ) -> None:
+        self.diff = diff_graphs(before, after)
+        self.old, self.new = GraphFacts(before.graph, number), GraphFacts(after.graph, number)
+        self.earlier = {new: self.old.nodes[old] for old, new in self.diff.renamed}
+        self.added = {self.new.nodes[name] for name in self.diff.added}
+        self.late = backward_nodes(after.graph)
+        self.reasons, self.names = reasons, names
+
+    def changes(self) -> Iterator[Change]:
+        saved = {node for node in self.new.nodes.values() if self._is_saved(node)}
+        for node in saved:
+            yield self._saved(node)
+        for node in self.new.nodes.values():
+            if node.op == "call_function" and node not in self.added and not is_cast(node):
+                yield from self._retyped(node)
+        yield from self._replaced(saved)
+
+    def _retyped(self, node: fx.Node) -> Iterator[Change]:
+        """The change of a call's dtype, or of its operands' dtypes alone."""
+        old = self.earlier.get(node.name) or self.old.nodes[node.name]
+        before, after = _dtype(old), _dtype(node)
+        reason = self.reasons.get(node.name, "")
+        casts = [operand for operand in node.all_input_nodes if operand in self.added and is_cast(operand)]
+        casts = [cast for cast in casts if cast not in self.late or node not in self.late]
+        if before != after and before is not None and after is not None:
+            if reason or casts or not (follows_input(node) or "getitem" in node.name):
+                why = reason.removeprefix(f"{format_dtype(after)}: ") or f"by {', '.join(self.names)}"
+                dtypes = f"{format_dtype(before)} → {format_dtype(after)}"
+                yield self.new.change(DTYPE, node, detail=dtypes, reason=why, times=len(casts))
+        elif casts and node not in self.late:
+            to = ", ".join(dict.fromkeys(format_dtype(dtype) for cast in casts if (dtype := _dtype(cast))))
+            why = reason.removeprefix(f"{to}: ")
+            yield self.new.change(CAST, node, detail=f"to {to}", reason=why, times=len(casts))
+
+    def _is_saved(self, node: fx.Node) -> bool:
+        """Whether a forward value stands in for a wider one that the backward read before."""
+        if node in self.late or node.op != "call_function" or not self.late:
+            return False
+        late = [user for user in node.users if user in self.late]
+        return bool(late) and (node in self.added or any(user in self.added and _casts(user) for user in late))
+
+    def _saved(self, node: fx.Node) -> Change:
+        value = node
+        while value.all_input_nodes and (value in self.added or "getitem" in str(value.target)):
+            value = value.all_input_nodes[0]
+        narrow, wide = (sum(map(storage_bytes, tensors(each.meta["val"]))) for each in (node, value))
+        dtype = _dtype(node)
+        detail = format_dtype(dtype) if dtype else ""
+        reason = f"{size(narrow)}, not {size(wide)}" if narrow < wide else ""
+        return self.new.change(SAVED, value, detail=detail, reason=reason, nbytes=narrow)
+
+    def _replaced(self, saved: set[fx.Node]) -> Iterator[Change]:
+        """New operators, with the removed ones of the same module that they stand for."""
+        gone: dict[str, list[fx.Node]] = {}
+        for name in self.diff.removed:
+            node = self.old.nodes[name]
+            if node.op == "call_function" and op_name(node) not in _NO_MEANING and not _only_moves(node):
+                gone.setdefault(module_path(node), []).append(node)
+        for node in self.new.nodes.values():
+            if node in self.added and node not in saved and not (_casts(node) or _only_moves(node)):
+                replaced = gone.pop(module_path(node), [])
+                detail = ", ".join(old.name for old in replaced)
+                yield self.new.change(self._kind(), node, detail=detail, reason=f"by {', '.join(self.names)}")
+        for node in (node for nodes in gone.values() for node in nodes):
+            if not is_cast(node):
+                yield self.old.change(REMOVED, node, reason=f"by {', '.join(self.names)}")
+            elif not self.late:
+                yield self.old.change(CAST, node, detail="removed", reason="not needed any more")
+
+    def _kind(self) -> str:
+        if any(name.startswith("Fuse") for name in self.names):
+            return FUSED
+        return CHUNKED if any("Chunk" in name for name in self.names) else REWRITTEN
+
+
+def _casts(node: fx.Node) -> bool:
+    return is_cast(node) or str(node.target).removesuffix(".default") in _OUR_CASTS
+
+
+def _only_moves(node: fx.Node) -> bool:
+    return follows_input(node) or "getitem" in str(node.target) or node.op != "call_function"
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's first floating-point result."""
+    values: Any = node.meta.get("val")
+    return next((value.dtype for value in tensors(values) if value.is_floating_point()), None)

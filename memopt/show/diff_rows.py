@@ -1,0 +1,161 @@
+"""Folds the changes of a plan into rows: blocks of the model that repeat are said once, and alike changes together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from memopt.show.change import DTYPE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
+
+_BY_LINE = (RECOMPUTED, OFFLOADED, SAVED)
+_DEPTHS, _OTHER_DEPTHS = (9, 9, 9, 9, 1, 0), (9, 1, 0, 0, 0, 0)
+LEVELS = len(_DEPTHS)
+"""Levels of folding. At 0 a row is for one line of the user's code, and for operators that change in the same blocks; at
+the last for a whole part of the model. Dtypes and results in place are folded before recomputations and offloads:
+`_DEPTHS` are the parts of a module's path within its block that are told apart by each level."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module's place: in which section of the model, in which block of the section, and where in the block."""
+
+    section: str
+    """The path with "*" for the block's number: "transformer.h.*"; the whole path outside of blocks."""
+    block: str = ""
+    """The path of the block, as "transformer.h.3"; "" outside of blocks."""
+    inner: str = ""
+    """The module's path within the block."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The same change of the same operator in all blocks of a section that have it."""
+
+    place: Place
+    by_block: Mapping[str, Change]
+    """The change in each block, in the order of the blocks; "" stands for a section that is no block."""
+
+    @property
+    def first(self) -> Change:
+        return next(iter(self.by_block.values()))
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        return frozenset(self.by_block)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Entries that are shown on one line."""
+
+    section: str
+    inner: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def first(self) -> Change:
+        return self.entries[0].first
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """The blocks in which at least one of the entries holds."""
+        return frozenset().union(*(entry.blocks for entry in self.entries))
+
+    def figures(self) -> tuple[int, float, bool]:
+        """The bytes and seconds of the block in which they are the most, and whether they are the same in all."""
+        changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
+        sums = {
+            (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
+            for some in changes.values()
+        }
+        nbytes, seconds = max(sums)
+        return nbytes, seconds, len({found[0] for found in sums}) == 1
+
+
+def places(paths: Iterable[str]) -> dict[str, Place]:
+    """The place of each module path. A list of modules is one of blocks if two of its modules have modules inside."""
+    paths = tuple(paths)
+    numbers: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for path in paths:
+        parts = path.split(".")
+        for at, part in enumerate(parts[:-1]):
+            if part.isdigit():
+                numbers[_starred(parts[:at])].add(part)
+    blocks = {prefix for prefix, found in numbers.items() if len(found) > 1}
+    return {path: _place(path.split("."), blocks) for path in paths}
+
+
+def _starred(parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple("*" if part.isdigit() else part for part in parts)
+
+
+def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> Place:
+    stars = [at for at, part in enumerate(parts) if part.isdigit() and _starred(parts[:at]) in blocks]
+    if not stars:
+        return Place(".".join(parts))
+    section = ["*" if at in stars else part for at, part in enumerate(parts)][: stars[-1] + 1]
+    return Place(".".join(section), ".".join(parts[: stars[-1] + 1]), ".".join(parts[stars[-1] + 1 :]))
+
+
+def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry]:
+    """The changes, in the order of their modules in `where`, with those that differ in the block only put together."""
+    order = {path: number for number, path in enumerate(where)}
+    alike: dict[object, list[Change]] = defaultdict(list)
+    for change in sorted(changes, key=lambda change: order[change.module]):
+        place = where[change.module]
+        region = 0 if place.block else change.region
+        what = change.sign, change.kind, change.operator, change.number, change.detail
+        alike[place.section, place.inner, *what, region].append(change)
+    return [Entry(where[some[0].module], {where[one.module].block: one for one in some}) for some in alike.values()]
+
+
+def rows(found: Iterable[Entry], level: int) -> list[Row]:
+    """The entries as rows, folded to a level (0 to `LEVELS` - 1): by section and module in the order of the entries,
+    and by kind within a module."""
+    groups: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    modules: dict[tuple[str, str], int] = {}
+    for entry in found:
+        section, inner = _section(entry, level), _inner(entry, level)
+        modules.setdefault((section, inner), len(modules))
+        groups[section, inner, *_what(entry, level)].append(entry)
+    made = [Row(_section(some[0], level), _inner(some[0], level), tuple(some)) for some in groups.values()]
+    sections = list(dict.fromkeys(section for section, _ in modules))
+    return sorted(
+        made,
+        key=lambda row: (
+            sections.index(row.section),
+            row.inner != "" and modules[row.section, row.inner] + 1,
+            KINDS.index(row.first.kind),
+            row.first.sign,
+        ),
+    )
+
+
+def _what(entry: Entry, level: int) -> tuple[object, ...]:
+    """The part of a change in which all entries of a row agree."""
+    change = entry.first
+    same = change.sign, change.kind, change.detail if change.kind in (DTYPE, SAVED) or level == 0 else ""
+    if change.kind not in _BY_LINE:
+        return *same, change.reason if level == 0 else "", entry.blocks if level == 0 else None
+    return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None
+
+
+def _inner(entry: Entry, level: int) -> str:
+    """The module within the block, as far as the level tells modules apart."""
+    depth = _DEPTHS[level] if entry.first.kind in _BY_LINE else _OTHER_DEPTHS[level]
+    return ".".join(entry.place.inner.split(".")[:depth])
+
+
+def _section(entry: Entry, level: int) -> str:
+    section = entry.place.section
+    return section.split(".")[0] if level == LEVELS - 1 and not entry.place.block else section
+
+
+def folded(found: Sequence[Entry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
+    """The rows of the finest level at which they make at most `most` lines, or those of the last."""
+    for level in range(LEVELS):
+        made = rows(found, level)
+        if lines(made) <= most:
+            break
+    return made

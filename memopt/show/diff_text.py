@@ -1,0 +1,219 @@
+"""The changes of a plan as text for readers: by module, one line for what belongs together."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from memopt.show.change import CAST, DTYPE, IN_PLACE, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
+from memopt.show.diff_rows import Entry, Place, Row, entries, folded, places
+from memopt.units import duration, size
+
+WIDTH = 120
+_MOST_LINES, _MOST_LINES_OF_MANY, _MANY = 57, 76, 12
+"""Lines that a diff is folded to where that is possible: for models of up to `_MANY` blocks, and of more."""
+_COLOURS = {RECOMPUTED: "yellow", OFFLOADED: "magenta", SAVED: "blue", DTYPE: "cyan", CAST: "cyan", MOVED: "dim"}
+_NAMES = 4
+_LABELS = {DTYPE: "in another dtype", CAST: "with operands cast only", SAVED: "saved in fewer bits"}
+_CONSOLE = Console(width=WIDTH, color_system=None)
+
+
+def render(heading: str, changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH) -> Text:
+    """The heading, and the changes by module in the order of `modules`, as coloured text of `width` columns."""
+    where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
+    found = entries(changes, where)
+    sections = _blocks(where)
+    most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
+    made = folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, WIDTH)), most)
+    page = Text("\n").join([*_wrapped(Text(heading, style="bold"), 2, width), *_lines(made, found, sections, width)])
+    page.rstrip()
+    return page
+
+
+def summary(changes: Sequence[Change]) -> str:
+    """`33 recomputed, 12 offloaded`; the counts of the other kinds where there is neither; or `no change`."""
+    counts = {kind: sum(_count(change) for change in changes if change.kind == kind) for kind in KINDS}
+    main = {kind: count for kind, count in counts.items() if count and kind in (RECOMPUTED, OFFLOADED)}
+    told = main or {_LABELS.get(kind, kind): count for kind, count in counts.items() if count}
+    return ", ".join(f"{count} {kind}" for kind, count in told.items()) or "no change"
+
+
+def totals(changes: Sequence[Change]) -> str:
+    """The number of changes of each kind, with the bytes and seconds of recomputations and offloads."""
+    parts = []
+    for kind in sorted(KINDS, key=lambda kind: kind not in (RECOMPUTED, OFFLOADED)):
+        some = [change for change in changes if change.kind == kind]
+        nbytes = size(sum(change.nbytes * change.times for change in some))
+        more = {RECOMPUTED: f" ({nbytes} in {duration(sum(c.seconds for c in some))})", OFFLOADED: f" ({nbytes})"}
+        if some:
+            parts.append(f"{sum(map(_count, some))} {_LABELS.get(kind, kind)}{more.get(kind, '')}")
+    return ", ".join(parts) or "no change"
+
+
+def _count(change: Change) -> int:
+    return change.times if change.kind in (RECOMPUTED, OFFLOADED) else 1
+
+
+def _blocks(where: Mapping[str, Place]) -> dict[str, list[str]]:
+    """The blocks of each section, in order."""
+    sections: dict[str, dict[str, None]] = defaultdict(dict)
+    for place in where.values():
+        sections[place.section][place.block] = None
+    return {section: list(blocks) for section, blocks in sections.items()}
+
+
+def _lines(
+    made: Sequence[Row], found: Sequence[Entry], sections: Mapping[str, Sequence[str]], width: int
+) -> Iterator[Text]:
+    """The rows as lines; a section of blocks gets a title."""
+    alone = max((len(_module(row)) for row in made if "*" not in row.section), default=0)
+    shown: tuple[str, str] | None = None
+    for row in made:
+        blocks = sections.get(row.section, [""])
+        within = "*" in row.section
+        if within and (shown is None or shown[0] != row.section):
+            same = [entry for entry in found if entry.place.section == row.section]
+            yield from _wrapped(Text(_title(blocks, same), style="bold"), 2, width)
+        wide = max(len(_module(other)) for other in made if other.section == row.section) if within else alone
+        module = _module(row) if shown != (row.section, row.inner) else ""
+        shown = row.section, row.inner
+        yield from _row(row, f"{'  ' * within}{module:<{wide}}", blocks, width)
+
+
+def _module(row: Row) -> str:
+    return row.inner or "(block)" if "*" in row.section else row.section or "(model)"
+
+
+def _title(blocks: Sequence[str], found: Sequence[Entry]) -> str:
+    """`transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`."""
+    groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
+    for block in blocks:
+        has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)
+        groups[frozenset(has)].append(block)
+    if len(blocks) == 1:
+        return blocks[0]
+    named = f"{blocks[0]} {'and' if len(blocks) == 2 else 'to'} {_short(blocks[-1])}"
+    same = [f"{_spans(some[1:], blocks)} as {_short(some[0])}" for some in groups.values() if len(some) > 1]
+    several = "; no two are alike" if not same else ""
+    return f"{named} ({len(blocks)} blocks{several}{''.join(f'; {told}' for told in same[:3])})"
+
+
+def _short(block: str) -> str:
+    return ".".join(block.split(".")[-2:])
+
+
+def _spans(some: Sequence[str] | frozenset[str], blocks: Sequence[str]) -> str:
+    """`h.0, h.3 to h.7`; `31 of 48 blocks` for more than three spans."""
+    runs: list[list[int]] = []
+    for number in sorted(blocks.index(block) for block in some):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) > 3:
+        return f"{len(some)} of {len(blocks)} blocks"
+    ends = ((_short(blocks[run[0]]), _short(blocks[run[-1]])) for run in runs)
+    return ", ".join(first if first == last else f"{first} to {last}" for first, last in ends)
+
+
+def _row(row: Row, module: str, blocks: Sequence[str], width: int) -> list[Text]:
+    """A row as one line, or several where it is longer than `width`."""
+    change = row.first
+    label = {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
+    text = Text(f"{change.sign} {module} " if change.sign else f"{module} ", style="")
+    indent = 6 + text.cell_len // 2
+    text.append(f"{label:<12}", style={"+": "green", "-": "red"}.get(change.sign) or _COLOURS.get(change.kind, "green"))
+    text.append(f" {_names(row, blocks)}")
+    text.append(": " + facts if (facts := _facts(row, blocks)) else "", style="none")
+    lines = _wrapped(text, indent, width)
+    _add_source(lines, row, indent, width)
+    return lines
+
+
+def _wrapped(text: Text, indent: int, width: int) -> list[Text]:
+    """The text in lines of at most `width` columns, all but the first indented."""
+    first, *_ = text.wrap(_CONSOLE, width)
+    if first.cell_len >= len(text.plain.rstrip()):
+        return [text]
+    rest = text[len(first.plain) :]
+    while rest.plain.startswith(" "):
+        rest = rest[1:]
+    more = rest.wrap(_CONSOLE, max(width - indent, 20))
+    first.rstrip()
+    lines = [Text(" " * indent).append_text(line) for line in more]
+    for line in lines:
+        line.rstrip()
+    return [first, *lines]
+
+
+def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
+    """Write the user's line behind the last line of a row: the file and the number, and as much of it as fits."""
+    change = row.first
+    if not change.source:
+        return
+    where = os.path.basename(change.source)
+    others = len({entry.first.source for entry in row.entries}) - 1
+    where += f" and {others} more" if others else ""
+    if lines[-1].cell_len + len(where) + 2 > width:
+        lines.append(Text(" " * indent))
+    last = lines[-1]
+    column = width * 5 // 8 if width >= 100 else 0
+    last.append(" " * max(min(column, width - len(where) - 2) - last.cell_len, 0) + "  ").append(where, style="dim")
+    room = width - last.cell_len - 2
+    if room >= 10 and change.code and not others:
+        code = change.code if len(change.code) <= room else f"{change.code[: room - 1]}…"
+        last.append("  ").append(code, style="dim italic")
+
+
+def _names(row: Row, blocks: Sequence[str]) -> str:
+    """The operators, of recomputations all, of other kinds a few; with the blocks where they differ in them."""
+    by_blocks: dict[frozenset[str], list[str]] = defaultdict(list)
+    for entry in row.entries:
+        by_blocks[entry.blocks].append(entry.first.op)
+    if row.first.kind != RECOMPUTED and len(row.entries) > _NAMES + 1:
+        names = list(dict.fromkeys(name for some in by_blocks.values() for name in some))
+        return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
+    if len(by_blocks) > 3:
+        return ", ".join(dict.fromkeys(entry.first.op for entry in row.entries))
+    return ", ".join(
+        ", ".join(dict.fromkeys(names)) + (f" [{_spans(some, blocks)}]" if some != frozenset(blocks) else "")
+        for some, names in by_blocks.items()
+    )
+
+
+def _facts(row: Row, blocks: Sequence[str]) -> str:
+    """Reason, bytes and time of a row in one block, in a clause."""
+    first, count = row.first, len(row.entries)
+    nbytes, seconds, equal = row.figures()
+    much = f"{'' if equal else 'up to '}{size(nbytes)}"
+    sets = {entry.blocks for entry in row.entries}
+    tail = f", in {min(map(len, sets))} to {max(map(len, sets))} of {len(blocks)} blocks" if len(sets) > 3 else ""
+    if first.kind == RECOMPUTED:
+        most = max(change.times for entry in row.entries for change in entry.by_block.values())
+        facts = f"{much} for {duration(seconds)}{_whose(row, ', in the backward of ')}"
+        return facts + (f", up to {most} times" if most > 1 else "") + tail
+    if first.kind == OFFLOADED:
+        return f"{much}{_whose(row, ', back for the backward of ')}{tail}"
+    if first.kind == IN_PLACE:
+        operands = ", ".join(dict.fromkeys(entry.first.detail for entry in row.entries))
+        return f"over {operands}" if count <= 2 else "over operands that are not read again"
+    reasons = list(dict.fromkeys(entry.first.reason for entry in row.entries if entry.first.reason))
+    why = " ".join([*reasons[:1], *["and other reasons"] * (len(reasons) > 1)])
+    if first.kind in (DTYPE, CAST):
+        casts = sum(entry.first.times for entry in row.entries)
+        counted = f"{casts} operand{'s' * (casts > 1)} cast" if casts else ""
+        return ", ".join(part for part in (f"{counted} {first.detail if first.kind == CAST else ''}".strip(), why) if part)
+    detail = f"for {first.detail}" if first.detail and first.kind != SAVED else ""
+    return ", ".join(part for part in (detail, why) if part)
+
+
+def _whose(row: Row, before: str) -> str:
+    """The operators in whose backward the values are read: two by name."""
+    changes = [change for entry in row.entries for change in entry.by_block.values()]
+    readers = list(dict.fromkeys(reader for change in changes for reader in change.readers))
+    more = f" and {len(readers) - 2} more" if len(readers) > 2 else ""
+    return f"{before}{', '.join(readers[:2])}{more}" if readers else ""
