@@ -90,7 +90,9 @@ def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *,
             raise ValueError(f"no stage {stage!r} in both plans; there is {', '.join(map(repr, graphs[0]))}")
         before, after = (known[stage] for known in graphs)
         if len(before) != len(after):
-            raise ValueError(f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared as text")
+            raise ValueError(
+                f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared as text"
+            )
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 
     pairs = ((others, other.regions), (captured, plan.regions))

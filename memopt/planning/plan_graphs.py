@@ -87,11 +87,11 @@ def _schedule_diff(captured: Captured, schedules: Sequence[RegionSchedule], stag
 
 
 def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
-    """The nodes of the forward or of the backward, with the inputs and the output."""
-    scheduled = any(node.meta.get("partitioner_tag") == BACKWARD for node in module.graph.nodes)
+    """The calls of the forward or of the backward, in a graph that is scheduled or not."""
     late = {node for node in module.graph.nodes if node.meta.get("partitioner_tag") == BACKWARD}
-    late = late if scheduled else set(backward_nodes(module.graph))
-    return {node for node in module.graph.nodes if (node in late) == (half == "backward") and node.op != "output"}
+    late = late or set(backward_nodes(module.graph))
+    inputs_and_output = ("placeholder", "output")
+    return {node for node in module.graph.nodes if node.op not in inputs_and_output and (node in late) == (half == "backward")}
 
 
 def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:

@@ -128,5 +128,3 @@ class _RegionChanges:
         """The name of the forward's operator whose backward a node belongs to; its own name where that is unknown."""
         forward = self.forward_of.get(node.meta.get("seq_nr", -1))
         return operator_name(forward if forward and module_path(forward) == module_path(node) else node)
-
-

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from memopt.show.change import DTYPE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
+from memopt.show.change import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
 
 _BY_LINE = (RECOMPUTED, OFFLOADED, SAVED)
 _DEPTHS, _OTHER_DEPTHS = (9, 9, 9, 9, 1, 0), (9, 1, 0, 0, 0, 0)
 LEVELS = len(_DEPTHS)
-"""Levels of folding. At 0 a row is for one line of the user's code, and for operators that change in the same blocks; at
-the last for a whole part of the model. Dtypes and results in place are folded before recomputations and offloads:
+"""Levels of folding. At 0 a row is for one line of the user's code, and for operators that change in the same blocks;
+at the last for a whole part of the model. Dtypes and results in place are folded before recomputations and offloads:
 `_DEPTHS` are the parts of a module's path within its block that are told apart by each level."""
 
 
@@ -106,7 +106,7 @@ def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry
         place = where[change.module]
         region = 0 if place.block else change.region
         what = change.sign, change.kind, change.operator, change.number, change.detail
-        alike[place.section, place.inner, *what, region].append(change)
+        alike[(place.section, place.inner, *what, region)].append(change)
     return [Entry(where[some[0].module], {where[one.module].block: one for one in some}) for some in alike.values()]
 
 
@@ -118,7 +118,7 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
     for entry in found:
         section, inner = _section(entry, level), _inner(entry, level)
         modules.setdefault((section, inner), len(modules))
-        groups[section, inner, *_what(entry, level)].append(entry)
+        groups[(section, inner, *_what(entry, level))].append(entry)
     made = [Row(_section(some[0], level), _inner(some[0], level), tuple(some)) for some in groups.values()]
     sections = list(dict.fromkeys(section for section, _ in modules))
     return sorted(
@@ -135,7 +135,7 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
 def _what(entry: Entry, level: int) -> tuple[object, ...]:
     """The part of a change in which all entries of a row agree."""
     change = entry.first
-    same = change.sign, change.kind, change.detail if change.kind in (DTYPE, SAVED) or level == 0 else ""
+    same = change.sign, change.kind, change.detail if change.kind in (DTYPE, SAVED) or level == 0 and change.kind != IN_PLACE else ""
     if change.kind not in _BY_LINE:
         return *same, change.reason if level == 0 else "", entry.blocks if level == 0 else None
     return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None

@@ -103,7 +103,10 @@ def _title(blocks: Sequence[str], found: Sequence[Entry]) -> str:
 
 
 def _short(block: str) -> str:
-    return ".".join(block.split(".")[-2:])
+    """`h.3` for `transformer.h.3`, `layers.0.blocks.1` for `encoder.layers.0.blocks.1`."""
+    parts = block.split(".")
+    first = next(at for at, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[max(first - 1, 0) :])
 
 
 def _spans(some: Sequence[str] | frozenset[str], blocks: Sequence[str]) -> str:
@@ -116,8 +119,8 @@ def _spans(some: Sequence[str] | frozenset[str], blocks: Sequence[str]) -> str:
             runs.append([number])
     if len(runs) > 3:
         return f"{len(some)} of {len(blocks)} blocks"
-    ends = ((_short(blocks[run[0]]), _short(blocks[run[-1]])) for run in runs)
-    return ", ".join(first if first == last else f"{first} to {last}" for first, last in ends)
+    ends = ((_short(blocks[run[0]]), _short(blocks[run[-1]]), len(run)) for run in runs)
+    return ", ".join({1: first, 2: f"{first}, {last}"}.get(many, f"{first} to {last}") for first, last, many in ends)
 
 
 def _row(row: Row, module: str, blocks: Sequence[str], width: int) -> list[Text]:
@@ -126,7 +129,7 @@ def _row(row: Row, module: str, blocks: Sequence[str], width: int) -> list[Text]
     label = {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
     text = Text(f"{change.sign} {module} " if change.sign else f"{module} ", style="")
     indent = 6 + text.cell_len // 2
-    text.append(f"{label:<12}", style={"+": "green", "-": "red"}.get(change.sign) or _COLOURS.get(change.kind, "green"))
+    text.append(f"{label:<13}", style={"+": "green", "-": "red"}.get(change.sign) or _COLOURS.get(change.kind, "green"))
     text.append(f" {_names(row, blocks)}")
     text.append(": " + facts if (facts := _facts(row, blocks)) else "", style="none")
     lines = _wrapped(text, indent, width)
@@ -187,7 +190,7 @@ def _names(row: Row, blocks: Sequence[str]) -> str:
 
 def _facts(row: Row, blocks: Sequence[str]) -> str:
     """Reason, bytes and time of a row in one block, in a clause."""
-    first, count = row.first, len(row.entries)
+    first = row.first
     nbytes, seconds, equal = row.figures()
     much = f"{'' if equal else 'up to '}{size(nbytes)}"
     sets = {entry.blocks for entry in row.entries}
@@ -199,14 +202,14 @@ def _facts(row: Row, blocks: Sequence[str]) -> str:
     if first.kind == OFFLOADED:
         return f"{much}{_whose(row, ', back for the backward of ')}{tail}"
     if first.kind == IN_PLACE:
-        operands = ", ".join(dict.fromkeys(entry.first.detail for entry in row.entries))
-        return f"over {operands}" if count <= 2 else "over operands that are not read again"
+        return f"over {first.detail}" if len(row.entries) == 1 else "over operands that are not read again"
     reasons = list(dict.fromkeys(entry.first.reason for entry in row.entries if entry.first.reason))
     why = " ".join([*reasons[:1], *["and other reasons"] * (len(reasons) > 1)])
     if first.kind in (DTYPE, CAST):
         casts = sum(entry.first.times for entry in row.entries)
-        counted = f"{casts} operand{'s' * (casts > 1)} cast" if casts else ""
-        return ", ".join(part for part in (f"{counted} {first.detail if first.kind == CAST else ''}".strip(), why) if part)
+        counted = f"{casts} operand{'s' * (casts > 1)} cast " if casts else ""
+        what = f"{counted}{first.detail if first.kind == CAST else ''}".strip()
+        return ", ".join(part for part in (what, why) if part)
     detail = f"for {first.detail}" if first.detail and first.kind != SAVED else ""
     return ", ".join(part for part in (detail, why) if part)
 
