@@ -27,15 +27,21 @@ class GraphFacts:
         self.nodes = {node.name: node for node in graph.nodes}
         self.modules = tuple(dict.fromkeys(module_path(node) for node in graph.nodes if node.op == "call_function"))
         self._number: dict[str, int] = {}
-        calls: Counter[tuple[str, str]] = Counter()
+        self._line: dict[str, str] = {}
+        lines: dict[str, str] = {}
+        calls: Counter[tuple[str, str, str]] = Counter()
         for node in graph.nodes:
-            call = module_path(node), operator_name(node)
+            trace = node.meta.get("stack_trace") or ""
+            if trace not in lines:
+                lines[trace] = _user_line(trace)
+            self._line[node.name] = lines[trace]
+            call = module_path(node), operator_name(node), lines[trace]
             self._number[node.name] = calls[call]
             calls[call] += 1
 
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
         """A change of a kind to a node, with further fields of `Change`."""
-        source = user_line(node)
+        source = self._line[node.name]
         path, _, line = source.rpartition(":")
         return Change(
             kind,
@@ -58,8 +64,8 @@ def operator_name(node: fx.Node) -> str:
     return name.split(".")[1] if "." in name else name
 
 
-def user_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that called the operator, as "file:line"; "" where tracing left none."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+def _user_line(trace: str) -> str:
+    """The innermost line outside of torch in a stack trace, as "file:line"; "" for an empty trace."""
+    frames = _FRAME.findall(trace)
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
     return ":".join((own or frames)[-1]) if frames else ""

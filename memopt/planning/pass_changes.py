@@ -10,7 +10,7 @@ from torch import fx
 
 from memopt.capture.operators import Operators
 from memopt.device.storages import storage_bytes
-from memopt.planning.graph_facts import GraphFacts
+from memopt.planning.graph_facts import GraphFacts, operator_name
 from memopt.show.change import CAST, CHUNKED, DTYPE, FUSED, REMOVED, REWRITTEN, SAVED, Change
 from memopt.units import size
 from passes import diff_graphs
@@ -105,21 +105,32 @@ class _Span:
 
     def _replaced(self, saved: set[fx.Node]) -> Iterator[Change]:
         """New operators, with the removed ones of the same module that they stand for."""
+        by = f"by {', '.join(self.names)}"
+        new = [node for node in self.new.nodes.values() if node in self.added and node not in saved]
+        new = [node for node in new if not (_casts(node) or _only_moves(node))]
         gone: dict[str, list[fx.Node]] = {}
-        for name in self.diff.removed:
-            node = self.old.nodes[name]
-            if node.op == "call_function" and op_name(node) not in _NO_MEANING and not _only_moves(node):
-                gone.setdefault(module_path(node), []).append(node)
-        for node in self.new.nodes.values():
-            if node in self.added and node not in saved and not (_casts(node) or _only_moves(node)):
-                replaced = gone.pop(module_path(node), [])
-                detail = ", ".join(old.name for old in replaced)
-                yield self.new.change(self._kind(), node, detail=detail, reason=f"by {', '.join(self.names)}")
+        for node in self._removed():
+            # One new operator stands for everything that is gone, in whichever module.
+            gone.setdefault(module_path(new[0] if len(new) == 1 else node), []).append(node)
+        for node in new:
+            replaced = dict.fromkeys(map(operator_name, gone.pop(module_path(node), [])))
+            yield self.new.change(self._kind(), node, detail=", ".join(replaced), reason=by)
         for node in (node for nodes in gone.values() for node in nodes):
             if not is_cast(node):
-                yield self.old.change(REMOVED, node, reason=f"by {', '.join(self.names)}")
+                yield self.old.change(REMOVED, node, reason=by)
             elif not self.late:
                 yield self.old.change(CAST, node, detail="removed", reason="not needed any more")
+
+    def _removed(self) -> list[fx.Node]:
+        """The removed calls that computed something which another value depended on."""
+        dead: set[fx.Node] = set()
+        for node in reversed(self.old.nodes.values()):
+            if node.op == "call_function" and all(user in dead for user in node.users):
+                dead.add(node)
+        found = (self.old.nodes[name] for name in self.diff.removed)
+        return [
+            node for node in found if node not in dead and op_name(node) not in _NO_MEANING and not _only_moves(node)
+        ]
 
     def _kind(self) -> str:
         if any(name.startswith("Fuse") for name in self.names):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from memopt.errors import GIB
 from memopt.planning.graph_facts import GraphFacts
 from memopt.planning.pass_changes import pass_changes
 from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.schedule_changes import schedule_changes
 from memopt.show.change import OFFLOADED, RECOMPUTED, Change, between
 from memopt.show.diff_text import render, summary, totals
+from memopt.units import size
 from passes import diff_graphs
 
 if TYPE_CHECKING:
@@ -109,9 +109,13 @@ def _changes(plan: Plan, captured: Captured, *, order: bool) -> Iterator[Change]
 
 
 def _modules(captured: Captured) -> tuple[str, ...]:
-    graphs = (region.module.graph for region in captured.regions)
-    return tuple(dict.fromkeys(path for graph in graphs for path in GraphFacts(graph, 0).modules))
+    """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
+    operators = (
+        region.operators.stages[0] for region in captured.regions if region.operators and region.operators.stages
+    )
+    graphs = (*operators, *(region.module for region in captured.regions))
+    return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
 
 
 def _budget(plan: Plan) -> str:
-    return f"{plan.budget_bytes / GIB:.4g} GB"
+    return size(plan.budget_bytes)

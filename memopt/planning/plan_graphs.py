@@ -91,7 +91,11 @@ def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
     late = {node for node in module.graph.nodes if node.meta.get("partitioner_tag") == BACKWARD}
     late = late or set(backward_nodes(module.graph))
     inputs_and_output = ("placeholder", "output")
-    return {node for node in module.graph.nodes if node.op not in inputs_and_output and (node in late) == (half == "backward")}
+    return {
+        node
+        for node in module.graph.nodes
+        if node.op not in inputs_and_output and (node in late) == (half == "backward")
+    }
 
 
 def _passes_diff(captured: Captured, stage: str, *, order: bool) -> StageDiff:

@@ -29,7 +29,7 @@ class Change:
     operator: str
     """The operator's name without namespace and overload: "addmm"."""
     number: int = 0
-    """Position among the calls of the same operator in the same module, by which equal blocks are compared."""
+    """Position among the calls of the same operator by the same line in the same module, for comparing blocks."""
     detail: str = ""
     """Part of the change's meaning: the dtypes, or the operators that it replaces."""
     reason: str = ""
@@ -53,7 +53,7 @@ class Change:
     @property
     def meaning(self) -> tuple[object, ...]:
         """Equal for the same change of the same operator in two plans."""
-        return self.kind, self.module, self.operator, self.number, self.detail, self.times, self.region
+        return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
 def between(earlier: tuple[Change, ...], later: tuple[Change, ...]) -> tuple[Change, ...]:

@@ -105,7 +105,7 @@ def entries(changes: Iterable[Change], where: Mapping[str, Place]) -> list[Entry
     for change in sorted(changes, key=lambda change: order[change.module]):
         place = where[change.module]
         region = 0 if place.block else change.region
-        what = change.sign, change.kind, change.operator, change.number, change.detail
+        what = change.sign, change.kind, change.operator, change.source, change.number, change.detail
         alike[(place.section, place.inner, *what, region)].append(change)
     return [Entry(where[some[0].module], {where[one.module].block: one for one in some}) for some in alike.values()]
 
@@ -135,7 +135,11 @@ def rows(found: Iterable[Entry], level: int) -> list[Row]:
 def _what(entry: Entry, level: int) -> tuple[object, ...]:
     """The part of a change in which all entries of a row agree."""
     change = entry.first
-    same = change.sign, change.kind, change.detail if change.kind in (DTYPE, SAVED) or level == 0 and change.kind != IN_PLACE else ""
+    same = (
+        change.sign,
+        change.kind,
+        change.detail if change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE) else "",
+    )
     if change.kind not in _BY_LINE:
         return *same, change.reason if level == 0 else "", entry.blocks if level == 0 else None
     return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None

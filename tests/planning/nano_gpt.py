@@ -1,4 +1,4 @@
-"""A GPT-2 from scratch in few lines, whose source lines the golden diffs show: whoever moves them accepts new goldens."""
+"""A GPT-2 from scratch in few lines. The golden diffs show them: whoever moves them accepts new golden files."""
 
 from __future__ import annotations
 

@@ -197,8 +197,9 @@ def test_graphs(tight: Plan) -> None:
 
 
 def test_diff(roomy: Plan, tight: Plan) -> None:
-    diff = tight.diff()
-    assert diff == tight.diff("scheduled")
+    diff = tight.diff("scheduled")
+    assert (diff.recomputed, diff.offloaded) == (tight.diff().recomputed, tight.diff().offloaded)
+    assert diff.summary() == tight.diff().summary()
     assert all("_again" in name for name in diff.regions[0].added)
     assert not diff.regions[0].removed
     assert diff.summary() == f"{diff.recomputed} recomputed"
@@ -211,7 +212,7 @@ def test_diff(roomy: Plan, tight: Plan) -> None:
 def test_diff_golden() -> None:
     plan = make_plan(captured(region(2)), ACCOUNT, 10**6)
     assert_expected_inline(
-        str(plan.at(plan.smallest_gb()).diff()),
+        str(plan.at(plan.smallest_gb()).diff("scheduled")),
         """\
 # 2 added, 2 changed
 @@ -8,11 +8,13 @@
@@ -236,7 +237,8 @@ def test_diff_golden() -> None:
 def test_several_regions(tmp_path: Path) -> None:
     roomy = make_plan(two_regions(), ACCOUNT, 10**6)
     plan = roomy.at(roomy.smallest_gb())
-    diffs = plan.diff().regions
+    diffs = plan.diff("scheduled").regions
     assert len(diffs) == len(plan.regions) == len(plan.graphs["scheduled"]) == 2
     assert any(diffs)
+    assert {change.region for change in plan.diff().changes} == {0, 1}
     assert loaded(plan, tmp_path) == plan

@@ -4,6 +4,7 @@ import io
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memopt
+from examples.custom_pass import TanhAsSigmoid
 from memopt.planning.plan import Plan
-from memopt.show.change import MOVED, RECOMPUTED
+from memopt.show.change import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
 from tests.planning.nano_gpt import NanoGPT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -128,7 +130,9 @@ def test_source_lines_are_the_users() -> None:
 def test_precision_is_said_by_operator_and_not_by_view() -> None:
     changes = [change for change in roomy("2").diff().changes if change.kind == "dtype"]
     assert {change.detail for change in changes} <= {"f32 → bf16", "bf16 → f32"}
-    assert not {"view", "permute", "transpose", "reshape", "flatten", "select"} & {change.operator for change in changes}
+    assert not {"view", "permute", "transpose", "reshape", "flatten", "select"} & {
+        change.operator for change in changes
+    }
     assert all(change.reason for change in changes)
     assert "autocast's 16-bit list" in {change.reason for change in changes}
 
@@ -183,6 +187,35 @@ def test_two_versions() -> None:
     kinds = Counter((change.sign, change.kind) for change in low.diff(full).changes)
     assert kinds["+", "dtype"] == sum(change.kind == "dtype" for change in low.diff().changes) > 0
     assert not kinds["-", "dtype"]
+
+
+def test_calls_that_a_pass_replaced() -> None:
+    model = hugging_face("gpt2")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    plan = memopt.plan(model.train(), 1, batch, optimizer=None, precision="fp32", passes=[TanhAsSigmoid()])
+    changes = [change for change in plan.diff().changes if change.kind == REWRITTEN]
+    assert Counter(change.operator for change in changes) == {"mul": 4, "sigmoid": 2}
+    assert {change.detail for change in changes} == {"mul, tanh, add", ""}
+    assert {change.reason for change in changes} == {"by TanhAsSigmoid"}
+    assert "transformer.h.0 and h.1 (2 blocks; h.1 as h.0)" in str(plan.diff())
+
+
+def test_a_chunked_loss() -> None:
+    with torch.device("meta"):
+        model, ids = NanoGPT(1, words=8192).train(), torch.zeros(8, LENGTH, dtype=torch.long)
+    batch = {"ids": ids, "labels": ids}
+    plan = memopt.plan(model, 0.62, batch, device="h100", precision="fp32", backend="aten", allow={"chunked_loss"})
+    (change,) = [change for change in plan.diff().changes if change.kind == CHUNKED]
+    assert (change.op, change.detail) == ("linear_cross_entropy", "linear, cross_entropy_loss")
+
+
+def test_gradients_that_are_freed_early() -> None:
+    plan = roomy("2", "fp32")
+    stepped = replace(plan, regions=(replace(plan.regions[0], steps=(2, 3)),))
+    found = [change for change in stepped.diff().changes if change.kind == FREED]
+    assert len(found) == 2
+    assert all(change.nbytes and "stepped in the backward" in change.reason for change in found)
 
 
 def test_in_a_terminal_it_has_colours_and_the_window_s_width() -> None:
