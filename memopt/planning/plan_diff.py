@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
+from memopt.account.account import Account
 from memopt.planning.graph_facts import GraphFacts
 from memopt.planning.pass_changes import pass_changes
 from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
+from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.schedule_changes import schedule_changes
 from memopt.show.change import OFFLOADED, RECOMPUTED, Change, between
 from memopt.show.diff_text import render, summary, totals
@@ -19,7 +21,30 @@ from passes import diff_graphs
 
 if TYPE_CHECKING:
     from memopt.planning.captured import Captured
-    from memopt.planning.plan import Plan
+
+
+class Planned(Protocol):
+    """What a diff reads of a plan."""
+
+    @property
+    def model(self) -> str:
+        """The model's class."""
+
+    @property
+    def hardware(self) -> str:
+        """The card's name."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+
+    @property
+    def account(self) -> Account:
+        """The bytes around the captured graphs."""
+
+    @property
+    def regions(self) -> tuple[RegionSchedule, ...]:
+        """The schedule of each region."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +96,7 @@ class PlanDiff:
         return f"{self.title}: {totals(self.changes)}"
 
 
-def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
+def plan_diff(plan: Planned, captured: Captured, *, order: bool) -> PlanDiff:
     """The changes of a plan to the captured step: see `Plan.diff`."""
     return PlanDiff(
         f"{plan.model} on {plan.hardware} within {_budget(plan)}",
@@ -81,7 +106,7 @@ def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
     )
 
 
-def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *, order: bool) -> PlanDiff:
+def plans_diff(plan: Planned, captured: Captured, other: Planned, others: Captured, *, order: bool) -> PlanDiff:
     """The changes that only one of two plans makes: see `Plan.diff`."""
 
     def of_stage(stage: str) -> StageDiff:
@@ -102,7 +127,7 @@ def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *,
     return PlanDiff(title, between(*map(tuple, both)), tuple(modules), of_stage)
 
 
-def _changes(plan: Plan, captured: Captured, *, order: bool) -> Iterator[Change]:
+def _changes(plan: Planned, captured: Captured, *, order: bool) -> Iterator[Change]:
     joined = captured.joined(accumulating=plan.account.gradients_held)
     yield from pass_changes(captured)
     yield from schedule_changes(captured, joined, plan.regions, order=order)
@@ -117,5 +142,5 @@ def _modules(captured: Captured) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
 
 
-def _budget(plan: Plan) -> str:
+def _budget(plan: Planned) -> str:
     return size(plan.budget_bytes)
