@@ -1,0 +1,35 @@
+"""`memopt plan`."""
+
+from __future__ import annotations
+
+import click
+
+from memopt.cli.failures import DOES_NOT_FIT
+from memopt.cli.job import Job, takes_job
+from memopt.cli.output import plan_figures, show, show_json
+from memopt.cli.planned import planned
+
+
+@click.command("plan")
+@takes_job
+@click.option("--save", metavar="FILE", help="Also write the plan to a file that memopt.Plan.load reads.")
+def command(job: Job, save: str | None) -> int | None:
+    """Plan a training step of MODEL within a budget, and show where every byte goes.
+
+    \b
+    Examples:
+      memopt plan gpt2 --budget-gb 8 --shape input_ids=4x512:int64 --device rtx-4090
+      memopt plan torchvision.models:resnet50 --shape 32x3x224x224 --shape target=32:int64 --loss cross_entropy
+    """
+    from memopt.show.report import parts
+
+    plan = planned(job)
+    if plan is None:
+        return DOES_NOT_FIT
+    if save is not None:
+        plan.save(save)
+    if job.json:
+        show_json(plan_figures(plan))
+    else:
+        show(*parts(plan))
+    return None

@@ -1,0 +1,129 @@
+"""Architectures of `transformers` with random weights, by the name of a model type, a class or a configuration file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.cli.failures import UsageError, one_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# The heads that train on a loss of their own, in the order in which a model type is looked up among them.
+_HEADS = (
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCTC",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
+    "AutoModelForAudioClassification",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForPreTraining",
+)
+_DECODED_HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+
+
+def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """A function that builds the architecture of that name with random weights; nothing is downloaded.
+
+    Args:
+        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), or the path of a
+            `config.json` or of its folder.
+        settings: fields of the configuration to change, by name.
+
+    Raises `UsageError`.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"models by name, such as {name!r}, need transformers: pip install 'memopt[huggingface]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    make_config, kind = _configuration(transformers, name)
+
+    def build() -> nn.Module:
+        try:
+            config = make_config()
+        except Exception as error:
+            raise UsageError(f"the configuration of {name} cannot be used: {one_line(error)}") from error
+        _check_settings(config, settings, name)
+        try:
+            for field, value in settings.items():
+                setattr(config, field, value)
+            head = kind or _head(transformers, config)
+            return head._from_config(config) if hasattr(head, "_from_config") else head.from_config(config)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{name} cannot be built from its configuration: {one_line(error)}") from error
+
+    return build
+
+
+def _configuration(transformers: Any, name: str) -> tuple[Callable[[], Any], Any]:
+    """A function that makes the configuration, and the class of the model where the name says it, else None."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}")
+        return (lambda: transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)), None
+    types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    wanted = _plain(name)
+    for known in types:
+        if _plain(known) == wanted:
+            return (lambda: transformers.AutoConfig.for_model(known)), None
+    kind = getattr(transformers, name, None) if re.fullmatch(r"[A-Z]\w+", name) else None
+    if kind is not None and getattr(kind, "config_class", None) is not None:
+        return kind.config_class, kind
+    close = difflib.get_close_matches(name.lower(), types, n=3)
+    if close:
+        raise UsageError(f"no model is named {name!r}; did you mean {' or '.join(close)}?")
+    raise UsageError(
+        f"no model is named {name!r}: name a model type of transformers (gpt2, llama, bert, …), a config.json, "
+        "package.module:function or file.py:function"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None:
+    """Raise `UsageError` for a setting that the configuration does not have."""
+    known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
+    for field in settings:
+        if field not in known:
+            close = difflib.get_close_matches(field, known, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"--set: the configuration of {name} has no {field!r}{meant}")
+
+
+def _head(transformers: Any, config: Any) -> Any:
+    """The class to build: the first that the configuration names, else the first of the heads that its type has."""
+    for named in config.architectures or ():
+        if hasattr(transformers, named):
+            return getattr(transformers, named)
+    for head in _heads(transformers, decoded=bool(getattr(config, "is_encoder_decoder", False))):
+        if type(config) in head._model_mapping:
+            return head
+    raise UsageError(
+        f"{config.model_type} has no head with a loss that memopt knows; name a class of transformers, or write a "
+        "function that builds the model and name it as file.py:function"
+    )
+
+
+def _heads(transformers: Any, *, decoded: bool) -> Iterator[Any]:
+    """The automatic classes in the order in which to ask them; those of encoder-decoders first where it is one."""
+    for name in dict.fromkeys([*(_DECODED_HEADS if decoded else ()), *_HEADS]):
+        if hasattr(transformers, name):
+            yield getattr(transformers, name)
