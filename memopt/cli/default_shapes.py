@@ -25,7 +25,10 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     Raises `UsageError` for names that the model's forward does not take, and where nothing is known of its inputs.
     """
     parameters = inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    # Those of transformers take keywords for their kernels, which are no inputs.
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and not hasattr(
+        model, "main_input_name"
+    )
     for name in given:
         if not name.isdigit() and name != "target" and name not in parameters and not takes_any:
             raise UsageError(f"{type(model).__name__} takes no {name!r}; its forward takes {', '.join(parameters)}")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 FITS, FAILED, BAD_USAGE, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -59,14 +64,40 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
-def end_on_interrupt() -> None:
-    """Let Ctrl-C end the process with one sentence, wherever it is.
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context without the logs and warnings of libraries, which print tracebacks of errors that are reported anyway;
+    memopt's own warnings are one line each."""
+
+    def one_sentence(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+        if Path(filename).is_relative_to(Path(__file__).parents[1]):
+            print(f"memopt: warning: {message}", file=sys.stderr)
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = one_sentence
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Context in which Ctrl-C ends the process with one sentence, wherever it is.
 
     A `KeyboardInterrupt` would not do: raised within a finalizer or a callback it is printed and forgotten, and raised
     within an import it can become another error. Files are written whole or not at all, so none is left broken.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _interrupted)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _interrupted(_signal: int, _frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from memopt.cli.failures import end_on_interrupt, report_failure
+from memopt.cli.failures import ended_by_interrupts, quiet, report_failure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,14 +18,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
-    if not debug:
-        end_on_interrupt()
-    try:
-        # Imported here, so that an interrupt during the imports is answered too.
-        from memopt.cli.commands import memopt
+    if debug:
+        return _run(given)
+    with ended_by_interrupts():
+        try:
+            with quiet():
+                return _run(given)
+        except Exception as error:
+            return report_failure(error)
 
-        return int(memopt.main(args=given, prog_name="memopt", standalone_mode=False) or 0)
-    except Exception as error:
-        if debug:
-            raise
-        return report_failure(error)
+
+def _run(arguments: list[str]) -> int:
+    # Imported here, so that an interrupt during the imports is answered too.
+    from memopt.cli.commands import memopt
+
+    return int(memopt.main(args=arguments, prog_name="memopt", standalone_mode=False) or 0)

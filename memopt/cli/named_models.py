@@ -147,7 +147,8 @@ def _as_usage_error(sentence: str) -> Iterator[None]:
         line = error.__traceback__
         while line is not None and line.tb_next is not None:
             line = line.tb_next
-        place = f" (line {line.tb_lineno} of {Path(line.tb_frame.f_code.co_filename).name})" if line else ""
+        file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
+        place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
         raise UsageError(sentence % one_line(error) + place) from error
 
 

@@ -22,6 +22,7 @@ Facts = dict[str, Any]
 """The attributes of a node of `Plan.networkx`."""
 
 ROWS = 15
+_NEEDED = ("saved", "recomputed", "offloaded", "output")
 _WHY = {
     "saved": "the backward reads it, and the budget has room to hold it: recomputing it would add time",
     "recomputed": "the backward reads it, and its memory is needed for other values meanwhile; of all values to "
@@ -47,16 +48,19 @@ class Story:
 
 
 def values_table(plan: Plan) -> Table:
-    """The ops whose values take the most memory, the equal ones of a model's blocks in one row."""
+    """The forward's largest values among those that the backward or the caller needs, the equal ones of a model's
+    blocks in one row."""
     groups: dict[tuple[Any, ...], list[tuple[str, Facts]]] = defaultdict(list)
     for name, facts in plan.networkx().nodes(data=True):
-        if facts["half"] == "forward" and facts["bytes"]:
+        if facts["half"] == "forward" and facts["bytes"] and facts["fate"] in _NEEDED:
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", facts["module"])
             groups[facts["operator"], module, facts["source"], facts["fate"]].append((name, facts))
-    title = f"The largest values of the forward, by what happens to them ({ROWS} of {len(groups)} rows)"
+    title = (
+        f"The largest values that the backward needs, and their fate ({min(ROWS, len(groups))} of {len(groups)} rows)"
+    )
     table = Table(title=title, title_justify="left")
-    for column in ("op", "module"):
-        table.add_column(column, overflow="fold")
+    table.add_column("op", no_wrap=True)
+    table.add_column("module", overflow="fold")
     for column in ("values", "bytes", "time"):
         table.add_column(column, justify="right")
     table.add_column("fate")
@@ -75,7 +79,7 @@ def story_of(plan: Plan, wanted: str) -> Story:
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
         raise UsageError(f"no op is named {wanted!r}, nor a part of an operator or a module ({known}, …)")
-    computed = [name for name in found if graph.nodes[name]["half"] != "input"] or found
+    computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
     if len(computed) > 1:
         return _several(wanted, [(name, graph.nodes[name]) for name in computed])
     name = computed[0]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
-from memopt.show.report import as_text
-
 if TYPE_CHECKING:
     from memopt.errors import BudgetError
     from memopt.planning.plan import Plan
@@ -26,6 +24,8 @@ def show(*parts: RenderableType) -> None:
         for part in parts:
             console.print(part)
         return
+    from memopt.show.report import as_text  # loads torch, which help texts do without
+
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) else _WIDTH_OF_FILES
     print(as_text(*parts, width=width))

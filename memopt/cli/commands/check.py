@@ -20,7 +20,7 @@ _GRADIENT_ERROR = 1e-3
 @click.command("check")
 @takes_job
 def command(job: Job) -> int | None:
-    """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
+    r"""Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
     account and with the plain model.
 
     Needs the memory of the plain step beside the budget. Ends with 1 if the step held more than the budget, or if its
@@ -28,7 +28,8 @@ def command(job: Job) -> int | None:
 
     \b
     Example:
-      memopt check gpt2 --set n_layer=2 --set n_embd=64 --shape input_ids=2x64 --budget-gb 0.5 --precision fp32
+      memopt check gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 \
+        --shape input_ids=2x64 --budget-gb 0.1 --precision fp32
     """
     prepared = job.prepare()
     account, comparison = _trained(prepared)

@@ -20,7 +20,7 @@ def command(job: Job, multiple_of: int, at_most: int | None, max_added_time: flo
 
     \b
     Example:
-      memopt max-batch gpt2 --set n_layer=2 --device rtx-3060 --shape input_ids=1x256 --multiple-of 8
+      memopt max-batch gpt2 --set n_layer=1 --budget-gb 4 --device rtx-3060 --at-most 24 --multiple-of 8
     """
     import memopt
     from memopt.cli.failures import DOES_NOT_FIT

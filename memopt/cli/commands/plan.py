@@ -14,12 +14,14 @@ from memopt.cli.planned import planned
 @takes_job
 @click.option("--save", metavar="FILE", help="Also write the plan to a file that memopt.Plan.load reads.")
 def command(job: Job, save: str | None) -> int | None:
-    """Plan a training step of MODEL within a budget, and show where every byte goes.
+    r"""Plan a training step of MODEL within a budget, and show where every byte goes.
 
     \b
     Examples:
       memopt plan gpt2 --budget-gb 8 --shape input_ids=4x512:int64 --device rtx-4090
-      memopt plan torchvision.models:resnet50 --shape 32x3x224x224 --shape target=32:int64 --loss cross_entropy
+      memopt plan vit --budget-gb 4 --shape pixel_values=32x3x224x224 --device t4 --effort fast
+      memopt plan torch.nn:TransformerEncoderLayer --set d_model=512 --set nhead=8 \
+        --shape 128x32x512 --shape target=128x32x512 --loss mse_loss --device l4
     """
     from memopt.show.report import parts
 
