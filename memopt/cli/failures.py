@@ -69,7 +69,7 @@ def quiet() -> Iterator[None]:
     """Context without the logs and warnings of libraries, which print tracebacks of errors that are reported anyway;
     memopt's own warnings are one line each."""
 
-    def one_sentence(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+    def one_sentence(message: Warning | str, _category: object, filename: str, *_: object, **__: object) -> None:
         if Path(filename).is_relative_to(Path(__file__).parents[1]):
             print(f"memopt: warning: {message}", file=sys.stderr)
 
@@ -77,7 +77,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = one_sentence
+            warnings.showwarning = one_sentence  # type: ignore[assignment]
             yield
     finally:
         logging.disable(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,7 +47,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
         raise UsageError(
             f"models by name, such as {name!r}, need transformers: pip install 'memopt[huggingface]'"
         ) from error
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     make_config, kind = _configuration(transformers, name)
 
     def build() -> nn.Module:
@@ -81,7 +82,7 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[[], Any], Any
     wanted = _plain(name)
     for known in types:
         if _plain(known) == wanted:
-            return (lambda: transformers.AutoConfig.for_model(known)), None
+            return functools.partial(transformers.AutoConfig.for_model, known), None
     kind = getattr(transformers, name, None) if re.fullmatch(r"[A-Z]\w+", name) else None
     if kind is not None and getattr(kind, "config_class", None) is not None:
         return kind.config_class, kind
@@ -102,7 +103,7 @@ def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None
     """Raise `UsageError` for a setting that the configuration does not have."""
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
     for field in settings:
-        if field not in known:
+        if field not in known and not hasattr(config, field):
             close = difflib.get_close_matches(field, known, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             raise UsageError(f"--set: the configuration of {name} has no {field!r}{meant}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -32,8 +32,8 @@ _ARGUMENTS = (
     click.argument("model", metavar="MODEL"),
     click.option(
         "--shape", "shapes", multiple=True, metavar="NAME=SIZES:DTYPE",
-        help="Shape of one input, such as input_ids=8x1024:int64; repeatable. Language models have defaults, and labels "
-        "are added where the model takes them. Without NAME= inputs are positional.",
+        help="Shape of one input, such as input_ids=8x1024:int64; repeatable. Language models have defaults, and "
+        "labels are added where the model takes them. Without NAME= inputs are positional.",
     ),
     click.option(
         "--set", "settings", multiple=True, metavar="NAME=VALUE",
@@ -102,7 +102,6 @@ class Job:
     def options(self) -> PlanOptions:
         """The options of `memopt.plan`, without the device. Raises `UsageError`."""
         from memopt.cli.named_models import named_function
-        from memopt.planning.options import PlanOptions
 
         options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}
         options["optimizer"] = None if self.optimizer.lower() == "none" else self.optimizer
@@ -110,7 +109,7 @@ class Job:
             options["allow"] = _allowed(self.allow)
         if self.loss is not None:
             options["loss_fn"] = named_function(self.loss)
-        return PlanOptions(**options)
+        return cast("PlanOptions", options)
 
 
 @dataclass(frozen=True)

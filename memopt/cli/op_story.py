@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -59,11 +60,11 @@ def values_table(plan: Plan) -> Table:
         f"The largest values that the backward needs, and their fate ({min(ROWS, len(groups))} of {len(groups)} rows)"
     )
     table = Table(title=title, title_justify="left")
-    table.add_column("op", no_wrap=True)
+    table.add_column("op", overflow="fold", max_width=24)
     table.add_column("module", overflow="fold")
     for column in ("values", "bytes", "time"):
-        table.add_column(column, justify="right")
-    table.add_column("fate")
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fate", no_wrap=True)
     by_size = sorted(groups.items(), key=lambda entry: -sum(facts["bytes"] for _, facts in entry[1]))
     for (_, module, _, fate), nodes in by_size[:ROWS]:
         seconds = sum(facts["seconds"] for _, facts in nodes)
@@ -107,12 +108,14 @@ def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> Story:
 
 def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> Story:
     value = _value(plan, name, facts["region"])
+    held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
     rows = {
-        "operator": f"{_short(facts['operator']) or facts['kind']}, in the {facts['half']}".replace("the input", "inputs"),
+        "operator": _short(facts["operator"]) or facts["kind"],
+        "half": facts["half"],
         "module": facts["module"] or "(model)",
         "source": _source(facts["source"]),
         "value": value,
-        "bytes": f"{size(facts['bytes'])}, of which {size(facts['held_bytes'])} are held until the backward",
+        "bytes": f"{size(facts['bytes'])}, {held} held until the backward".replace("–, none", "none"),
         "time": f"{duration(facts['seconds'])} for one run"
         + (f"; runs {facts['recomputed']} more time{'s' * (facts['recomputed'] > 1)}, in the backward, which adds "
            f"{duration(facts['seconds'] * facts['recomputed'])}" if facts["recomputed"] else ""),
@@ -136,7 +139,7 @@ def _value(plan: Plan, name: str, region: int) -> str:
     graphs = plan.graphs["captured"]
     local = name.removeprefix(f"{region}.") if len(graphs) > 1 else name
     value = next((node.meta.get("val") for node in graphs[region].graph.nodes if node.name == local), None)
-    if not hasattr(value, "dtype"):
+    if not isinstance(value, torch.Tensor):
         return ""
     return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or 'scalar'}"
 
