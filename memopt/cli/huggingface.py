@@ -52,13 +52,12 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
     def build() -> nn.Module:
         try:
-            config = make_config()
+            plain = make_config()
         except Exception as error:
             raise UsageError(f"the configuration of {name} cannot be used: {one_line(error)}") from error
-        _check_settings(config, settings, name)
+        _check_settings(plain, settings, name)
         try:
-            for field, value in settings.items():
-                setattr(config, field, value)
+            config = make_config(**settings)  # not set afterwards: other fields may depend on them
             head = kind or _head(transformers, config)
             return head._from_config(config) if hasattr(head, "_from_config") else head.from_config(config)
         except UsageError:
@@ -69,15 +68,15 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
     return build
 
 
-def _configuration(transformers: Any, name: str) -> tuple[Callable[[], Any], Any]:
-    """A function that makes the configuration, and the class of the model where the name says it, else None."""
+def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
+    """A function that makes the configuration from the fields to change, and the class of the model where the name says it, else None."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json":
         if not path.is_file():
             raise UsageError(f"there is no file {path}")
-        return (lambda: transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)), None
+        return functools.partial(transformers.AutoConfig.from_pretrained, str(path), local_files_only=True), None
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
     wanted = _plain(name)
     for known in types:
