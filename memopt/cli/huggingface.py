@@ -69,7 +69,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
 
 def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """A function that makes the configuration from the fields to change, and the class of the model where the name says it, else None."""
+    """A function that makes the configuration from the fields to change, and the class of the model where the name says it,
+    else None."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"

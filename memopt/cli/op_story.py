@@ -61,7 +61,7 @@ def values_table(plan: Plan) -> Table:
     )
     table = Table(title=title, title_justify="left")
     table.add_column("op", overflow="fold", max_width=24)
-    table.add_column("module", overflow="fold")
+    table.add_column("module", overflow="fold", min_width=20)
     for column in ("values", "bytes", "time"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fate", no_wrap=True)

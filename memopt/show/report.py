@@ -16,6 +16,8 @@ from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+# Names of modules are not folded to fewer columns, however narrow the terminal is.
+_MODULE_WIDTH = 24
 
 
 def render(plan: PlanFigures, width: int = 110) -> str:
@@ -80,11 +82,13 @@ def bytes_table(plan: PlanFigures) -> Table:
 
 def _module_table(plan: PlanFigures) -> Table:
     table = Table(title="What each module saves for the backward, and recomputes", title_justify="left")
-    table.add_column("module", overflow="fold")
+    rows = alike(folded(plan.modules))
+    longest = max((len(row.path) for row, *_ in rows), default=0)
+    table.add_column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
     offloads = bool(plan.moved_bytes)
     for title in ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
-    for row, last, times in alike(folded(plan.modules)):
+    for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
             (row.path or "(model)") + others,
