@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 
 # The heads that train on a loss of their own, in the order in which a model type is looked up among them.
 _HEADS = (
-    "AutoModelForMaskedLM",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForImageClassification",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForCTC",
-    "AutoModelForImageTextToText",
-    "AutoModelForSequenceClassification",
-    "AutoModelForAudioClassification",
-    "AutoModelForSemanticSegmentation",
-    "AutoModelForPreTraining",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+    "CTC",
+    "IMAGE_TEXT_TO_TEXT",
+    "SEQUENCE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
 )
-_DECODED_HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_DECODED_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
 
 def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -58,8 +57,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
         _check_settings(plain, settings, name)
         try:
             config = make_config(**settings)  # not set afterwards: other fields may depend on them
-            head = kind or _head(transformers, config)
-            return head._from_config(config) if hasattr(head, "_from_config") else head.from_config(config)
+            model: nn.Module = (kind or _head(transformers, config))(config)
+            return model
         except UsageError:
             raise
         except Exception as error:
@@ -69,8 +68,8 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
 
 def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """A function that makes the configuration from the fields to change, and the class of the model where the name says it,
-    else None."""
+    """A function that makes the configuration from the fields to change, and the class of the model where the
+    name says it, else None."""
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -114,17 +113,12 @@ def _head(transformers: Any, config: Any) -> Any:
     for named in config.architectures or ():
         if hasattr(transformers, named):
             return getattr(transformers, named)
-    for head in _heads(transformers, decoded=bool(getattr(config, "is_encoder_decoder", False))):
-        if type(config) in head._model_mapping:
-            return head
+    first = _DECODED_HEADS if getattr(config, "is_encoder_decoder", False) else ()
+    for name in dict.fromkeys([*first, *_HEADS]):
+        classes = getattr(transformers, f"MODEL_FOR_{name}_MAPPING", {})
+        if type(config) in classes:
+            return classes[type(config)]
     raise UsageError(
         f"{config.model_type} has no head with a loss that memopt knows; name a class of transformers, or write a "
         "function that builds the model and name it as file.py:function"
     )
-
-
-def _heads(transformers: Any, *, decoded: bool) -> Iterator[Any]:
-    """The automatic classes in the order in which to ask them; those of encoder-decoders first where it is one."""
-    for name in dict.fromkeys([*(_DECODED_HEADS if decoded else ()), *_HEADS]):
-        if hasattr(transformers, name):
-            yield getattr(transformers, name)

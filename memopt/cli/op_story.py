@@ -62,14 +62,13 @@ def values_table(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("op", overflow="fold", max_width=24)
     table.add_column("module", overflow="fold", min_width=20)
-    for column in ("values", "bytes", "time"):
+    for column in ("values", "bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fate", no_wrap=True)
     by_size = sorted(groups.items(), key=lambda entry: -sum(facts["bytes"] for _, facts in entry[1]))
     for (_, module, _, fate), nodes in by_size[:ROWS]:
-        seconds = sum(facts["seconds"] for _, facts in nodes)
         total = size(sum(facts["bytes"] for _, facts in nodes))
-        table.add_row(nodes[0][0], module or "(model)", str(len(nodes)), total, duration(seconds), fate)
+        table.add_row(nodes[0][0], module or "(model)", str(len(nodes)), total, fate)
     return table
 
 
