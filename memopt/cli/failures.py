@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-FITS, FAILED, BAD_USAGE, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
 
 
 class UsageError(ValueError):
@@ -103,4 +103,6 @@ def ended_by_interrupts() -> Iterator[None]:
 def _interrupted(_signal: int, _frame: FrameType | None) -> None:
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a spinner may have hidden it
     os.write(2, f"{show_cursor}\nmemopt: interrupted\n".lstrip("\n").encode())
-    os._exit(INTERRUPTED)
+    # Ended by the signal itself, as shells expect: they report 130.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with `arguments` (default: those of this process) and return its exit code.
 
     0: the step fits, or the command had nothing to judge. 1: the model cannot be planned, or a check failed. 2: bad
-    usage. 3: no plan fits the budget. 130: interrupted.
+    usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
 
     With "--debug" among the arguments, failures are raised with their traceback.
     """

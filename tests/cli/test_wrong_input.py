@@ -120,12 +120,12 @@ def test_a_shape_that_the_forward_cannot_take(capfd: pytest.CaptureFixture[str])
 def test_an_interrupt_in_the_middle(folder: Path) -> None:
     """Once while the file is imported, that is before anything of torch is, once while the step is planned."""
     (folder / "slow.py").write_text(f"import time\nprint('imported', flush=True)\ntime.sleep(30)\n{SMALL}")
-    assert interrupted(folder, "slow.py:small") == (130, ["imported", "memopt: interrupted"])
+    assert interrupted(folder, "slow.py:small") == (-signal.SIGINT, ["imported", "memopt: interrupted"])
     forward = SMALL + "\nclass Slow(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"
     (folder / "later.py").write_text(
         forward + "\ndef small():\n    print('imported', flush=True)\n    return nn.Sequential(*[Slow(64, 64)] * 300)\n"
     )
-    assert interrupted(folder, "later.py:small", wait=1.5) == (130, ["imported", "memopt: interrupted"])
+    assert interrupted(folder, "later.py:small", wait=1.5) == (-signal.SIGINT, ["imported", "memopt: interrupted"])
 
 
 def interrupted(folder: Path, model: str, wait: float = 0.0) -> tuple[int, list[str]]:
