@@ -16,14 +16,21 @@ from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+# Names of modules are not folded to fewer columns, however narrow the terminal is.
+_MODULE_WIDTH = 24
 
 
 def render(plan: PlanFigures, width: int = 110) -> str:
     """A headline, the bytes at the peak, the levers, and a row per module, as text of `width` columns."""
+    return as_text(*parts(plan), width=width)
+
+
+def parts(plan: PlanFigures) -> list[RenderableType]:
+    """What `render` shows, as sentences and rich tables."""
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
-    return as_text(_headline(plan), *offloads, _bytes_table(plan), *receipt, _module_table(plan), *notes, width=width)
+    return [headline(plan), *offloads, bytes_table(plan), *receipt, _module_table(plan), *notes]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -35,7 +42,8 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def _headline(plan: PlanFigures) -> str:
+def headline(plan: PlanFigures) -> str:
+    """The plan in one sentence: its peak within the budget, and its added time."""
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
         f"peak {size(plan.planned.peak_bytes)}, {plan.planned.peak_bytes / plan.budget_bytes:.1%} of the budget of "
@@ -54,7 +62,8 @@ def _offload_line(plan: PlanFigures) -> str:
     )
 
 
-def _bytes_table(plan: PlanFigures) -> Table:
+def bytes_table(plan: PlanFigures) -> Table:
+    """The bytes of each row of the account at the peak, as captured and as planned."""
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
     for title in ("as captured", "planned"):
@@ -73,11 +82,13 @@ def _bytes_table(plan: PlanFigures) -> Table:
 
 def _module_table(plan: PlanFigures) -> Table:
     table = Table(title="What each module saves for the backward, and recomputes", title_justify="left")
-    table.add_column("module", overflow="fold")
+    rows = alike(folded(plan.modules))
+    longest = max((len(row.path) for row, *_ in rows), default=0)
+    table.add_column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
     offloads = bool(plan.moved_bytes)
     for title in ("ops", "saved", *["offloaded"] * offloads, "ops recomputed", "recomputed", "time", "added"):
         table.add_column(title, justify="right")
-    for row, last, times in alike(folded(plan.modules)):
+    for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
         table.add_row(
             (row.path or "(model)") + others,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
@@ -18,8 +19,13 @@ ROWS = 16
 
 def render(frontier: CurveFigures, width: int = 110) -> str:
     """A headline, the curve, and the recipes beside it, as text of `width` columns."""
+    return as_text(*parts(frontier), width=width)
+
+
+def parts(frontier: CurveFigures) -> list[RenderableType]:
+    """What `render` shows, as sentences and rich tables."""
     notes = (f"note: {note}" for note in frontier.notes)
-    return as_text(_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes, width=width)
+    return [_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes]
 
 
 def _headline(frontier: CurveFigures) -> str:

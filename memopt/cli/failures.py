@@ -1,0 +1,108 @@
+"""What the command says and which exit code it ends with when something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
+
+
+class UsageError(ValueError):
+    """An argument of the command that cannot be used; the message says which one and what is expected."""
+
+
+def report_failure(error: Exception) -> int:
+    """Write one sentence about an error to stderr and return the exit code for it."""
+    code, sentence = _failure(error)
+    print(f"memopt: {' '.join(sentence.split())}", file=sys.stderr)
+    return code
+
+
+def _failure(error: Exception) -> tuple[int, str]:
+    """The exit code for an error, and the sentence about it."""
+    import click
+
+    from memopt.errors import BudgetError, CaptureError
+
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "memopt"
+        return BAD_USAGE, f"{error.format_message()} ({command} --help lists what it takes)"
+    if isinstance(error, click.ClickException):
+        return BAD_USAGE, error.format_message()
+    if isinstance(error, BudgetError):
+        return DOES_NOT_FIT, str(error)
+    if isinstance(error, CaptureError):
+        return FAILED, str(error)
+    if isinstance(error, (ValueError, TypeError)) and _raised_by_memopt(error):
+        return BAD_USAGE, str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return BAD_USAGE, f"{error.filename}: {error.strerror}"
+    return FAILED, f"{one_line(error)} (--debug shows the traceback)"
+
+
+def _raised_by_memopt(error: Exception) -> bool:
+    """Whether memopt itself raised the error, so that its message is a sentence for users, rather than some library or
+    the model's own code."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("memopt.")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context without the logs and warnings of libraries, which print tracebacks of errors that are reported anyway;
+    memopt's own warnings are one line each."""
+
+    def one_sentence(message: Warning | str, _category: object, filename: str, *_: object, **__: object) -> None:
+        if Path(filename).is_relative_to(Path(__file__).parents[1]):
+            print(f"memopt: warning: {message}", file=sys.stderr)
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = one_sentence  # type: ignore[assignment]
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Context in which Ctrl-C ends the process with one sentence, wherever it is.
+
+    A `KeyboardInterrupt` would not do: raised within a finalizer or a callback it is printed and forgotten, and raised
+    within an import it can become another error. Files are written whole or not at all, so none is left broken.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(_signal: int, _frame: FrameType | None) -> None:
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a spinner may have hidden it
+    os.write(2, f"{show_cursor}\nmemopt: interrupted\n".lstrip("\n").encode())
+    # Ended by the signal itself, as shells expect: they report 130.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,124 @@
+"""Architectures of `transformers` with random weights, by the name of a model type, a class or a configuration file."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.cli.failures import UsageError, one_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# The heads that train on a loss of their own, in the order in which a model type is looked up among them.
+_HEADS = (
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "SPEECH_SEQ_2_SEQ",
+    "CTC",
+    "IMAGE_TEXT_TO_TEXT",
+    "SEQUENCE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+    "SEMANTIC_SEGMENTATION",
+)
+_DECODED_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+
+
+def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """A function that builds the architecture of that name with random weights; nothing is downloaded.
+
+    Args:
+        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), or the path of a
+            `config.json` or of its folder.
+        settings: fields of the configuration to change, by name.
+
+    Raises `UsageError`.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"models by name, such as {name!r}, need transformers: pip install 'memopt[huggingface]'"
+        ) from error
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    make_config, kind = _configuration(transformers, name)
+
+    def build() -> nn.Module:
+        try:
+            plain = make_config()
+        except Exception as error:
+            raise UsageError(f"the configuration of {name} cannot be used: {one_line(error)}") from error
+        _check_settings(plain, settings, name)
+        try:
+            config = make_config(**settings)  # not set afterwards: other fields may depend on them
+            model: nn.Module = (kind or _head(transformers, config))(config)
+            return model
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{name} cannot be built from its configuration: {one_line(error)}") from error
+
+    return build
+
+
+def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
+    """A function that makes the configuration from the fields to change, and the class of the model where the
+    name says it, else None."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}")
+        return functools.partial(transformers.AutoConfig.from_pretrained, str(path), local_files_only=True), None
+    types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    wanted = _plain(name)
+    for known in types:
+        if _plain(known) == wanted:
+            return functools.partial(transformers.AutoConfig.for_model, known), None
+    kind = getattr(transformers, name, None) if re.fullmatch(r"[A-Z]\w+", name) else None
+    if kind is not None and getattr(kind, "config_class", None) is not None:
+        return kind.config_class, kind
+    close = difflib.get_close_matches(name.lower(), types, n=3)
+    if close:
+        raise UsageError(f"no model is named {name!r}; did you mean {' or '.join(close)}?")
+    raise UsageError(
+        f"no model is named {name!r}: name a model type of transformers (gpt2, llama, bert, …), a config.json, "
+        "package.module:function or file.py:function"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None:
+    """Raise `UsageError` for a setting that the configuration does not have."""
+    known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
+    for field in settings:
+        if field not in known and not hasattr(config, field):
+            close = difflib.get_close_matches(field, known, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"--set: the configuration of {name} has no {field!r}{meant}")
+
+
+def _head(transformers: Any, config: Any) -> Any:
+    """The class to build: the first that the configuration names, else the first of the heads that its type has."""
+    for named in config.architectures or ():
+        if hasattr(transformers, named):
+            return getattr(transformers, named)
+    first = _DECODED_HEADS if getattr(config, "is_encoder_decoder", False) else ()
+    for name in dict.fromkeys([*first, *_HEADS]):
+        classes = getattr(transformers, f"MODEL_FOR_{name}_MAPPING", {})
+        if type(config) in classes:
+            return classes[type(config)]
+    raise UsageError(
+        f"{config.model_type} has no head with a loss that memopt knows; name a class of transformers, or write a "
+        "function that builds the model and name it as file.py:function"
+    )

@@ -1,0 +1,166 @@
+"""The options that all planning commands share, and the model, inputs and options that they stand for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from memopt.cli.failures import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from memopt.cli.shapes import Shapes
+    from memopt.planning.options import PlanOptions
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
+
+
+def _cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """The names of cards that complete what was typed, for the shell."""
+    from memopt.device import known_hardware
+
+    return [name for name in known_hardware() if name.startswith(incomplete)]
+
+
+_ARGUMENTS = (
+    click.argument("model", metavar="MODEL"),
+    click.option(
+        "--shape", "shapes", multiple=True, metavar="NAME=SIZES:DTYPE",
+        help="Shape of one input, such as input_ids=8x1024:int64; repeatable. Language models have defaults, and "
+        "labels are added where the model takes them. Without NAME= inputs are positional.",
+    ),
+    click.option(
+        "--set", "settings", multiple=True, metavar="NAME=VALUE",
+        help="A field of the architecture's configuration (n_layer=4), or a keyword of your function; repeatable.",
+    ),
+    click.option(
+        "--loss", metavar="FUNCTION",
+        help="Trains loss(model(inputs), target): a name of torch.nn.functional, or package.module:function; its "
+        "second argument is --shape target=….",
+    ),
+    click.option(
+        "--device", metavar="CARD", shell_complete=_cards,
+        help="The card to plan for: rtx-4090, h100, cpu, … (memopt cards). Default: this machine's.",
+    ),
+    click.option("--budget-gb", metavar="GB", help="GB of 1024³ bytes for the whole step. Default: the card's memory."),
+    click.option(
+        "--allow", metavar="LEVERS",
+        help="Levers that may be used, with commas between: recompute,reinplace, or default,fp8, or "
+        "default,-offload_activations. Default: default.",
+    ),
+    click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
+    click.option(
+        "--optimizer", default="adamw", metavar="NAME", show_default=True, help="A name of torch.optim, or none."
+    ),
+    click.option("--backend", type=click.Choice(("auto", "aten", "inductor")), default="auto", show_default=True),
+    click.option("--effort", type=click.Choice(("fast", "default", "best")), default="default", show_default=True),
+    click.option("--json", is_flag=True, help="Print the figures as JSON."),
+    click.option("--debug", is_flag=True, help="Show the traceback of a failure."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """The shared options as they are written."""
+
+    model: str
+    shapes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    loss: str | None = None
+    device: str | None = None
+    budget_gb: str | None = None
+    allow: str | None = None
+    precision: str = "auto"
+    optimizer: str = "adamw"
+    backend: str = "auto"
+    effort: str = "default"
+    json: bool = False
+    debug: bool = field(default=False, repr=False)
+
+    def prepare(self) -> Prepared:
+        """Read the options, build the model without memory, and find its inputs. Raises `UsageError`."""
+        from memopt.cli.default_shapes import with_defaults
+        from memopt.cli.named_cards import budget_gb, card_named
+        from memopt.cli.named_models import model_factory, on_meta
+        from memopt.cli.shapes import parse_shapes
+
+        card = card_named(self.device)
+        budget, options = budget_gb(self.budget_gb, card), self.options()
+        shapes = parse_shapes(self.shapes)
+        if self.loss is not None and "target" not in shapes:
+            raise UsageError("--loss needs --shape target=SIZES:DTYPE, the shape of its second argument")
+        build = model_factory(self.model, self.settings)
+        model = on_meta(build)
+        return Prepared(build, model, with_defaults(model, shapes), budget, {**options, "device": card})
+
+    def options(self) -> PlanOptions:
+        """The options of `memopt.plan`, without the device. Raises `UsageError`."""
+        from memopt.cli.named_models import named_function
+
+        options: dict[str, Any] = {"precision": self.precision, "backend": self.backend, "effort": self.effort}
+        options["optimizer"] = None if self.optimizer.lower() == "none" else self.optimizer
+        if self.allow is not None:
+            options["allow"] = _allowed(self.allow)
+        if self.loss is not None:
+            options["loss_fn"] = named_function(self.loss)
+        return cast("PlanOptions", options)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and its inputs, ready to be planned."""
+
+    build: Callable[[], nn.Module]
+    """Builds the model again, with memory."""
+    model: nn.Module
+    """On "meta", in training mode."""
+    shapes: Shapes
+    budget_gb: float
+    options: PlanOptions
+
+    def batch(self, make: Callable[[str], torch.Tensor]) -> Any:
+        """The example inputs as memopt takes them, of the tensors that `make` returns for the names of shapes."""
+        names = [name for name in self.shapes if not (name == "target" and "loss_fn" in self.options)]
+        positional = any(name.isdigit() for name in names)
+        inputs: Any = tuple(map(make, names)) if positional else {name: make(name) for name in names}
+        if "loss_fn" in self.options:
+            return (inputs[0] if positional and len(inputs) == 1 else inputs, make("target"))
+        return inputs
+
+    def meta_batch(self) -> Any:
+        """The example inputs without memory."""
+        return self.batch(lambda name: self.shapes[name].meta())
+
+
+def _allowed(written: str) -> frozenset[str]:
+    """The levers that are meant: names to add, "default" for those on by default, "-name" to take one away."""
+    from memopt import DEFAULT_LEVERS, LEVERS
+
+    allowed: set[str] = set()
+    for name in filter(None, map(str.strip, written.split(","))):
+        if name.lstrip("-") not in {*LEVERS, "default"}:
+            raise UsageError(f"--allow has no lever {name!r}; there are default, {', '.join(LEVERS)}")
+        allowed |= DEFAULT_LEVERS if name == "default" else set() if name.startswith("-") else {name}
+        allowed -= {name[1:]} if name.startswith("-") else set()
+    return frozenset(allowed)
+
+
+def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Decorates a command that takes a `Job` first: gives it the shared options, which then arrive as that job."""
+    shared = [one.name for one in fields(Job)]
+
+    @functools.wraps(command)
+    def with_job(**values: Any) -> int | None:
+        job = Job(**{name: values.pop(name) for name in shared})
+        return command(job, **values)
+
+    decorated = with_job
+    for option in reversed(_ARGUMENTS):
+        decorated = option(decorated)
+    return decorated

@@ -1,0 +1,35 @@
+"""Where the command `memopt` starts: runs a subcommand, and ends with its exit code, or with one sentence on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from memopt.cli.failures import ended_by_interrupts, quiet, report_failure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with `arguments` (default: those of this process) and return its exit code.
+
+    0: the step fits, or the command had nothing to judge. 1: the model cannot be planned, or a check failed. 2: bad
+    usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
+
+    With "--debug" among the arguments, failures are raised with their traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    if debug:
+        return _run(given)
+    with ended_by_interrupts():
+        try:
+            with quiet():
+                return _run(given)
+        except Exception as error:
+            return report_failure(error)
+
+
+def _run(arguments: list[str]) -> int:
+    # Imported here, so that an interrupt during the imports is answered too.
+    from memopt.cli.commands import memopt
+
+    return int(memopt.main(args=arguments, prog_name="memopt", standalone_mode=False) or 0)

@@ -1,0 +1,159 @@
+"""Models by the names that the command line takes: a function of a module or of a file, or an architecture."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.cli.failures import UsageError, one_line
+from memopt.cli.huggingface import architecture
+
+Factory = Callable[[], nn.Module]
+
+
+def model_factory(name: str, settings: Iterable[str]) -> Factory:
+    """A function that builds the model of that name: see `MODEL` in the help text.
+
+    Args:
+        settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
+
+    Raises `UsageError` for a name or a setting that cannot be used, also when the user's file raises.
+    """
+    values = dict(map(_setting, settings))
+    module, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        module, colon, attribute = name, ":", ""
+    if not colon:
+        return architecture(name, values)
+    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
+    found = _attribute(loaded, attribute, name)
+
+    def build() -> nn.Module:
+        with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
+            return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
+
+    return build
+
+
+def on_meta(build: Factory) -> nn.Module:
+    """The model in training mode without memory for its parameters; where a model cannot be built so, it is built on
+    the CPU first, and a line on stderr says so."""
+    try:
+        with torch.device("meta"):
+            model = build()
+    except UsageError as error:
+        model = build()
+        print(f"memopt: built on the CPU, since building without memory failed: {error}", file=sys.stderr)
+    return model.to("meta").train()
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """A loss function: a name of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
+    `file.py:function`. Raises `UsageError`."""
+    if ":" not in name:
+        found = getattr(torch.nn.functional, name, None)
+        if not callable(found):
+            raise UsageError(f"--loss: torch.nn.functional has no {name!r}; cross_entropy and mse_loss are some it has")
+        return found
+    module, _, attribute = name.rpartition(":")
+    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+        loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
+    function: Callable[..., Any] = _attribute(loaded, attribute, name)
+    return function
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A "name=value" text as name and Python value; text that is no Python literal stays text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"--set takes NAME=VALUE, such as n_layer=4, not {text!r}")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _import(name: str) -> ModuleType:
+    """A module by its dotted name, looked for in the current folder too."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {name!r} (in Python's path or in this folder)") from None
+        raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module that a Python file makes; modules beside it can be imported by it."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # classes of the file are looked up by the name of their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, name: str, written: str) -> Any:
+    """The attribute of that name; for no name, the only function or model class that the file itself defines."""
+    own = [key for key, value in vars(module).items() if _makes_model(value, module) and not key.startswith("_")]
+    if not name and len(own) == 1:
+        name = own[0]
+    if not hasattr(module, name):
+        has = f"; it defines {', '.join(own)}" if own else ""
+        wanted = f"{written} has no {name!r}" if name else f"{written}: name a function of the file after a colon"
+        raise UsageError(wanted + has)
+    return getattr(module, name)
+
+
+def _makes_model(value: Any, module: ModuleType) -> bool:
+    kind = inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module))
+    return kind and value.__module__ == module.__name__
+
+
+def _checked(model: Any, name: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} must give a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+@contextlib.contextmanager
+def _as_usage_error(sentence: str) -> Iterator[None]:
+    """Context in which whatever the user's code raises becomes a `UsageError`: `sentence` with the error for "%s"."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
+        place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
+        raise UsageError(sentence % one_line(error) + place) from error
+
+
+@contextlib.contextmanager
+def _own_output() -> Iterator[None]:
+    """Context in which what the user's code prints goes to stderr, since stdout is the command's answer."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

@@ -1,0 +1,155 @@
+"""What a plan does with the values of a step: the largest ones in a table, and the story of one op."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from memopt.cli.failures import UsageError
+from memopt.units import duration, size
+
+if TYPE_CHECKING:
+    from memopt.planning.plan import Plan
+
+Facts = dict[str, Any]
+"""The attributes of a node of `Plan.networkx`."""
+
+ROWS = 15
+_NEEDED = ("saved", "recomputed", "offloaded", "output")
+_WHY = {
+    "saved": "the backward reads it, and the budget has room to hold it: recomputing it would add time",
+    "recomputed": "the backward reads it, and its memory is needed for other values meanwhile; of all values to "
+    "recompute, these add the least time that was found for this budget",
+    "offloaded": "the backward reads it, and copying it to the host and back takes less time than recomputing it",
+    "output": "the caller gets it",
+    "gradient": "it is the gradient of a parameter or an input, which the optimiser reads",
+    "temporary": "it is freed after its last reader, in the same half of the step that makes it",
+    "alias": "it is a view of another value's memory and makes none",
+    "fused": "it runs as a part of the ops that read it, and makes no memory",
+    "input": "it is there before the step begins",
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a plan does with one op, or which ops a name may mean."""
+
+    figures: Any
+    """For JSON."""
+    parts: list[RenderableType]
+    """For people."""
+
+
+def values_table(plan: Plan) -> Table:
+    """The forward's largest values among those that the backward or the caller needs, the equal ones of a model's
+    blocks in one row."""
+    groups: dict[tuple[Any, ...], list[tuple[str, Facts]]] = defaultdict(list)
+    for name, facts in plan.networkx().nodes(data=True):
+        if facts["half"] == "forward" and facts["bytes"] and facts["fate"] in _NEEDED:
+            module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", facts["module"])
+            groups[facts["operator"], module, facts["source"], facts["fate"]].append((name, facts))
+    title = (
+        f"The largest values that the backward needs, and their fate ({min(ROWS, len(groups))} of {len(groups)} rows)"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("op", overflow="fold", max_width=24)
+    table.add_column("module", overflow="fold", min_width=20)
+    for column in ("values", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fate", no_wrap=True)
+    by_size = sorted(groups.items(), key=lambda entry: -sum(facts["bytes"] for _, facts in entry[1]))
+    for (_, module, _, fate), nodes in by_size[:ROWS]:
+        total = size(sum(facts["bytes"] for _, facts in nodes))
+        table.add_row(nodes[0][0], module or "(model)", str(len(nodes)), total, fate)
+    return table
+
+
+def story_of(plan: Plan, wanted: str) -> Story:
+    """The story of the op of that name; where several are meant, a table of them. Raises `UsageError` for none."""
+    graph = plan.networkx()
+    found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
+    if not found:
+        known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
+        raise UsageError(f"no op is named {wanted!r}, nor a part of an operator or a module ({known}, …)")
+    computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
+    if len(computed) > 1:
+        return _several(wanted, [(name, graph.nodes[name]) for name in computed])
+    name = computed[0]
+    reads, readers = list(graph.predecessors(name)), list(graph.successors(name))
+    return _one(plan, name, graph.nodes[name], reads, [(one, graph.nodes[one]["half"]) for one in readers])
+
+
+def _meant(facts: Facts, wanted: str) -> bool:
+    within = f".{facts['module']}."
+    return bool(facts["operator"]) and (wanted in facts["operator"] or f".{wanted.strip('.')}." in within)
+
+
+def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> Story:
+    table = Table(title=f"{len(nodes)} ops that {wanted!r} may mean: name one with --op", title_justify="left")
+    for column in ("op", "operator", "module"):
+        table.add_column(column, overflow="fold")
+    for column in ("bytes", "time"):
+        table.add_column(column, justify="right")
+    table.add_column("fate")
+    for name, facts in nodes:
+        row = (_short(facts["operator"]), facts["module"], size(facts["bytes"]), duration(facts["seconds"]))
+        table.add_row(name, *row, facts["fate"])
+    return Story([{"op": name, **facts} for name, facts in nodes], [table])
+
+
+def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> Story:
+    value = _value(plan, name, facts["region"])
+    held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
+    rows = {
+        "operator": _short(facts["operator"]) or facts["kind"],
+        "half": facts["half"],
+        "module": facts["module"] or "(model)",
+        "source": _source(facts["source"]),
+        "value": value,
+        "bytes": f"{size(facts['bytes'])}, {held} held until the backward".replace("–, none", "none"),
+        "time": f"{duration(facts['seconds'])} for one run"
+        + (f"; runs {facts['recomputed']} more time{'s' * (facts['recomputed'] > 1)}, in the backward, which adds "
+           f"{duration(facts['seconds'] * facts['recomputed'])}" if facts["recomputed"] else ""),
+        "host": f"{size(facts['offloaded_bytes'])} copied there and back" if facts["offloaded_bytes"] else "",
+        "fate": f"{facts['fate']}: {_WHY[facts['fate']]}",
+        "reads": ", ".join(reads),
+        "read by": ", ".join(f"{one} ({half})" for one, half in readers),
+    }  # fmt: skip
+    table = Table(title=f"{name}, planned for {plan.hardware}", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, text in rows.items():
+        if text:
+            table.add_row(title, text)
+    figures = {"op": name, **facts, "value": value, "why": _WHY[facts["fate"]], "reads": reads}
+    return Story({**figures, "read_by": [one for one, _ in readers]}, [table])
+
+
+def _value(plan: Plan, name: str, region: int) -> str:
+    """The dtype and sizes of a node's value in the captured graph; "" where it is no tensor."""
+    graphs = plan.graphs["captured"]
+    local = name.removeprefix(f"{region}.") if len(graphs) > 1 else name
+    value = next((node.meta.get("val") for node in graphs[region].graph.nodes if node.name == local), None)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or 'scalar'}"
+
+
+def _source(source: str | None) -> str:
+    """The line of the model's code, with its place."""
+    if source is None:
+        return ""
+    file, _, line = source.rpartition(":")
+    return f"{Path(file).name}:{line}  {linecache.getline(file, int(line)).strip()}".rstrip()
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten.").removesuffix(".default")

@@ -1,0 +1,71 @@
+"""What commands print: text and tables in the width of the terminal, or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+
+if TYPE_CHECKING:
+    from memopt.errors import BudgetError
+    from memopt.planning.plan import Plan
+
+_WIDTH_OF_FILES = 110
+
+
+def show(*parts: RenderableType) -> None:
+    """Print sentences and tables: coloured and in its width on a terminal, plain and 110 columns wide elsewhere (or as
+    wide as the environment's COLUMNS says)."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        for part in parts:
+            console.print(part)
+        return
+    from memopt.show.report import as_text  # loads torch, which help texts do without
+
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) else _WIDTH_OF_FILES
+    print(as_text(*parts, width=width))
+
+
+def show_json(figures: Any) -> None:
+    """Print figures as JSON."""
+    print(json.dumps(figures, indent=2, ensure_ascii=False))
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """The figures of a plan: bytes, seconds, shares as fractions, GB of 1024³ bytes."""
+    return {
+        "fits": True,
+        "model": plan.model,
+        "device": plan.hardware,
+        "budget_gb": plan.budget_bytes / 1024**3,
+        "peak_gb": plan.predicted_peak_gb,
+        "plain_peak_gb": plan.plain_peak_gb,
+        "step_seconds": plan.step_seconds,
+        "added_time": plan.added_time,
+        "added_time_at_least": plan.bound,
+        "method": plan.method,
+        "levers": list(plan.levers),
+        "optimizer_levers": list(plan.proposals),
+        "host_bytes": plan.host_bytes,
+        "bytes_at_the_peak": {"as_captured": dict(plan.plain.rows), "planned": dict(plan.planned.rows)},
+        "receipt": [dataclasses.asdict(row) for row in plan.receipt],
+        "modules": [dataclasses.asdict(row) for row in plan.modules],
+        "notes": list(plan.notes),
+    }
+
+
+def refusal_figures(error: BudgetError) -> dict[str, Any]:
+    """What a refusal says: the smallest budget that works, and which levers would help."""
+    return {
+        "fits": False,
+        "budget_gb": error.budget_gb,
+        "smallest_gb": error.smallest_gb,
+        "dominated_by": error.dominated_by,
+        "further": list(error.further),
+        "allow_also": [list(names) for names in error.proposals],
+    }

@@ -1,0 +1,117 @@
+"""Names of cards, models and shapes on the command line, and what commands print for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memopt import DEFAULT_LEVERS
+from memopt.cli.default_shapes import highest_values, with_defaults
+from memopt.cli.job import Job
+from memopt.cli.main import main
+from memopt.cli.named_cards import budget_gb, card_named
+from memopt.cli.named_models import model_factory, on_meta
+from memopt.cli.shapes import Shape, parse_shapes
+
+ROOT = Path(__file__).parents[2]
+TINY = ("n_layer=1", "n_embd=32", "n_head=2", "vocab_size=128")
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090"])
+def test_cards_by_forgiving_names(name: str) -> None:
+    assert card_named(name) == "rtx-4090"
+
+
+def test_the_budget_is_the_card_s_memory_unless_told() -> None:
+    assert budget_gb(None, "rtx-4090") == 24
+    assert [budget_gb(text, "h100") for text in ("8", "7.5", "8GB", ".5 GiB")] == [8, 7.5, 8, 0.5]
+
+
+def test_shapes() -> None:
+    assert parse_shapes(["input_ids=4x512", "x=2x3:bf16"]) == {
+        "input_ids": Shape((4, 512), torch.int64),
+        "x": Shape((2, 3), torch.bfloat16),
+    }
+    assert list(parse_shapes(["4x8", "target=4:int64"])) == ["0", "target"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "shapes"),
+    [
+        ("gpt2", "GPT2LMHeadModel", {"input_ids": (8, 512), "labels": (8, 512)}),
+        ("GPT-2", "GPT2LMHeadModel", {"input_ids": (8, 512), "labels": (8, 512)}),
+        ("llama", "LlamaForCausalLM", {"input_ids": (8, 512), "labels": (8, 512)}),
+        ("bert", "BertForMaskedLM", {"input_ids": (8, 512), "labels": (8, 512)}),
+        ("BertForSequenceClassification", "BertForSequenceClassification", {"input_ids": (8, 512), "labels": (8,)}),
+        ("t5", "T5ForConditionalGeneration", {"input_ids": (8, 512), "labels": (8, 512)}),
+        ("vit", "ViTForImageClassification", {"pixel_values": (8, 3, 224, 224), "labels": (8,)}),
+        ("whisper", "WhisperForConditionalGeneration", {"input_features": (8, 80, 3000), "labels": (8, 32)}),
+    ],
+)
+def test_architectures_and_their_inputs(name: str, kind: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """At full size, which takes no memory."""
+    model = on_meta(model_factory(name, ()))
+    assert type(model).__name__ == kind
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {key: shape.sizes for key, shape in with_defaults(model, {}).items()} == shapes
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=3, n_embd=32, n_head=2, architectures=["GPT2ForSequenceClassification"]).save_pretrained(
+        tmp_path
+    )
+    for name in (tmp_path, tmp_path / "config.json"):
+        model = on_meta(model_factory(str(name), ["num_labels=5"]))
+        assert type(model).__name__ == "GPT2ForSequenceClassification"
+        shapes = with_defaults(model, parse_shapes(["input_ids=2x16"]))
+        assert highest_values(model, shapes) == {"input_ids": 50257, "labels": 5}
+
+
+def test_a_model_that_cannot_be_built_without_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "looks_at_values.py"
+    file.write_text(
+        "import torch\n\ndef make():\n    return torch.nn.Linear(int(torch.ones(3).sum()), 2)\n", encoding="utf-8"
+    )
+    model = on_meta(model_factory(str(file), ()))
+    assert isinstance(model, nn.Linear)
+    assert model.weight.is_meta
+    assert model.in_features == 3
+    assert "built on the CPU" in capsys.readouterr().err
+
+
+def test_levers_to_add_and_to_take_away() -> None:
+    assert Job("gpt2", allow="default,fp8,-recompute").options()["allow"] == (DEFAULT_LEVERS | {"fp8"}) - {"recompute"}
+
+
+def test_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [text for one in TINY for text in ("--set", one)]
+    arguments = ["gpt2", *settings, "--shape", "input_ids=2x32", "--device", "cpu", "--budget-gb", "1", "--json"]
+    assert main(["plan", *arguments]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["fits"]
+    assert figures["peak_gb"] <= figures["budget_gb"] == 1
+    assert sum(figures["bytes_at_the_peak"]["planned"].values()) == round(figures["peak_gb"] * 1024**3)
+    assert main(["explain", *arguments, "--op", "h.0.mlp.c_fc"]) == 0
+    ops = json.loads(capsys.readouterr().out)
+    one = next(op for op in ops if "addmm" in op["operator"])
+    assert main(["explain", *arguments, "--op", one["op"]]) == 0
+    story = json.loads(capsys.readouterr().out)
+    assert story["fate"] == one["fate"]
+    assert story["bytes"] == one["bytes"]
+    assert story["value"].endswith("64x128")
+
+
+def test_help_loads_no_torch_and_memopt_no_command_line() -> None:
+    script = "import sys, memopt; print(sorted(name for name in sys.modules if name.startswith(('memopt.', 'click'))))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+    script = "import sys; from memopt.cli.main import main; main(['plan', '--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)

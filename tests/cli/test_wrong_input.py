@@ -1,0 +1,141 @@
+"""Wrong input ends with one sentence on stderr and its exit code, and with a traceback only for `--debug`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memopt.cli.failures import UsageError
+from memopt.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SMALL = "import torch\nfrom torch import nn\n\ndef small(width=64):\n    return nn.Linear(width, 8)\n"
+STEP = ("--shape", "4x64", "--shape", "target=4:int64", "--loss", "cross_entropy", "--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in with files of models."""
+    (tmp_path / "small.py").write_text(SMALL)
+    (tmp_path / "broken.py").write_text("print('begins')\nraise RuntimeError('no such luck\\nand more')\n")
+    (tmp_path / "syntax.py").write_text("def (:\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(7)\n")
+    (tmp_path / "raises.py").write_text("def make():\n    raise KeyError('weights')\n")
+    (tmp_path / "number.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "config.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+WRONG = {
+    ("gpt3",): "no model is named 'gpt3'; did you mean",
+    ("nothing-like-it",): "name a model type of transformers",
+    ("no_such_package:make",): "there is no module 'no_such_package'",
+    ("no_such_file.py:make",): "there is no file no_such_file.py",
+    ("config.json",): "the configuration of config.json cannot be used",
+    ("elsewhere/config.json",): "there is no file elsewhere/config.json",
+    ("small.py:big", *STEP): "small.py:big has no 'big'; it defines small",
+    ("broken.py:make", *STEP): "broken.py raised RuntimeError: no such luck when it was imported (line 2 of broken.py)",
+    ("syntax.py:make", *STEP): "syntax.py raised SyntaxError",
+    ("leaves.py:make", *STEP): "leaves.py raised SystemExit: 7",
+    ("raises.py:make", *STEP): "raises.py:make raised KeyError: 'weights' when it was called",
+    ("number.py:make", *STEP): "must give a torch.nn.Module, not int",
+    ("small.py:small", "--set", "height=3", *STEP): "unexpected keyword argument 'height'",
+    ("small.py:small", "--shape", "input=4y64"): "--shape takes NAME=SIZES:DTYPE",
+    ("small.py:small", "--shape", "input=4x0"): "a size of 0",
+    ("small.py:small", "--shape", "input=4x64:int65"): "no dtype 'int65'",
+    ("small.py:small", "--shape", "other=4x64"): "Linear takes no 'other'; its forward takes input",
+    ("small.py:small", "--shape", "input=4x64", "--shape", "4x64"): "name all shapes or none",
+    ("small.py:small",): "give the shapes of the inputs of Linear",
+    ("small.py:small", "--shape", "4x64", "--loss", "cross_entropy"): "--loss needs --shape target",
+    ("small.py:small", *STEP[:-2], "--device", "rtx-9999"): "no card is named 'rtx-9999'",
+    ("small.py:small", *STEP[:-2], "--device", "a100"): "may be a100-40 or a100-80",
+    ("small.py:small", *STEP, "--budget-gb", "lots"): "--budget-gb takes a number of gigabytes",
+    ("small.py:small", *STEP, "--budget-gb", "-3"): "--budget-gb takes a number of gigabytes",
+    ("small.py:small", *STEP, "--allow", "magic"): "--allow has no lever 'magic'",
+    ("small.py:small", *STEP, "--optimizer", "magic"): "torch.optim has no optimizer 'magic'",
+    ("small.py:small", *STEP, "--precision", "magic"): "Invalid value for '--precision'",
+    ("gpt2", "--set", "n_layr=2"): "has no 'n_layr'; did you mean 'n_layer'?",
+    ("gpt2", "--set", "n_layer"): "--set takes NAME=VALUE",
+    ("gpt2", "--set", "n_head=5"): "cannot be built from its configuration",
+    ("gpt2", "--no-such-option"): "--no-such-option",
+    (): "Missing argument 'MODEL'",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+@pytest.mark.usefixtures("folder")
+def test_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = [line for line in printed.err.splitlines() if line != "begins"]
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("memopt: ")
+    assert WRONG[arguments] in lines[0]
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plann"]) == 2
+    assert "No such command" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_debug_raises() -> None:
+    with pytest.raises(UsageError, match="no such luck") as raised:
+        main(["plan", "broken.py:make", *STEP, "--debug"])
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "small.py:small", *STEP, "--budget-gb", "0.00001"]
+    assert main(arguments) == 3
+    printed = capsys.readouterr()
+    assert "a budget of 0.00001 GB is too small for this step: the smallest that works is" in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert main([*arguments, "--json"]) == 3
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["fits"] is False
+    assert figures["smallest_gb"] > figures["budget_gb"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_shape_that_the_forward_cannot_take(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "small.py:small", "--shape", "4x65", *STEP[2:]]
+    assert main(arguments) == 1
+    error = capfd.readouterr().err
+    assert len(error.splitlines()) == 1, error
+    assert "[4, 65]" in error
+
+
+def test_an_interrupt_in_the_middle(folder: Path) -> None:
+    """Once while the file is imported, that is before anything of torch is, once while the step is planned."""
+    (folder / "slow.py").write_text(f"import time\nprint('imported', flush=True)\ntime.sleep(30)\n{SMALL}")
+    assert interrupted(folder, "slow.py:small") == (-signal.SIGINT, ["imported", "memopt: interrupted"])
+    forward = SMALL + "\nclass Slow(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"
+    (folder / "later.py").write_text(
+        forward + "\ndef small():\n    print('imported', flush=True)\n    return nn.Sequential(*[Slow(64, 64)] * 300)\n"
+    )
+    assert interrupted(folder, "later.py:small", wait=1.5) == (-signal.SIGINT, ["imported", "memopt: interrupted"])
+
+
+def interrupted(folder: Path, model: str, wait: float = 0.0) -> tuple[int, list[str]]:
+    """Send Ctrl-C to a `memopt plan` after its model's file has printed a line, and return exit code and stderr."""
+    command = [sys.executable, "-m", "memopt", "plan", model, *STEP]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=folder, env=surroundings, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    return process.wait(), [line for line in (first + rest).splitlines() if line]
