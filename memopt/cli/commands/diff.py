@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from memopt.cli.failures import DOES_NOT_FIT
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import show_json
+from memopt.cli.output import show, show_json
 from memopt.cli.planned import planned
 
 
@@ -14,13 +16,12 @@ from memopt.cli.planned import planned
 @takes_job
 @click.option(
     "--stage",
-    default="scheduled",
-    show_default=True,
     metavar="STAGE",
-    help="scheduled: recomputation and offloads; operators: all rewrites; precision: dtypes; or the name of a pass.",
+    help="Line by line, one stage: scheduled, operators, precision, forward, backward, joint, or the name of a pass.",
 )
-def command(job: Job, stage: str) -> int | None:
-    """Show what the plan changes in the graph of MODEL.
+@click.option("--order", is_flag=True, help="Show also what only moved or was renamed.")
+def command(job: Job, stage: str | None, order: bool) -> int | None:
+    """Show what the plan changes in MODEL, by module, and why.
 
     \b
     Example:
@@ -29,12 +30,18 @@ def command(job: Job, stage: str) -> int | None:
     plan = planned(job)
     if plan is None:
         return DOES_NOT_FIT
-    diff = plan.diff(stage)
-    if job.json:
-        show_json({"stage": stage, "summary": diff.summary(), "diff": str(diff)})
+    if stage is not None:
+        lines = plan.diff(stage, order=order)
+        if job.json:
+            show_json({"stage": stage, "summary": lines.summary(), "diff": str(lines)})
+        else:
+            click.echo("\n".join(map(_coloured, str(lines).splitlines())))
         return None
-    click.echo("\n".join(map(_coloured, str(diff).splitlines())))
-    click.echo(f"{stage}: {diff.summary()}")
+    diff = plan.diff(order=order)
+    if job.json:
+        show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
+    else:
+        show(diff)
     return None
 
 
