@@ -17,18 +17,46 @@ DEPARTURES: Mapping[str, str] = {
 """For each operator of torch, by name, why its traced form departs from eager mode."""
 
 
+BUFFERS_WRITTEN_ONCE = (
+    "buffers that are written inside of torch.utils.checkpoint are written once a step; in eager mode the block runs "
+    "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
+)
+
+
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
+    graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(graph_module.graph))
-    return tuple(f"{name} is not computed bit by bit as in eager mode: {DEPARTURES[name]}" for name in found)
+    notes = tuple(f"{name} is not computed bit by bit as in eager mode: {DEPARTURES[name]}" for name in found)
+    return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
 
 
 def _names(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", node.target)
+        name = _name(node)
         name = "masked_fill" if name == "masked_fill_" else name
         if name in DEPARTURES and (name not in _WHERE or _WHERE[name](node)):
             yield name
+
+
+def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
+    """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
+    calls = [node for node in graph_module.graph.nodes if _name(node) == "tag_activation_checkpoint"]
+    blocks = (graph_module.get_submodule(str(node.args[0].target)) for node in calls)
+    return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in block.graph.nodes)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call in Dynamo's graph writes to an input of the graph, as normalisation by batch statistics does."""
+    name = _name(node)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
+    target = node.args[0] if node.args else None
+    written = in_place and isinstance(target, fx.Node) and target.op == "placeholder"
+    return node.op.startswith("call") and (written or name == "batch_norm")
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _fills_with_a_parameter(node: fx.Node) -> bool:

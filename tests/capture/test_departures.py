@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.capture.departures import departures
+from memopt.capture.departures import BUFFERS_WRITTEN_ONCE, departures
 from tests.capture.recorded import recorded
 
 
@@ -61,3 +62,23 @@ class Recurrent(nn.Module):
 def test_a_plan_names_the_operator() -> None:
     plan = memopt.plan(Recurrent().train(), 1, (torch.ones(2, 3, 8),), optimizer=torch.optim.SGD, precision="fp32")
     assert any(note.startswith("lstm is not computed bit by bit") for note in plan.notes)
+
+
+class Checkpointed(nn.Module):
+    """Has a block under activation checkpointing, with running statistics or without."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), norm
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("norm", "named"), [(nn.BatchNorm1d(16), True), (nn.LayerNorm(16), False)])
+def test_buffers_written_under_a_checkpoint_are_named(norm: nn.Module, named: bool) -> None:
+    plan = memopt.plan(Checkpointed(norm), 1, torch.randn(8, 16), precision="fp32", allow={"recompute"})
+    assert (BUFFERS_WRITTEN_ONCE in plan.notes) is named
