@@ -40,7 +40,7 @@ def prepare(row: Row) -> Callable[[int], None]:
             if seed % 4 == 3:  # four calls make a step
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        # Of a step that fits as it is, and ran plain, the plan is made when it is asked for: every tenth.
+        # A step that fits runs plain, and asking for its plan makes one: this is done for every tenth.
         plan = memopt.plan_of(model) if seed % 10 == 0 else None
         if not torch.equal(*losses) or (seed % 50 == 0 and not equal(plain.parameters(), model.parameters())):
             row.note(seed, f"{BAD}other numbers", str(losses))

@@ -228,7 +228,7 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
 
 
 def kept(folder: Path | None, *arguments: str) -> dict[str, Any]:
-    """What `in_a_process` returns: from a file in `folder`, if an earlier run wrote it there."""
+    """The result of `in_a_process`, read from its file in `folder` if an earlier run wrote it there."""
     if folder is None:
         return in_a_process(*arguments)
     path = folder / ("_".join(arguments).replace("--", "") + ".json")

@@ -118,7 +118,7 @@ def known() -> dict[str, Record]:
 
 
 def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
-    """What is kept of a record: the stages that were run, how many cases were right, and every case that was not.
+    """The part of a record that is written: the stages that were run, the number of right cases, and all others.
 
     Cases of stages that were run before are kept from `before`."""
     cases = {name: case for name, case in before.get("cases", {}).items() if name and not name.endswith(stages)}

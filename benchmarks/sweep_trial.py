@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import time
-import traceback
 import warnings
 from typing import Any
 
@@ -15,18 +14,14 @@ from torch import nn
 
 import memopt
 from benchmarks.small_architectures import NotBuilt, build
-from examples.models.twins import NoLoss, Run, Twin, difference
+from examples.models.twins import EXACT, REFUSALS, NoLoss, Run, Twin, difference, said, verdict_of, where
 from memopt.errors import GIB
 
-EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 DEFAULT: dict[str, Any] = {"elsewhere_gb": 0}
 STAGES = {"mid": (EXACT, 0.5), "smallest": (EXACT, 0.0), "default": (DEFAULT, 0.5)}
 """By name: options, and where the budget lies between the smallest that works (0) and the plain peak (1)."""
-ROUNDING = 1e-5
 DEFAULT_LOSS = 0.05
 """How far the losses of the default options may be from the plain model's."""
-REFUSALS = (memopt.BudgetError, memopt.CaptureError, memopt.UnplannedGradientError, memopt.StaleOutputError)
-MESSAGE = 200
 
 
 def trial(name: str, stages: list[str]) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def planned(
         verdict = "right" if apart < DEFAULT_LOSS else "wrong"
     else:
         apart, at = difference(twin.run, plain)
-        verdict = "right" if apart == 0 else "rounding" if apart < ROUNDING else "wrong"
+        verdict = verdict_of(apart)
     if apart:
         found |= {"difference": apart, "at": at}
     if verdict != "wrong" and measured > budget:
@@ -126,7 +121,7 @@ def accumulation(twin: Twin, model: nn.Module, batch: dict[str, Any], stage: str
     apart, at = difference(twin.run, plain.run)
     if stage == "default" or apart == 0:
         return {"accumulation": "right"}
-    verdict = "rounding" if apart < ROUNDING else "wrong"
+    verdict = verdict_of(apart)
     return {"accumulation": verdict, "accumulation_at": at, "accumulation_difference": apart} | (
         {"verdict": "wrong"} if verdict == "wrong" else {}
     )
@@ -143,17 +138,3 @@ def compiled(model: nn.Module, batch: dict[str, Any], plain: Run) -> str:
         return f"fails: {said(error)[:100]}"
     apart, at = difference(twin.run, plain)
     return f"trains, {'bitwise' if not apart else f'{apart:.1e} off: {at}'}"
-
-
-def said(error: BaseException) -> str:
-    name = type(error).__name__
-    return f"{name}: {' '.join(str(error).split())}"[:MESSAGE]
-
-
-def where(error: BaseException) -> str:
-    """The last line of memopt in the traceback, and the line that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno}" for frame in frames]
-    ours = [place for place in places if "/memopt/" in place or "/passes/" in place]
-    short = [place[max(place.rfind("/memopt/"), place.rfind("/passes/")) + 1 :] for place in ours]
-    return " < ".join(dict.fromkeys(([places[-1]] if places else []) + short[-1:]))

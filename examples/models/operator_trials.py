@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from examples.models.random_trials import REFUSALS, said, where_raised
+from examples.models import twins
+from examples.models.twins import REFUSALS, said, verdict_of, where
 from memopt.account.account import Account
 from memopt.compat.pytree import tree_leaves
 from memopt.planning import make_plan
@@ -25,19 +26,14 @@ from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
 from memopt.solver.just_in_time import just_in_time
 
-EXACT: dict[str, Any] = {
-    "precision": "fp32",
-    "allow": {"recompute", "reinplace"},
-    "elsewhere_gb": 0,
-    "optimizer": None,
-}
+EXACT: dict[str, Any] = {**twins.EXACT, "optimizer": None}
 ROOMY_GB = 1000.0
 ALL, LOSS, IN_PLACE, TRANSPOSED, SMALLEST = STAGES = ("all outputs", "loss", "in place", "transposed", "smallest")
 """The smallest budget, or everything recomputed that may be: with results that the call returns, with its loss alone,
 with the operator that writes over its operand, and with operands whose dimensions lie in memory in reverse order."""
 MOST_SAMPLES = 40
 """How many of an operator's samples are looked at to choose from."""
-ROUNDING = 1e-5
+
 NAMED = "is not computed bit by bit"
 """In the notes of a plan whose operators round in another way than eager mode's."""
 
@@ -300,9 +296,9 @@ def staged(op: Any, sample: Any, stage: str) -> dict[str, Any]:
         if found["verdict"] == "rounding" and any(NAMED in note for note in memopt.plan_of(twin).notes):
             found["verdict"] = "rounding, named"
     except REFUSALS as refused:
-        found = {"verdict": "refused", "message": said(refused), "where": where_raised(refused)}
+        found = {"verdict": "refused", "message": said(refused), "where": where(refused)}
     except Exception as error:
-        found = {"verdict": "error not ours", "message": said(error), "where": where_raised(error)}
+        found = {"verdict": "error not ours", "message": said(error), "where": where(error)}
     if found["verdict"] != "right":
         found["aot_eager"] = compiled(copy.deepcopy(case), plain)
     return found
@@ -332,7 +328,7 @@ def compared(run: Run, plain: Run) -> dict[str, Any]:
     apart, at = difference(run, plain)
     if not apart:
         return {"verdict": "right"}
-    return {"verdict": "rounding" if apart < ROUNDING else "wrong", "message": f"{apart:.1e}: {at}"}
+    return {"verdict": verdict_of(apart), "message": f"{apart:.1e}: {at}"}
 
 
 def compiled(case: Case, plain: Run) -> str:

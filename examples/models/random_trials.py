@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -19,15 +18,13 @@ from torch import nn
 
 import memopt
 from examples.models.problems import random_schedule
-from examples.models.random_modules import Case, hook_parameters, random_case
-from examples.models.twins import Run, Twin, difference
+from examples.models.random_habits import hook_parameters
+from examples.models.random_modules import Case, random_case
+from examples.models.twins import EXACT, REFUSALS, Run, Twin, difference, said, verdict_of, where
 from memopt.errors import GIB
 from memopt.planning import captured
 from memopt.solver import Portfolio, RematProblem, Solution, simulate
 
-EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
-REFUSALS = (memopt.BudgetError, memopt.CaptureError, memopt.UnplannedGradientError, memopt.StaleOutputError)
-ROUNDING = 1e-5
 BUDGETS = (0.0, 0.0, 0.1, 0.3, 0.6, 0.9)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -58,8 +55,7 @@ def trial(seed: int, backend: str = "aten") -> Trial:
     torch.compiler.reset()
     draw = random.Random(f"trial {seed}")
     share, optimizer, forced = draw.choice(BUDGETS), draw.choice(list(OPTIMIZERS)), draw.random() < 0.4
-    where = "forced schedule" if forced else f"budget {share}"
-    drawn = f"{where}, {optimizer}"
+    drawn = f"{'forced schedule' if forced else f'budget {share}'}, {optimizer}"
     try:
         case = random_case(seed)
         drawn = f"{drawn}: {' '.join(case.blocks)}"
@@ -75,7 +71,7 @@ def trial(seed: int, backend: str = "aten") -> Trial:
     except REFUSALS as refused:
         verdict, message = "refused", said(refused)
     except Exception as error:
-        verdict, message = "error not ours", f"{said(error)} | {where_raised(error)}"
+        verdict, message = "error not ours", f"{said(error)} | {where(error)}"
     return Trial(seed, verdict, drawn, message)
 
 
@@ -122,9 +118,7 @@ def _planned(case: Case, plain: Twin, optimizer: str, share: float | None, optio
 def judged(ours: Run, plain: Run) -> tuple[str, str]:
     """The verdict on the numbers, and where they are farthest apart."""
     apart, at = difference(ours, plain)
-    if not apart:
-        return "right", ""
-    return ("rounding" if apart < ROUNDING else "wrong"), f"{apart:.1e} apart: {at}"
+    return verdict_of(apart), f"{apart:.1e} apart: {at}" if apart else ""
 
 
 @contextmanager
@@ -149,15 +143,3 @@ def random_schedules(draw: random.Random) -> Iterator[None]:
         yield
     finally:
         captured.Portfolio = before  # type: ignore[misc]
-
-
-def said(error: BaseException) -> str:
-    """The error's kind and the beginning of its message, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
-
-
-def where_raised(error: BaseException) -> str:
-    """The line that raised, and the last line of memopt on the way to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/memopt/" in frame.filename or "/passes/" in frame.filename]
-    return " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in (frames[-1:] + ours[-1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,16 @@ import numpy
 import torch
 from torch import nn
 
+import memopt
 from memopt.account.account import distinct_bytes
 from memopt.compat.pytree import tree_leaves
 from memopt.meter import measure_peak
 
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
+"""Options under which all numbers are the plain model's."""
+REFUSALS = (memopt.BudgetError, memopt.CaptureError, memopt.UnplannedGradientError, memopt.StaleOutputError)
+ROUNDING = 1e-5
+"""The largest relative difference that rounding explains."""
 FLOOR = 1e-3
 """The smallest scale of a value for its relative difference, as a share of the largest of its kind."""
 
@@ -131,3 +138,22 @@ def _scale(plain: Run, name: str) -> float:
 
 def _largest(values: torch.Tensor) -> float:
     return float(values.double().abs().nan_to_num(0.0).max()) if values.numel() else 0.0
+
+
+def verdict_of(apart: float) -> str:
+    """The verdict on the largest relative difference from the plain model's numbers."""
+    return "right" if apart == 0 else "rounding" if apart < ROUNDING else "wrong"
+
+
+def said(error: BaseException) -> str:
+    """The error's class and the beginning of its message, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def where(error: BaseException) -> str:
+    """The last line of memopt in the traceback, and the line that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno}" for frame in frames]
+    ours = [place for place in places if "/memopt/" in place or "/passes/" in place]
+    short = [place[max(place.rfind("/memopt/"), place.rfind("/passes/")) + 1 :] for place in ours]
+    return " < ".join(dict.fromkeys(([places[-1]] if places else []) + short[-1:]))
