@@ -44,6 +44,12 @@ class JointGraph:
     differentiated: bool = True
     """Whether there is a backward. Without one, `module` is the region's forward and nothing is planned."""
 
+    @property
+    def gradients(self) -> int:
+        """The number of inputs that get a gradient."""
+        results: Any = self.module.graph.output_node().args[0]
+        return sum(isinstance(result, fx.Node) for result in results[self.forward_outputs :])
+
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
         """The same graph with other parameters whose gradients it may add to `.grad` in place."""
         return self if parameter_inputs == self.parameter_inputs else replace(self, parameter_inputs=parameter_inputs)

@@ -18,6 +18,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.planner import Request, recipes, smallest, solve_on_card, split
 from memopt.planning.receipt import plain_step
 from memopt.planning.sweep import sweep
+from memopt.price.host_time import host_seconds
 from memopt.progress import stage
 from memopt.solver import OffloadSolution, Solution, warm_up
 
@@ -58,6 +59,7 @@ def make_plan(
         method=solution.method,
         regions=regions,
         modules=module_rows(joined, solution.schedule),
+        host_seconds=host_seconds(len(captured.regions), sum(region.gradients for region in captured.regions)),
         notes=captured.all_notes,
         effort=effort,
         **_offloading(joined, solution),

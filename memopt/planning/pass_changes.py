@@ -61,7 +61,7 @@ class _Span:
         self.reasons, self.names = reasons, names
 
     def changes(self) -> Iterator[Change]:
-        saved = {node for node in self.new.nodes.values() if self._is_saved(node)}
+        saved = [node for node in self.new.nodes.values() if self._is_saved(node)]
         for node in saved:
             yield self._saved(node)
         for node in self.new.nodes.values():
@@ -97,13 +97,13 @@ class _Span:
         value = node
         while value.all_input_nodes and (value in self.added or "getitem" in str(value.target)):
             value = value.all_input_nodes[0]
-        narrow, wide = (sum(map(storage_bytes, tensors(each.meta["val"]))) for each in (node, value))
+        narrow, wide = (sum(map(storage_bytes, tensors(one.meta["val"]))) for one in (node, value))
         dtype = _dtype(node)
         detail = format_dtype(dtype) if dtype else ""
         reason = f"{size(narrow)}, not {size(wide)}" if narrow < wide else ""
         return self.new.change(SAVED, value, detail=detail, reason=reason, nbytes=narrow)
 
-    def _replaced(self, saved: set[fx.Node]) -> Iterator[Change]:
+    def _replaced(self, saved: list[fx.Node]) -> Iterator[Change]:
         """New operators, with the removed ones of the same module that they stand for."""
         by = f"by {', '.join(self.names)}"
         new = [node for node in self.new.nodes.values() if node in self.added and node not in saved]

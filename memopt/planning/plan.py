@@ -97,6 +97,9 @@ class Plan:
     """Bytes that one step copies to the host, and back."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
+    host_seconds: float = 0.0
+    """Time of a planned step on the host beside its operators, such as guards and the account; not part of
+    `added_seconds`, since a GPU computes meanwhile."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """The captured step; None if loaded."""

@@ -16,6 +16,8 @@ from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
+_NOTABLE = 0.01
+"""The share of a step from which its time on the host is told."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
 _MODULE_WIDTH = 24
 
@@ -30,7 +32,8 @@ def parts(plan: PlanFigures) -> list[RenderableType]:
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
-    return [headline(plan), *offloads, bytes_table(plan), *receipt, _module_table(plan), *notes]
+    beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
+    return [headline(plan), *offloads, *beside, bytes_table(plan), *receipt, _module_table(plan), *notes]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -59,6 +62,14 @@ def _offload_line(plan: PlanFigures) -> str:
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
         f"{size(plan.host_bytes)} at a time; compute {waits} the copies"
+    )
+
+
+def _host_line(plan: PlanFigures) -> str:
+    """The time that the step takes beside its operators, which a small model notices."""
+    return (
+        f"beside the operators: about {duration(plan.host_seconds)} of guards and accounting on the host, "
+        f"{plan.host_seconds / plan.step_seconds:.0%} of the step unless a GPU computes meanwhile"
     )
 
 

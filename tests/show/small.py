@@ -33,6 +33,7 @@ class SmallPlan:
     host_bytes: int = 30 * MB
     moved_bytes: int = 60 * MB
     stall_seconds: float = 0.002
+    host_seconds: float = 0.0
     modules: tuple[ModuleRow, ...] = (
         ModuleRow("layers.0", 2, 30 * MB, 0, 0, 0.004, 0.0, 60 * MB),
         ModuleRow("layers.1", 2, 0, 240 * MB, 4, 0.004, 0.008),
