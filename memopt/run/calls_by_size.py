@@ -36,11 +36,11 @@ class CallsBySize:
         self,
         to_capture: Callable[[], Callable[..., Any]],
         road: Road,
-        declared: Callable[[Call], Mapping[Place, int | None]],
+        ceilings: Ceilings,
         *,
         differentiate_all: bool,
     ) -> None:
-        self._ceilings, notice = Ceilings(declared), Notice()
+        self._ceilings, notice = ceilings, Notice()
 
         def make() -> WholeCalls:
             return WholeCalls(to_capture, road, self._ceilings, notice, differentiate_all=differentiate_all)

@@ -27,7 +27,7 @@ class Ceilings:
         self.declared = declared
         """Returns the places of a call whose sizes the user declares to change, and the largest size of each."""
         self._largest: dict[Place, int] = {}
-        """The largest size seen in the calls that were planned."""
+        """The largest size seen."""
         self._grown: set[Place] = set()
         """The places where a later batch exceeded an earlier one."""
         self.fixed: set[Place] = set()
@@ -45,12 +45,12 @@ class Ceilings:
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
         """The sizes to plan for a call ahead of its run: the largest that are declared, else its own."""
-        self._see(call)
+        self.see(call)
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> Sizes:
         """The sizes to plan for a call that exceeds all plans: the largest that are declared, else with a margin."""
-        self._see(call)
+        self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
         for number, symbol in region.changing.items():
@@ -66,7 +66,8 @@ class Ceilings:
             found.append(largest if limit is None else min(largest, limit))
         return tuple(found)
 
-    def _see(self, call: Call) -> None:
+    def see(self, call: Call) -> None:
+        """Note the sizes of a call that is planned, or that runs as the plain model does."""
         for number, tensor in enumerate(tensors_in(call)):
             for dimension, size in enumerate(tensor.shape):
                 place = number, dimension

@@ -33,6 +33,7 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.calls_by_size import CallsBySize
+from memopt.run.ceilings import Ceilings
 from memopt.run.data_parallel import DataParallel
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
@@ -68,6 +69,7 @@ class TrainingCalls:
         self.surroundings = Surroundings(model, self.planner, self.parallel, options.forwards)
         self.road = Road(self.planner, self.accumulation)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
+        self._ceilings = Ceilings(self._declared)
         self._latest: Plan | None = None
         self._ran_plain = False  # the latest call
         self.unplanned = False
@@ -93,6 +95,7 @@ class TrainingCalls:
         one_graph = not len(self._breaks)
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, plans_serve_all=one_graph):
             self._ran_plain = True
+            self._ceilings.see(call)
             return self.plain_calls.run(call, fits)
         try:
             with self.planner.types():
@@ -268,7 +271,7 @@ class TrainingCalls:
         if floats not in self._recorders_by_dtype:
             to_capture = partial(training_call, self.model, self.loss_fn, floats)
             all_outputs = self.planner.differentiate_all
-            whole = CallsBySize(to_capture, self.road, self._declared, differentiate_all=all_outputs)
+            whole = CallsBySize(to_capture, self.road, self._ceilings, differentiate_all=all_outputs)
             unplanned_allowed = "plain" in self.options.allow
             broken = BrokenCalls(self.model, to_capture, self.road, unplanned_allowed=unplanned_allowed)
             self._recorders_by_dtype = {floats: (whole, broken)}

@@ -97,6 +97,20 @@ def test_a_call_that_does_not_fit_is_planned(captures: list[RecordedRegion]) -> 
     assert memopt.plan_of(model).predicted_peak_gb <= budget
 
 
+def test_sizes_of_plain_calls_are_known_to_change(captures: list[RecordedRegion]) -> None:
+    """The first planned call is captured with symbols, since its sizes differ from those of the plain call before."""
+    family = BY_NAME["gpt2-sdpa"]
+    model = family.make()
+    budget = 1.1 * plain_peak(model, family.batch("usual"))
+    captures.clear()
+    memopt.optimize(model, budget, **FP32)
+    longer = family.batch("longer")
+    longest = {name: torch.cat([tensor, tensor[:, :7]], 1) for name, tensor in longer.items()}
+    train(model, [family.batch("usual"), longer, longest])
+    assert len(captures) == 1
+    assert captures[0].changing
+
+
 def test_a_plain_forward_in_waiting_is_counted() -> None:
     family = BY_NAME["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
