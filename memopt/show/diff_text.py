@@ -30,9 +30,7 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
     return page
 
 
-def fold(
-    changes: Sequence[Change], modules: Sequence[str]
-) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
+def fold(changes: Sequence[Change], modules: Sequence[str]) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
     """The rows to which the changes are folded, the entries that they are made of, and the blocks of each section."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)

@@ -156,7 +156,7 @@ class Step:
         held. Negative rows are left out."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for row, nbytes in memory.rows(moment).items():
-            for module, share in self._shares(row, nbytes):
+            for module, share in self.shares(row, nbytes):
                 found[module][row] += share
         for kept in memory.live(moment):
             found[self.ops[kept.op].module][kept.kind] += kept.nbytes
@@ -173,7 +173,7 @@ class Step:
         op = self.ops[memory.evaluations[moment].op]
         return f"{op.name} of {op.module}" if op.module else op.name
 
-    def _shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
+    def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
         """The share of each module in a row of the account; "" gets the rest."""
         known = sum(self.parameters.values())
         if row not in BY_PARAMETERS or not known:
