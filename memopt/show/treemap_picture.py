@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 1000.0, 520.0
 _HEAD = 17.0
-_LETTER = 5.6  # the width of a letter of the labels
+_LETTER = 6.6  # the width of a letter of the labels
 _DEPTH = 3
 
 

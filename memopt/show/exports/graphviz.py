@@ -20,24 +20,43 @@ _COLOURS = {
     "output": "#e3d7ef",
     "gradient": "#d5c6e6",
     "temporary": "#d5ebe4",
-    "input": "#dfe3e8",
 }
+_LEFT_OUT = frozenset({"input", "alias"})
 _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def graphviz(graph: DiGraph) -> str:
     """The text of a directed graph with the attributes of `Plan.networkx`: operator, module, fate, bytes and time in
-    each node, which is coloured by its fate."""
+    each node, which is coloured by its fate.
+
+    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
+    the operator whose memory it sees.
+    """
     return "\n".join(("digraph plan {", *_lines(graph), "}", ""))
 
 
 def _lines(graph: DiGraph) -> Iterator[str]:
-    yield '  rankdir=TB; node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
+    yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
+    yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
     for name, facts in graph.nodes(data=True):
-        colour = _COLOURS.get(facts["fate"], "#ffffff")
-        yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{_source(facts)}];'
-    for reader, read in graph.edges:
-        yield f'  "{_escaped(reader)}" -> "{_escaped(read)}";'
+        if facts["fate"] not in _LEFT_OUT:
+            colour = _COLOURS.get(facts["fate"], "#ffffff")
+            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{_source(facts)}];'
+    for reader, makers in _makers(graph).items():
+        if graph.nodes[reader]["fate"] not in _LEFT_OUT:
+            yield from (f'  "{_escaped(maker)}" -> "{_escaped(reader)}";' for maker in makers)
+
+
+def _makers(graph: DiGraph) -> dict[str, tuple[str, ...]]:
+    """For each node the shown nodes that it reads, itself or through nodes that are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in graph:  # in the order of the graph, in which a node comes after those that it reads
+        read: dict[str, None] = {}
+        for before in graph.predecessors(name):
+            shown = graph.nodes[before]["fate"] not in _LEFT_OUT
+            read |= dict.fromkeys((before,) if shown else found.get(before, ()))
+        found[name] = tuple(read)
+    return found
 
 
 def _label(name: str, facts: dict[str, Any]) -> str:

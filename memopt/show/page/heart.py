@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
@@ -25,7 +26,8 @@ _STYLE = """
 
 def heart(plan: PlanFigures, step: Step | None) -> str:
     """The plan as a piece of HTML; without the memory over the step where there is no `step`."""
-    used = dict.fromkeys(band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0)
+    used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
+    used |= set(_found(step)) if step is not None else set()
     picture = _picture(plan, step) if step is not None else ""
     return (
         f'<div class="memopt-heart"><style>{_STYLE}</style><p>{escape(headline(plan))}</p>'
@@ -57,9 +59,9 @@ def _keys(used: list[str]) -> str:
 
 def _picture(plan: PlanFigures, step: Step) -> str:
     """The memory over the step as planned, that with nothing recomputed as a line, and the budget."""
-    end = max(edges(step.planned)[-1], edges(step.plain)[-1])
+    end = _end(step)
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
-    areas = "".join(_areas(step.planned, end, most))
+    areas = "".join(_areas(_found(step), most))
     line = _line(step.plain, end, most)
     limit = ""
     if plan.budget_bytes <= most:
@@ -74,29 +76,41 @@ def _picture(plan: PlanFigures, step: Step) -> str:
     )
 
 
-def _areas(memory: StepMemory, end: float, most: float) -> list[str]:
-    base = [0] * _COLUMNS
-    paths = []
-    for band, values in bands(memory, columns(memory, _COLUMNS, end)).items():
+def _end(step: Step) -> float:
+    return max(edges(step.planned)[-1], edges(step.plain)[-1])
+
+
+def _found(step: Step) -> dict[str, list[int]]:
+    return bands(step.planned, columns(step.planned, _COLUMNS, _end(step)))
+
+
+def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
+    """An area for each band, on top of those before it."""
+    base: Sequence[int] = [0] * _COLUMNS
+    for band, values in found.items():
         top = [low + value for low, value in zip(base, values, strict=True)]
-        there = "".join(_step(at, nbytes, most) for at, nbytes in enumerate(top))
-        back = "".join(_step(at, nbytes, most, -1) for at, nbytes in reversed(list(enumerate(base))))
-        paths.append(f'<path d="M{there[1:]}{back}Z" fill="{COLOURS[band]}"><title>{band}</title></path>')
+        there, back = _stairs(list(enumerate(top)), most, 1), _stairs(list(enumerate(base))[::-1], most, 0)
+        yield f'<path d="M0 {_y(top[0], most)}{there}{back}Z" fill="{COLOURS[band]}"><title>{band}</title></path>'
         base = top
-    return paths
 
 
 def _line(memory: StepMemory, end: float, most: float) -> str:
     moments = enumerate(columns(memory, _COLUMNS, end))
-    return "M" + "".join(_step(at, memory.live_bytes[moment], most) for at, moment in moments if moment is not None)[1:]
+    points = [(at, memory.live_bytes[moment]) for at, moment in moments if moment is not None]
+    return f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
 
 
-def _step(column: int, nbytes: int, most: float, direction: int = 1) -> str:
-    """Both ends of the top of a column."""
+def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:
+    """The tops of columns, each as wide as the picture has room for; it ends at the left (`side` 0) or right (1) of the
+    last. Columns of one height are one line."""
     width = _WIDTH / _COLUMNS
-    left, right = f"{column * width:.1f}", f"{(column + 1) * width:.1f}"
-    ends = (left, right) if direction > 0 else (right, left)
-    return "".join(f"L{end} {_y(nbytes, most)}" for end in ends)
+    text, before = "", None
+    for at, nbytes in points:
+        height = _y(nbytes, most)
+        if height != before:
+            text += f"H{(at + 1 - side) * width:.0f}V{height}"
+        before = height
+    return f"{text}H{(points[-1][0] + side) * width:.0f}"
 
 
 def _y(nbytes: int, most: float) -> float:

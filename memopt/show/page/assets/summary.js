@@ -18,6 +18,7 @@ function drawSummary() {
   byId("notes").replaceChildren(
     plan.notes.length ? el("h2", {}, "Notes") : "",
     ...plan.notes.map((note) => el("p", { class: "note" }, note)),
+    step ? "" : el("p", { class: "note" }, "This plan was loaded from a file, without its graphs: memory over the step, modules and changes are shown for plans that memopt.plan has made."),
     el("p", { class: "note" }, `Found by: ${plan.method}. Bytes are counted; times are by the time model.`),
   );
 }
