@@ -162,7 +162,8 @@ const luminance = colour => {
 };
 const paper = luminance(getComputedStyle(document.body).backgroundColor);
 const found = {};
-for (const one of document.querySelectorAll('h1, h2, .lead, td, th, .kind, .figures span, #chart text, .note, button')) {
+const texts = 'h1, h2, .lead, td, th, .kind, .figures span, #chart text, .note, button';
+for (const one of document.querySelectorAll(texts)) {
   if (one.disabled || !one.textContent.trim()) continue;
   const style = getComputedStyle(one);
   const ink = luminance(one instanceof SVGElement ? style.fill : style.color);

@@ -27,7 +27,7 @@ def page(figures: PageFigures) -> str:
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "title": escape(f"{figures.plan.model} on {figures.plan.hardware}: memopt"),
-        "style": _asset("page.css"),
+        "style": page_style(),
         "figures": as_json(figures),
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
@@ -35,6 +35,11 @@ def page(figures: PageFigures) -> str:
     before, *marked = text.split("{{")
     filled = (parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in marked))
     return before + "".join(filled)
+
+
+def page_style() -> str:
+    """The page's style sheet."""
+    return _asset("page.css")
 
 
 def _asset(name: str) -> str:
