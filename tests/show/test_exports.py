@@ -17,42 +17,12 @@ from memopt.planning.plan import Plan
 from tests.planning.test_plan_networkx import PLANS, gpt2
 
 # What the visualiser's reader of pickles knows (torch/utils/viz/MemoryViz.js).
-OPCODES = set(
-    [
-        "APPEND",
-        "APPENDS",
-        "BINFLOAT",
-        "BINGET",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "BINPUT",
-        "BINUNICODE",
-        "DICT",
-        "EMPTY_DICT",
-        "EMPTY_LIST",
-        "EMPTY_TUPLE",
-        "FRAME",
-        "LIST",
-        "LONG1",
-        "LONG_BINGET",
-        "LONG_BINPUT",
-        "MARK",
-        "MEMOIZE",
-        "NEWFALSE",
-        "NEWTRUE",
-        "NONE",
-        "PROTO",
-        "SETITEM",
-        "SETITEMS",
-        "SHORT_BINUNICODE",
-        "STOP",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-    ]
-)
+OPCODES = {
+    "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT",
+    "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK",
+    "MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE",
+    "TUPLE1", "TUPLE2", "TUPLE3",
+}  # fmt: skip
 
 
 def exported(plan: Plan, path: Path) -> Path:

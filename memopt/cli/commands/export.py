@@ -8,7 +8,7 @@ import click
 
 from memopt.cli.failures import DOES_NOT_FIT, UsageError
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import plan_figures, show, show_json
+from memopt.cli.output import check_folder, plan_figures, show, show_json
 from memopt.cli.planned import planned
 
 FORMATS = ("snapshot", "trace", "dot")
@@ -42,6 +42,7 @@ def command(job: Job, to: str, form: str | None) -> int | None:
         chosen = format_of(Path(to), form)
     except ValueError as error:
         raise UsageError(f"--to: {error}") from error
+    check_folder("--to", to)
     plan = planned(job)
     if plan is None:
         return DOES_NOT_FIT

@@ -8,7 +8,7 @@ import click
 
 from memopt.cli.failures import DOES_NOT_FIT, UsageError
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import plan_figures, show, show_json
+from memopt.cli.output import check_folder, plan_figures, show, show_json
 from memopt.cli.planned import planned
 
 
@@ -27,6 +27,7 @@ def command(job: Job, to: str, frontier: int | None) -> int | None:
     """
     if Path(to).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
+    check_folder("--to", to)
     plan = planned(job)
     if plan is None:
         return DOES_NOT_FIT
