@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from selenium.webdriver.common.action_chains import ActionChains
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -94,6 +93,8 @@ def measure(driver: Any, name: str, folder: Path) -> Row:
 
 def take_picture(driver: Any, folder: Path) -> None:
     """Write docs/page.png."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
     page = folder / "page.html"
     planned(next(iter(MODELS.values()))).report(page)
     open_page(driver, page)
