@@ -54,7 +54,10 @@ function drawOwn(picture, own, x, y) {
   own.forEach(([name, at, time], number) => {
     picture.append(dot(`${name}: ${size(at)}, +${share(time)}`, x(at), y(time), "var(--ink)", 5.5));
     const label = number ? name : `this plan: +${share(time)}, at least +${share(plan.bound)}`;
-    const text = svg("text", { x: x(at) + 10, y: y(time) - 8, style: "fill:var(--ink);font-weight:600" }, label);
-    picture.append(text);
+    const long = 7.2 * label.length;
+    const meets = !number && x(at) + long + 20 > x(own[1][1]); // the name of the other dot
+    const left = meets && x(at) - long > MARGIN.left;
+    const place = { x: x(at) + (left ? -10 : 10), y: y(time) - (meets && !left ? 26 : 8), "text-anchor": left ? "end" : "start" };
+    picture.append(svg("text", { ...place, style: "fill:var(--ink);font-weight:600" }, label));
   });
 }

@@ -6,7 +6,9 @@ function drawSummary() {
   byId("headline").textContent = `${plan.model} trains within ${size(plan.budget)} on ${plan.hardware}`;
   const figures = [
     [size(plan.planned.peak), `peak, ${share(within)} of the budget`, "lead-figure"],
-    [size(plan.plain.peak), "peak with nothing recomputed"],
+    captured() > plan.plain.peak
+      ? [size(captured()), `peak as captured; ${size(plan.plain.peak)} with other levers but nothing recomputed`]
+      : [size(plan.plain.peak), "peak with nothing recomputed"],
     [`+${share(plan.added)}`, `time added to ${duration(micros)}; no plan adds less than ${share(plan.bound)}`],
   ];
   if (plan.moved) figures.push([size(plan.host), `of the host's memory; ${size(plan.moved)} a step go there and back`]);
@@ -23,9 +25,14 @@ function drawSummary() {
   );
 }
 
-/** Two bars, one for the peak with nothing recomputed and one for that of the plan, with the budget across both. */
+/** The peak of the step as captured, before any lever. */
+function captured() {
+  return plan.receipt.length ? plan.receipt[0][1] : plan.plain.peak;
+}
+
+/** A bar for each peak: as captured, with nothing recomputed, and of the plan; the budget stands across them. */
 function drawBudget() {
-  const whole = Math.max(plan.plain.peak, plan.planned.peak);
+  const whole = Math.max(captured(), plan.plain.peak, plan.planned.peak);
   const limit = plan.budget / whole;
   const bars = [["nothing recomputed", plan.plain], ["planned", plan.planned]].map(([label, peak]) => [
     el("span", { class: "soft" }, label),
@@ -39,6 +46,11 @@ function drawBudget() {
     ),
     el("span", { class: "end" }, size(peak.peak)),
   ]);
+  if (captured() > plan.plain.peak) {
+    const bar = el("i", { style: `width:${(100 * captured()) / whole}%;background:var(--shade)`, title: `as captured: ${size(captured())}` });
+    const across = limit <= 1 ? el("span", { class: "limit", style: `left:${100 * limit}%` }) : "";
+    bars.unshift([el("span", { class: "soft" }, "as captured"), el("div", { class: "track" }, bar, across), el("span", { class: "end" }, size(captured()))]);
+  }
   const said = limit <= 1 ? el("span", { style: `left:${Math.min(94, Math.max(6, 100 * limit))}%` }, `budget ${size(plan.budget)}`) : "";
   byId("budget").replaceChildren(el("div", { class: "stack" }, ...bars.flat(), el("div", { class: "scale" }, said)));
 }

@@ -62,7 +62,7 @@ function drawTensors() {
       el("td", {}, el("span", { class: "mono" }, ops.name[one.op])),
       el("td", {}, moduleOf(one.op) || "(model)"),
       el("td", {}, swatch(one.kind), one.kind),
-      el("td", { class: "mono soft" }, one.kind === "workspace" ? "" : shorten(text("value", one.op))),
+      el("td", { class: "mono soft", title: text("value", one.op) }, one.kind === "workspace" ? "" : shorten(text("value", one.op))),
       el("td", { class: "n" }, size(one.bytes), el("span", { class: "meter" }, el("i", { style: `width:${(100 * one.bytes) / most}%;background:${colourOf(one.kind)}` }))),
     ),
   );
@@ -75,5 +75,5 @@ function drawTensors() {
 }
 
 function shorten(value) {
-  return value.length > 44 ? `${value.slice(0, 43)}…` : value;
+  return value.length > 36 ? `${value.slice(0, 35)}…` : value;
 }
