@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check sweep opinfo
+.PHONY: demo test test-all check browser sweep opinfo
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -31,6 +31,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+# For the tests and the benchmark of the HTML page; on Debian, as root.
+browser:
+	apt-get update -qq
+	apt-get install -y -qq --no-install-recommends chromium chromium-driver
 
 # Goes on where it stopped; SWEEP="--stages smallest default --limit-minutes 60" takes its options.
 sweep: $(INSTALLED)

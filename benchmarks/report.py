@@ -244,6 +244,16 @@ def second_start(document: Document) -> str:
     return f"{table(head, rows)}\n\n{source(document)}"
 
 
+def html_page(document: Document) -> str:
+    rows = [
+        (row["model"], f"{row['operators']:,}", number(row["page_mb"]), number(row["ready_ms"], 0),
+         number(row["hover_ms"], 0), number(row["search_ms"], 0))
+        for row in document["rows"]
+    ]  # fmt: skip
+    head = ("model", "nodes of the graph", "page, MB", "ready, ms", "hover, ms", "search, ms")
+    return f"{table(head, rows)}\n\n{source(document)}"
+
+
 def first_step(document: Document) -> str:
     parts = []
     for label, run in document.items():
@@ -284,6 +294,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Articles": ("articles", articles),
     "An article's fine-tuning, measured": ("vit_finetune_small", vit_finetune),
     "Planning large models": ("plan_large", planning),
+    "The page of a plan": ("page", html_page),
     "The second start of a job": ("second_start", second_start),
     "The first step": ("first_step", first_step),
     "First use": ("first_use", first_use),

@@ -13,6 +13,10 @@ from memopt.solver import Link, Offload, Op, RematProblem, Schedule, simulate
 ANY_LINK = Link(math.inf)
 """An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
 
+OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
+SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
+OPTIMIZER_STEP = "optimizer.step()"
+
 
 @dataclass(frozen=True)
 class Breakdown:
@@ -30,9 +34,39 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     """
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
-    outputs = output_bytes(problem)
     graph_peak = account.resident_bytes + moving
-    fixed = {
+    in_step = optimizer_rows(account, output_bytes(problem))
+    optimizer_peak = sum(in_step.values())
+    if optimizer_peak > graph_peak:
+        return Breakdown(optimizer_peak, OPTIMIZER_STEP, _ordered(in_step))
+    rows = dict(resident_rows(account))
+    for name, nbytes in live_bytes_by_kind(problem, schedule, simulation.peak_position).items():
+        rows[name] = rows.get(name, 0) + nbytes
+    at = problem.ops[schedule.evaluations[simulation.peak_position]].name
+    return Breakdown(graph_peak, at, _ordered(rows))
+
+
+def resident_rows(account: Account) -> dict[str, int]:
+    """The rows that are held from the first op of the forward to the last of the backward: they sum up to
+    `Account.resident_bytes`."""
+    lowering = "added by lowering" if account.lowering > 0 else "less by lowering"
+    held = account.gradients if account.gradients_held else 0
+    return {**_fixed_rows(account), lowering: account.lowering, GRADIENTS: held}
+
+
+def optimizer_rows(account: Account, outputs: int) -> dict[str, int]:
+    """The rows of the moment in which the optimiser steps, while the caller still holds `outputs` bytes: they sum up to
+    `Account.optimizer_step_bytes`."""
+    return {
+        **_fixed_rows(account),
+        GRADIENTS: account.gradients - account.into_buckets,
+        OUTPUTS: outputs,
+        "optimizer temporaries": account.optimizer_temporaries,
+    }
+
+
+def _fixed_rows(account: Account) -> dict[str, int]:
+    return {
         "parameters": account.parameters,
         "buffers": account.buffers,
         "inputs": account.inputs,
@@ -46,23 +80,6 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "rounding of blocks": account.rounding,
         "fragmentation": account.fragmentation,
     }
-    lowering = (
-        {"added by lowering": account.lowering} if account.lowering > 0 else {"less by lowering": account.lowering}
-    )
-    optimizer_peak = account.optimizer_step_bytes(outputs)
-    if optimizer_peak > graph_peak:
-        rows = {
-            **fixed,
-            "gradients": account.gradients - account.into_buckets,
-            "outputs": outputs,
-            "optimizer temporaries": account.optimizer_temporaries,
-        }
-        return Breakdown(optimizer_peak, "optimizer.step()", _ordered(rows))
-    held = account.gradients if account.gradients_held else 0
-    rows = {**fixed, **lowering, **live_bytes_by_kind(problem, schedule, simulation.peak_position)}
-    rows["gradients"] = rows.get("gradients", 0) + held
-    at = problem.ops[schedule.evaluations[simulation.peak_position]].name
-    return Breakdown(graph_peak, at, _ordered(rows))
 
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
@@ -72,19 +89,25 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):
         maker = problem.producer[storage]
-        in_forward = maker < problem.forward_ops
         first = schedule.evaluations.index(maker) == evaluation
-        if problem.storages[storage].kept and first:
-            kind = "outputs" if in_forward or is_receipt(problem.ops[maker]) else "gradients"
-        elif schedule.evaluations[evaluation] != maker:
-            kind = "fetched activations"
-        elif not in_forward:
-            kind = "backward temporaries"
-        else:
-            kind = "saved activations" if first else "recomputed activations"
+        kind = kind_of(problem, storage, first=first, fetched=schedule.evaluations[evaluation] != maker)
         totals[kind] += problem.storages[storage].bytes
-    totals["workspace"] += op_now.workspace_bytes
+    totals[WORKSPACE] += op_now.workspace_bytes
     return dict(totals)
+
+
+def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) -> str:
+    """The row to which a version of a storage belongs: its first version or a later one, or one that was fetched from
+    the host."""
+    maker = problem.producer[storage]
+    in_forward = maker < problem.forward_ops
+    if problem.storages[storage].kept and first:
+        return OUTPUTS if in_forward or is_receipt(problem.ops[maker]) else GRADIENTS
+    if fetched:
+        return FETCHED
+    if not in_forward:
+        return TEMPORARIES
+    return SAVED if first else RECOMPUTED
 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:

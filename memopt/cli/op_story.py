@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.cli.failures import UsageError
+from memopt.show.fates import WHY
 from memopt.units import duration, size
 
 if TYPE_CHECKING:
@@ -24,18 +25,6 @@ Facts = dict[str, Any]
 
 ROWS = 15
 _NEEDED = ("saved", "recomputed", "offloaded", "output")
-_WHY = {
-    "saved": "the backward reads it, and the budget has room to hold it: recomputing it would add time",
-    "recomputed": "the backward reads it, and its memory is needed for other values meanwhile; of all values to "
-    "recompute, these add the least time that was found for this budget",
-    "offloaded": "the backward reads it, and copying it to the host and back takes less time than recomputing it",
-    "output": "the caller gets it",
-    "gradient": "it is the gradient of a parameter or an input, which the optimiser reads",
-    "temporary": "it is freed after its last reader, in the same half of the step that makes it",
-    "alias": "it is a view of another value's memory and makes none",
-    "fused": "it runs as a part of the ops that read it, and makes no memory",
-    "input": "it is there before the step begins",
-}
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
         + (f"; runs {facts['recomputed']} more time{'s' * (facts['recomputed'] > 1)}, in the backward, which adds "
            f"{duration(facts['seconds'] * facts['recomputed'])}" if facts["recomputed"] else ""),
         "host": f"{size(facts['offloaded_bytes'])} copied there and back" if facts["offloaded_bytes"] else "",
-        "fate": f"{facts['fate']}: {_WHY[facts['fate']]}",
+        "fate": f"{facts['fate']}: {WHY[facts['fate']]}",
         "reads": ", ".join(reads),
         "read by": ", ".join(f"{one} ({half})" for one, half in readers),
     }  # fmt: skip
@@ -129,7 +118,7 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
     for title, text in rows.items():
         if text:
             table.add_row(title, text)
-    figures = {"op": name, **facts, "value": value, "why": _WHY[facts["fate"]], "reads": reads}
+    figures = {"op": name, **facts, "value": value, "why": WHY[facts["fate"]], "reads": reads}
     return Story({**figures, "read_by": [one for one, _ in readers]}, [table])
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
+
+from memopt.cli.failures import UsageError
 
 if TYPE_CHECKING:
     from memopt.errors import BudgetError
@@ -34,6 +37,13 @@ def show(*parts: RenderableType) -> None:
 def show_json(figures: Any) -> None:
     """Print figures as JSON."""
     print(json.dumps(figures, indent=2, ensure_ascii=False))
+
+
+def check_folder(option: str, file: str) -> None:
+    """Raise `UsageError`, before anything is planned, where the folder of a file to be written is not there."""
+    folder = Path(file).parent
+    if not folder.is_dir():
+        raise UsageError(f"{option}: there is no folder {folder}")
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:

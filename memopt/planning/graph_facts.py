@@ -39,10 +39,15 @@ class GraphFacts:
             self._number[node.name] = calls[call]
             calls[call] += 1
 
-    def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
-        """A change of a kind to a node, with further fields of `Change`."""
+    def line(self, node: fx.Node) -> tuple[str, str]:
+        """The line of the user's code that called a node, as "file:line" and as text; both "" where none is known."""
         source = self._line[node.name]
         path, _, line = source.rpartition(":")
+        return source, linecache.getline(path, int(line)).strip() if source else ""
+
+    def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
+        """A change of a kind to a node, with further fields of `Change`."""
+        source, code = self.line(node)
         return Change(
             kind,
             node.name,
@@ -50,7 +55,7 @@ class GraphFacts:
             operator_name(node),
             self._number[node.name],
             source=source,
-            code=linecache.getline(path, int(line)).strip() if source else "",
+            code=code,
             region=self.region,
             **fields,
         )

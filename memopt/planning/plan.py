@@ -18,10 +18,13 @@ from memopt.planning.plan_diff import PlanDiff, plan_diff, plans_diff
 from memopt.planning.plan_file import load, save
 from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_networkx import joint_digraph
+from memopt.planning.plan_views import PlanViews
 from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.step_of_plan import step_of
 from memopt.saved_values import LIVE
 from memopt.show.report import render
 from memopt.show.rows import ModuleRow, ReceiptRow
+from memopt.show.step import Step
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 
@@ -52,7 +55,7 @@ class PlanSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanViews):
     """A training step as planned: which tensors it saves, recomputes and offloads, its peak, and its time.
 
     Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
@@ -251,6 +254,14 @@ class Plan:
         if self.source is None:
             raise ValueError("this plan was loaded from a file and has no graphs; make it with memopt.plan to see them")
         return self.source
+
+    def _step(self) -> Step:
+        """Everything that the step holds at every moment, as planned and with nothing recomputed: what `report`, the
+        plots and the exports show, as data. Raises `ValueError` if loaded."""
+        captured, joined = self._source().captured, self.joined
+        assert joined is not None
+        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        return step_of(captured, joined, self.schedule, self.account)
 
     def _effort(self, effort: EffortName | None, limit_seconds: float | None) -> Effort:
         if effort is None and limit_seconds is None:

@@ -31,14 +31,21 @@ def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> DiG
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
         _add_region(graph, number, region, prefix=f"{number}." if several else "")
-    for (owner, local), attributes in zip(joined.owner, _op_attributes(joined, schedule), strict=True):
-        priced = joined.prices[owner]
-        name = (f"{owner}." if several else "") + (priced.nodes[local] or priced.problem.ops[local].name)
+    attributes = zip(joined.owner, op_names(captured, joined), _op_attributes(joined, schedule), strict=True)
+    for (owner, local), name, decided in attributes:
         if name not in graph:  # an op of the account only, which no node of the captured graph stands for
-            half = "forward" if local < priced.problem.forward_ops else "backward"
+            half = "forward" if local < joined.prices[owner].problem.forward_ops else "backward"
             graph.add_node(name, **{**_BLANK, "region": owner, "kind": "account", "half": half})
-        graph.nodes[name].update(attributes)
+        graph.nodes[name].update(decided)
     return graph
+
+
+def op_names(captured: Captured, joined: Joined) -> Iterator[str]:
+    """The name in the directed graph of each op of the problem."""
+    several = len(captured.regions) > 1
+    for owner, local in joined.owner:
+        priced = joined.prices[owner]
+        yield (f"{owner}." if several else "") + (priced.nodes[local] or priced.problem.ops[local].name)
 
 
 _BLANK: dict[str, Any] = {

@@ -24,14 +24,19 @@ _CONSOLE = Console(width=WIDTH, color_system=None)
 
 def render(heading: str, changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH) -> Text:
     """The heading, and the changes by module in the order of `modules`, as coloured text of `width` columns."""
-    where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
-    found = entries(changes, where)
-    sections = _blocks(where)
-    most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
-    made = folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, WIDTH)), most)
+    made, found, sections = fold(changes, modules)
     page = Text("\n").join([*_wrapped(Text(heading, style="bold"), 2, width), *_lines(made, found, sections, width)])
     page.rstrip()
     return page
+
+
+def fold(changes: Sequence[Change], modules: Sequence[str]) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
+    """The rows to which the changes are folded, the entries that they are made of, and the blocks of each section."""
+    where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
+    found = entries(changes, where)
+    sections = blocks_of(where)
+    most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
+    return folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, WIDTH)), most), found, sections
 
 
 def summary(changes: Sequence[Change]) -> str:
@@ -58,7 +63,7 @@ def _count(change: Change) -> int:
     return change.times if change.kind in (RECOMPUTED, OFFLOADED) else 1
 
 
-def _blocks(where: Mapping[str, Place]) -> dict[str, list[str]]:
+def blocks_of(where: Mapping[str, Place]) -> dict[str, list[str]]:
     """The blocks of each section, in order."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
@@ -70,25 +75,26 @@ def _lines(
     made: Sequence[Row], found: Sequence[Entry], sections: Mapping[str, Sequence[str]], width: int
 ) -> Iterator[Text]:
     """The rows as lines; a section of blocks gets a title."""
-    alone = max((len(_module(row)) for row in made if "*" not in row.section), default=0)
+    alone = max((len(module_of(row)) for row in made if "*" not in row.section), default=0)
     shown: tuple[str, str] | None = None
     for row in made:
         blocks = sections.get(row.section, [""])
         within = "*" in row.section
         if within and (shown is None or shown[0] != row.section):
             same = [entry for entry in found if entry.place.section == row.section]
-            yield from _wrapped(Text(_title(blocks, same), style="bold"), 2, width)
-        wide = max(len(_module(other)) for other in made if other.section == row.section) if within else alone
-        module = _module(row) if shown != (row.section, row.inner) else ""
+            yield from _wrapped(Text(title_of(blocks, same), style="bold"), 2, width)
+        wide = max(len(module_of(other)) for other in made if other.section == row.section) if within else alone
+        module = module_of(row) if shown != (row.section, row.inner) else ""
         shown = row.section, row.inner
         yield from _row(row, f"{'  ' * within}{module:<{wide}}", blocks, width)
 
 
-def _module(row: Row) -> str:
+def module_of(row: Row) -> str:
+    """The module of a row, within its block where it has one."""
     return row.inner or "(block)" if "*" in row.section else row.section or "(model)"
 
 
-def _title(blocks: Sequence[str], found: Sequence[Entry]) -> str:
+def title_of(blocks: Sequence[str], found: Sequence[Entry]) -> str:
     """`transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
@@ -126,12 +132,12 @@ def _spans(some: Sequence[str] | frozenset[str], blocks: Sequence[str]) -> str:
 def _row(row: Row, module: str, blocks: Sequence[str], width: int) -> list[Text]:
     """A row as one line, or several where it is longer than `width`."""
     change = row.first
-    label = {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
+    label = label_of(change)
     text = Text(f"{change.sign} {module} " if change.sign else f"{module} ", style="")
     indent = 6 + text.cell_len // 2
     text.append(f"{label:<13}", style={"+": "green", "-": "red"}.get(change.sign) or _COLOURS.get(change.kind, "green"))
-    text.append(f" {_names(row, blocks)}")
-    text.append(": " + facts if (facts := _facts(row, blocks)) else "", style="none")
+    text.append(f" {names_of(row, blocks)}")
+    text.append(": " + facts if (facts := facts_of(row, blocks)) else "", style="none")
     lines = _wrapped(text, indent, width)
     _add_source(lines, row, indent, width)
     return lines
@@ -172,7 +178,12 @@ def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
         last.append("  ").append(code, style="dim italic")
 
 
-def _names(row: Row, blocks: Sequence[str]) -> str:
+def label_of(change: Change) -> str:
+    """The kind of a change, or its dtypes where these say more."""
+    return {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
+
+
+def names_of(row: Row, blocks: Sequence[str]) -> str:
     """The operators, of recomputations all, of other kinds a few; with the blocks where they differ in them."""
     by_blocks: dict[frozenset[str], list[str]] = defaultdict(list)
     for entry in row.entries:
@@ -188,7 +199,7 @@ def _names(row: Row, blocks: Sequence[str]) -> str:
     )
 
 
-def _facts(row: Row, blocks: Sequence[str]) -> str:
+def facts_of(row: Row, blocks: Sequence[str]) -> str:
     """Reason, bytes and time of a row in one block, in a clause."""
     first = row.first
     nbytes, seconds, equal = row.figures()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.show.drawing import new_figure, write_figure
 from memopt.show.figures import CurveFigures, RecipeFigures
 from memopt.show.labels import Label, place
 from memopt.show.table import sizes, unit_of
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = (".svg", ".png", ".pdf")
 _CURVE, _RECIPE, _QUIET, _SHADE = "#1f5fa8", "#c4532d", "#6b6b6b", "#ececec"
 _FONT = 9.0
 _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
@@ -27,10 +27,8 @@ _TOUCH_PIXELS = 16.0
 
 
 def draw(frontier: CurveFigures, path: Path) -> None:
-    """Write the picture to a file. Raises `ValueError` for other `KINDS`, `ModuleNotFoundError` without matplotlib."""
-    if path.suffix.lower() not in KINDS:
-        raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
-    figure_of(frontier).savefig(path)
+    """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`."""
+    write_figure(lambda: figure_of(frontier), path)
 
 
 def as_svg(frontier: CurveFigures) -> str | None:
@@ -45,16 +43,7 @@ def as_svg(frontier: CurveFigures) -> str | None:
 
 def figure_of(frontier: CurveFigures) -> Figure:
     """The picture as a matplotlib figure that pyplot knows nothing of. Raises `ModuleNotFoundError`."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "pictures are drawn with matplotlib, which is not installed; pip install 'memopt[picture]'", name=error.name
-        ) from error
-
-    figure = Figure(figsize=(8.0, 5.0), dpi=160)
-    FigureCanvasAgg(figure)  # needed to measure labels
+    figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
     unit, scale = unit_of(frontier)

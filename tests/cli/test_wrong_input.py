@@ -83,6 +83,31 @@ def test_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: pytest.Capt
     assert WRONG[arguments] in lines[0]
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("report", "small.py:small", *STEP, "--to", "page.pdf"), "--to takes a file named *.html, not 'page.pdf'"),
+        (("export", "small.py:small", *STEP, "--to", "step.txt"), "no format goes with the name 'step.txt'"),
+        (("export", "small.py:small", *STEP), "Missing option '--to'"),
+        (("export", "small.py:small", *STEP, "--to", "a.dot", "--format", "onnx"), "'onnx' is not one of"),
+    ],
+)
+def test_files_that_cannot_be_written(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(Path.cwd().iterdir())
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "small.py:small", *STEP, "--to", "nowhere/page.html"]) == 2
+    assert capsys.readouterr().err == "memopt: --to: there is no folder nowhere\n"
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plann"]) == 2
     assert "No such command" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 
 from memopt.solver.link import Link
 from memopt.solver.schedule import Offload, Schedule
-from memopt.solver.time_line import stall_seconds
+from memopt.solver.time_line import stall_seconds, time_line
 from tests.solver.small import SAVE_ALL, small_step
 
 
@@ -28,3 +28,12 @@ def test_a_queue_moves_one_storage_at_a_time_by_deadline() -> None:
     # b's copy out runs from 3 to 5, and c waits until 5; a's runs from 5 to 9, and d waits for nothing (c ends at 9).
     # b is fetched from 5 to 7, before c ends; a from 9 to 13, before d ends.
     assert stall_seconds(small_step(), Schedule(SAVE_ALL, (late, soon)), Link(1.0)) == 2.0
+
+
+def test_when_everything_runs() -> None:
+    late, soon = Offload(0, 1, 3, 3, 4), Offload(1, 1, 2, 2, 3)
+    found = time_line(small_step(), Schedule(SAVE_ALL, (late, soon)), Link(1.0))
+    assert found.out == ((5.0, 9.0), (3.0, 5.0))
+    assert found.back == ((9.0, 13.0), (5.0, 7.0))
+    assert found.starts[:3] == (0.0, small_step().ops[0].seconds, 5.0), "c waits for b's copy out"
+    assert found.stall_seconds == 2.0

@@ -11,6 +11,8 @@ SUBCOMMANDS = {
     "explain": "Say where the bytes go, what memopt changed, and why an op is treated as it is.",
     "diff": "Show what the plan changes in the model's graph.",
     "frontier": "Show the least added time for every budget.",
+    "report": "Write one HTML page about the plan.",
+    "export": "Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.",
     "max-batch": "Find the largest batch that fits.",
     "check": "Train a few steps here, and compare them with the plan and with the plain model.",
     "cards": "List the cards that can be planned for.",

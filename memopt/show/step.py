@@ -1,0 +1,188 @@
+"""A training step as pages, pictures and exports show it: what runs, what lies in memory meanwhile, and whose it is."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from memopt.account.breakdown import GRADIENTS, OPTIMIZER_STEP, WORKSPACE
+
+BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
+"""Rows of the account that belong to modules in the proportion of their parameters."""
+
+
+@dataclass(frozen=True)
+class StepOp:
+    """One operator of the captured step, and what the plan does with its result."""
+
+    name: str
+    """Name of its node in the captured graph."""
+    operator: str
+    """Name of the operator without namespace and overload: "addmm"."""
+    half: str
+    """"input", "forward" or "backward"."""
+    module: str
+    """Path of the module that called it, or whose call it differentiates; "" outside of submodules."""
+    fate: str
+    """What happens to its result: one of the fates of `Plan.networkx`."""
+    value: str = ""
+    """Dtype and shape of its result: "bf16[4, 512]"."""
+    source: str = ""
+    """The line of the user's code that called it, as "file:line"."""
+    code: str = ""
+    """The text of that line."""
+    nbytes: int = 0
+    """Bytes of memory that it makes; 0 for a view."""
+    seconds: float = 0.0
+    """Seconds of one run, by the time model."""
+    recomputed: int = 0
+    """How often it runs beyond the first time."""
+
+
+@dataclass(frozen=True)
+class LiveRange:
+    """One version of a storage in memory, from the evaluation that makes it to the last one that needs it."""
+
+    op: int
+    """Number of the operator that makes the storage, in `Step.ops`."""
+    nbytes: int
+    kind: str
+    """The row of the account to which it belongs."""
+    first: int
+    last: int
+    """Positions of evaluations, both included."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One run of an operator."""
+
+    op: int
+    """Number of the operator in `Step.ops`."""
+    start: float
+    """Seconds from the beginning of the step."""
+    workspace_bytes: int = 0
+    """Bytes that its kernel takes for itself meanwhile."""
+    again: bool = False
+    """Whether it ran before in this step."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An offloaded value on its way to the host (`out`) or back, in seconds from the beginning of the step."""
+
+    op: int
+    nbytes: int
+    out: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Everything that a step holds at every moment. Moment `len(evaluations)` is that of `optimizer.step()`."""
+
+    resident: Mapping[str, int]
+    """The rows of the account that are held through forward and backward."""
+    evaluations: tuple[Evaluation, ...]
+    boundary: int
+    """How many of the evaluations belong to the forward."""
+    ranges: tuple[LiveRange, ...]
+    optimizer: Mapping[str, int]
+    """The rows of the account while the optimiser steps."""
+    seconds: float
+    """Seconds of forward and backward."""
+    copies: tuple[Copy, ...] = ()
+
+    @cached_property
+    def live_bytes(self) -> tuple[int, ...]:
+        """The bytes held at each moment."""
+        change = [0] * (len(self.evaluations) + 1)
+        for kept in self.ranges:
+            change[kept.first] += kept.nbytes
+            change[kept.last + 1] -= kept.nbytes
+        resident = sum(self.resident.values())
+        graph = zip(accumulate(change[:-1]), self.evaluations, strict=True)
+        in_graph = (resident + live + one.workspace_bytes for live, one in graph)
+        return (*in_graph, sum(self.optimizer.values()))
+
+    @property
+    def peak(self) -> int:
+        """The first moment at which the most is held; the optimiser's only where it holds more than any other."""
+        return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at any moment."""
+        return self.live_bytes[self.peak]
+
+    def live(self, moment: int) -> Iterator[LiveRange]:
+        """What is alive at a moment beside the resident rows."""
+        if moment < len(self.evaluations):
+            yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
+
+    def rows(self, moment: int) -> Mapping[str, int]:
+        """The rows of the account that are held as a whole at a moment."""
+        return self.resident if moment < len(self.evaluations) else self.optimizer
+
+
+@dataclass(frozen=True)
+class TypedOp:
+    """An operator of the forward with the dtype of its result, and why it has that."""
+
+    name: str
+    operator: str
+    module: str
+    dtype: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step with nothing recomputed (`plain`) and as planned."""
+
+    ops: tuple[StepOp, ...]
+    plain: StepMemory
+    planned: StepMemory
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of parameters by module, as far as their module is known."""
+    types: tuple[TypedOp, ...] = ()
+
+    def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
+        """The bytes of each module at a moment, by row; "" stands for what belongs to none. They sum up to the bytes
+        held. Negative rows are left out."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for row, nbytes in memory.rows(moment).items():
+            for module, share in self.shares(row, nbytes):
+                found[module][row] += share
+        for kept in memory.live(moment):
+            found[self.ops[kept.op].module][kept.kind] += kept.nbytes
+        if moment < len(memory.evaluations):
+            now = memory.evaluations[moment]
+            found[self.ops[now.op].module][WORKSPACE] += now.workspace_bytes
+        kept_rows = {module: Counter({row: n for row, n in rows.items() if n > 0}) for module, rows in found.items()}
+        return {module: rows for module, rows in kept_rows.items() if rows}
+
+    def at(self, memory: StepMemory, moment: int) -> str:
+        """The name of a moment: the operator that runs."""
+        if moment == len(memory.evaluations):
+            return OPTIMIZER_STEP
+        op = self.ops[memory.evaluations[moment].op]
+        return f"{op.name} of {op.module}" if op.module else op.name
+
+    def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
+        """The share of each module in a row of the account; "" gets the rest."""
+        known = sum(self.parameters.values())
+        if row not in BY_PARAMETERS or not known:
+            yield "", nbytes
+            return
+        whole = max(nbytes, known) if row == "parameters" else known
+        left = nbytes
+        for module, own in self.parameters.items():
+            share = nbytes * own // whole
+            left -= share
+            yield module, share
+        yield "", left
