@@ -44,7 +44,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         batch: the model's inputs as for `optimize(example_inputs=…)`: a tuple, a dict or a tensor; with a `loss_fn`
             the pair `(inputs, targets)`.
         reference: "float64"; "fp32", which is the plain run; or "auto": float64 where the model runs in it and twice
-        the plain step's peak is free on the device, else fp32, with a note.
+            the plain step's peak is free on the device, else fp32, with a note.
 
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
