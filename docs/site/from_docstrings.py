@@ -26,7 +26,11 @@ def passes_page() -> str:
         one = getattr(passes, name)
         if inspect.isclass(one) and issubclass(one, passes.Pass) and name not in _BASES:
             file = inspect.getsourcefile(one) or ""
-            lines += [f"## {name}", f"`passes/{file.rpartition('/passes/')[2]}`", as_markdown(inspect.getdoc(one) or "")]
+            lines += [
+                f"## {name}",
+                f"`passes/{file.rpartition('/passes/')[2]}`",
+                as_markdown(inspect.getdoc(one) or ""),
+            ]
     return "\n\n".join(lines) + "\n"
 
 

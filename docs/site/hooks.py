@@ -19,6 +19,8 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 
 COPIED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages that lie outside of docs/, by their path in the repository."""
+FOLDERS = {"examples": "examples.md", "passes": "passes_reference.md"}
+"""Pages that are made of what lies in a folder."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -60,7 +62,7 @@ def _target(file: Path, up: str) -> str:
     path = str(file.relative_to(ROOT))
     if path.startswith("docs/"):
         return up + path.removeprefix("docs/")
-    if path in COPIED:
-        return up + COPIED[path]
+    if path in {**COPIED, **FOLDERS}:
+        return up + {**COPIED, **FOLDERS}[path]
     anchor = from_examples.anchor(file)
     return f"{up}examples.md#{anchor}" if anchor else ""
