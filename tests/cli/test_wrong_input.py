@@ -84,6 +84,32 @@ def test_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: pytest.Capt
     assert WRONG[arguments] in lines[0]
 
 
+OTHER = {
+    ("explain", "--op", "nothing"): "no op is named 'nothing'",
+    ("diff", "--stage", "nothing"): "no stage 'nothing' to show; there is 'scheduled'",
+    ("diff", "--against-budget-gb", "lots"): "--against-budget-gb takes a number of gigabytes",
+    ("frontier", "--points", "1"): "points",
+    ("frontier", "--points", "many"): "Invalid value for '--points'",
+    ("frontier", "--points", "2", "--picture", "curve.txt"): "a picture is a file named *.svg, *.png, *.pdf",
+    ("frontier", "--points", "2", "--save", "no_such_folder/curve.json"): "no_such_folder",
+    ("plan", "--save", "no_such_folder/plan.json"): "no_such_folder",
+    ("max-batch", "--at-most", "0"): "at_most",
+    ("max-batch", "--multiple-of", "8", "--at-most", "4"): "at_most must be at least 8",
+    ("max-batch", "--max-added-time", "-1"): "max_added_time",
+}
+
+
+@pytest.mark.parametrize("arguments", OTHER, ids=" ".join)
+@pytest.mark.usefixtures("folder")
+def test_the_other_options(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    command, *options = arguments
+    assert main([command, "small.py:small", *STEP, *options]) == 2
+    printed = capsys.readouterr()
+    assert len(sentences(printed.err)) == 1, printed.err
+    assert OTHER[arguments] in sentences(printed.err)[0]
+    assert "Traceback" not in printed.err
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plann"]) == 2
     assert "No such command" in capsys.readouterr().err
