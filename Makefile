@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check browser sweep opinfo
+.PHONY: demo test test-all check docs browser sweep opinfo
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -23,6 +23,14 @@ check: $(INSTALLED)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/compat/private_names.py
+
+# The documentation site in site/, with warnings as errors.
+docs: $(BIN)/mkdocs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+$(BIN)/mkdocs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
 
 # --clear: a .venv that an interrupted run or another Python left behind is made anew.
 $(INSTALLED): pyproject.toml constraints.txt

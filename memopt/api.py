@@ -226,7 +226,10 @@ def _largest(
     def plan(size: int) -> Plan:
         return call.plan(make_inputs(size), advise=False)
 
-    return LargestSize(plan, checked.budget_bytes, step, most, added).find()
+    def estimate(size: int) -> int:
+        return call.estimated_bytes(make_inputs(size))
+
+    return LargestSize(plan, checked.budget_bytes, step, most, added, estimate).find()
 
 
 def plan_of(model: nn.Module) -> Plan:

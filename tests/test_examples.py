@@ -1,7 +1,10 @@
-"""The short examples of a pass and a solver of one's own run as they are printed, and do what they say."""
+"""The examples run as they are printed and do what they say: training programs and notebooks stay within their budgets,
+passes and solvers of one's own better a plan."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -19,11 +22,54 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def printed_by(example: str) -> str:
+def printed_by(example: str, *arguments: str) -> str:
     """Run an example in a process of its own, with one thread, and return the text that it prints."""
+    return printed_by_command(str(EXAMPLES / example), *arguments)
+
+
+def printed_by_command(*command: str) -> str:
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEMOPT_CACHE": "0"}
-    command = [sys.executable, str(EXAMPLES / example)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=surroundings, cwd=ROOT).stdout
+    return subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True, env=surroundings, cwd=ROOT
+    ).stdout
+
+
+def code_of(notebook: Path) -> str:
+    """Return the code of a notebook's cells, in order. The notebook is kept without outputs."""
+    cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+def stays_within_its_budget(printed: str) -> None:
+    """Assert that a training program shows a plan that needs levers, and measures no step above its budget."""
+    steps = re.findall(r"^step \d+  loss (\S+)  peak ([\d.]+) of ([\d.]+) GB$", printed, re.MULTILINE)
+    assert len(steps) >= 4, printed
+    for loss, peak, budget in steps:
+        assert math.isfinite(float(loss))
+        assert float(peak) <= float(budget)
+    assert re.search(r"^│ recompute +│", printed, re.MULTILINE), "the budget asks for nothing"
+
+
+@pytest.mark.parametrize("example", ["nanogpt.py", "diffusion_unet.py", "lora.py"])
+def test_training_programs(example: str) -> None:
+    if example == "lora.py":
+        pytest.importorskip("peft")
+    stays_within_its_budget(printed_by(example, "--small"))
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda notebook: notebook.name)
+def test_notebooks(notebook: Path, tmp_path: Path) -> None:
+    program = tmp_path / "cells.py"
+    program.write_text(code_of(notebook), encoding="utf-8")
+    stays_within_its_budget(printed_by_command(str(program)))
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    """The demo too, by `make demo`, which takes minutes."""
+    tests = Path(__file__).read_text(encoding="utf-8")
+    scripts = {file.name for file in EXAMPLES.glob("*.py")} - {"train_gpt2_within_budget.py"}
+    assert all(f'"{name}"' in tests for name in scripts)
 
 
 @pytest.mark.parametrize(("example", "most"), [("custom_pass.py", 40), ("custom_solver.py", 60)])

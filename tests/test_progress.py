@@ -52,42 +52,68 @@ def test_on_a_terminal_what_took_long_leaves_a_line(monkeypatch: pytest.MonkeyPa
     page = terminal(monkeypatch, interactive=True)
     with progress.stage("capturing"):
         clock.now += 2.34
-    assert "memopt: capturing …" in page.getvalue()
-    assert page.getvalue().endswith("memopt: capturing 2.3 s\n")
+    line, taken, rest = page.getvalue().partition("memopt: capturing took 2.3 s\n")
+    assert "memopt: capturing" in line
+    assert taken
+    assert not rest
 
 
 def test_a_moment_leaves_none(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     page = terminal(monkeypatch, interactive=True)
     with progress.stage("capturing"):
         clock.now += 0.9
-    assert "0.9 s" not in page.getvalue()
+    assert "took" not in page.getvalue()
 
 
-def test_stages_inside_a_stage_have_no_spinner_of_their_own(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_stages_inside_a_stage_share_its_line(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     page = terminal(monkeypatch, interactive=True)
-    with progress.stage("planning"), progress.stage("solving"):
-        clock.now += 1.5
-    assert "solving …" not in page.getvalue()
-    assert "memopt: solving 1.5 s\n" in page.getvalue()
+    with progress.stage("planning"):
+        for name in ("tracing", "solving", "tracing", "a moment"):
+            with progress.stage(name):
+                clock.now += 1.5 if name != "a moment" else 0.1
+    assert page.getvalue().endswith("memopt: planning took 4.6 s (tracing 3.0, solving 1.5)\n")
+    assert page.getvalue().count("took") == 1
     with progress.stage("again"):
         pass
-    assert "memopt: again …" in page.getvalue()
+    assert "memopt: again" in page.getvalue()
+
+
+def test_how_far_the_outermost_and_the_innermost_stage_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal(monkeypatch, interactive=True)
+    with progress.stage("looking") as tell, progress.stage("planning"), progress.stage("solving") as tell_of_solving:
+        tell("16 [of 40]")
+        tell_of_solving("3 of 5")
+        line = progress._shown[0][0]
+        assert line.tasks[0].description == r"looking: 16 \[of 40] · solving: 3 of 5"
+        progress.say("4 of 5")
+        assert line.tasks[0].description.endswith("solving: 4 of 5")
+    progress.say("nothing runs")
 
 
 def test_elsewhere_the_log_has_it(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
     page = terminal(monkeypatch, interactive=False)
-    with progress.stage("solving"):
-        clock.now += 2.0
+    with progress.stage("planning"):
+        with progress.stage("solving"):
+            clock.now += 2.0
+        with progress.stage("a moment"):
+            clock.now += 0.5
     assert page.getvalue() == ""
-    assert logged == ["DEBUG solving took 2.0 s"]
+    assert logged == ["INFO solving took 2.0 s", "DEBUG a moment took 0.5 s", "INFO planning took 2.5 s"]
 
 
-def test_how_far_a_stage_has_come(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    page = terminal(monkeypatch, interactive=True)
-    with progress.stage("planning"), progress.stage("solving") as tell:
-        tell("3 of 40")
-        clock.now += 0.2
-    assert "memopt: solving … 3 of 40" in page.getvalue(), "beside the spinner of the outermost stage"
+def test_and_stderr_has_it_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    page = terminal(monkeypatch, interactive=False)
+    with progress.lines_on_stderr(), progress.stage("planning"), progress.stage("solving") as tell:
+        clock.now += 12.0
+        tell("a sentence that is longer than the sixty columns of this page: 3 of 40")
+    assert page.getvalue().splitlines() == [
+        "memopt: solving: a sentence that is longer than the sixty columns of this page: 3 of 40",
+        "memopt: solving took 12.0 s",
+        "memopt: planning took 12.0 s",
+    ]
+    with progress.stage("later"):
+        clock.now += 2.0
+    assert "later" not in page.getvalue()
 
 
 def test_the_log_has_it_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
@@ -96,13 +122,21 @@ def test_the_log_has_it_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, clock
         for number in range(6):
             tell(f"{number} of 6")
             clock.now += 5.0
-    assert logged == ["INFO solving: 2 of 6", "INFO solving: 4 of 6", "DEBUG solving took 30.0 s"]
+    assert logged == ["INFO solving: 2 of 6", "INFO solving: 4 of 6", "INFO solving took 30.0 s"]
     assert page.getvalue() == ""
 
 
 def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
-    terminal(monkeypatch, interactive=False)
-    with pytest.raises(KeyError), progress.stage("solving"):
-        raise KeyError
-    assert logged == ["DEBUG solving took 0.0 s"]
-    assert progress._shown == []
+    """What failed did not take its time: the error says what happened."""
+    page = terminal(monkeypatch, interactive=True)
+
+    def fail() -> None:
+        with progress.stage("planning"), progress.stage("solving"):
+            clock.now += 2.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert logged == []
+    assert "took" not in page.getvalue()
+    assert progress._stages == progress._shown == []

@@ -21,6 +21,7 @@ from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES
+from memopt.progress import stage
 from memopt.run.loss import scalar_loss
 from memopt.run.on_demand import OnDemand
 from memopt.run.planned_call import PlannedCall, planned_call_of
@@ -58,7 +59,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
     around = calls.planner.around(call)
-    with calls.planner.elsewhere.held_still(around), calls.plain_calls.not_allowed():
+    with calls.planner.elsewhere.held_still(around), calls.plain_calls.not_allowed(), stage("metering steps"):
         return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
 
 

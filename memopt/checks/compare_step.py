@@ -16,6 +16,7 @@ from memopt.checks.free_memory import free_bytes
 from memopt.checks.measured_step import MeasuredStep, autocast_step, measured, scaled, train
 from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
+from memopt.progress import stage
 from memopt.rewrite.precision.plan import dtype_name
 from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.training_state import Tensors, TrainingState
@@ -43,7 +44,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         batch: the model's inputs as for `optimize(example_inputs=…)`: a tuple, a dict or a tensor; with a `loss_fn`
             the pair `(inputs, targets)`.
         reference: "float64"; "fp32", which is the plain run; or "auto": float64 where the model runs in it and twice
-        the plain step's peak is free on the device, else fp32, with a note.
+            the plain step's peak is free on the device, else fp32, with a note.
 
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
@@ -65,10 +66,10 @@ def _compared(model: nn.Module, planned: PlannedCall, call: Call, reference: str
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), stage("comparing with the plain model"):
             optimized, plain, autocast = _runs(planned, call, start, low, notes)
-        loss_fn = (planned.with_loss or planned.forward).loss_fn
-        exact = _exact(model, call, loss_fn, start, plain, reference, notes)
+            loss_fn = (planned.with_loss or planned.forward).loss_fn
+            exact = _exact(model, call, loss_fn, start, plain, reference, notes)
     finally:
         start.restore()
         start.restore_gradients()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from memopt.cli.failures import UsageError
+from memopt.progress import stage
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,10 @@ class Job:
 
     def prepare(self) -> Prepared:
         """Read the options, build the model without memory, and find its inputs. Raises `UsageError`."""
+        with stage(f"loading {self.model}"):
+            return self._prepare()
+
+    def _prepare(self) -> Prepared:
         from memopt.cli.default_shapes import with_defaults
         from memopt.cli.named_cards import budget_gb, card_named
         from memopt.cli.named_models import model_factory, on_meta

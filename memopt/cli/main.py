@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from memopt.cli.failures import ended_by_interrupts, quiet, report_failure
+from memopt.progress import lines_on_stderr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,15 +15,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: the step fits, or the command had nothing to judge. 1: the model cannot be planned, or a check failed. 2: bad
     usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
 
-    With "--debug" among the arguments, failures are raised with their traceback.
+    Long work says on stderr how far it has come: on a terminal in one line, elsewhere in a line for each stage. With
+    "--debug" among the arguments, failures are raised with their traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if debug:
-        return _run(given)
+        with lines_on_stderr():
+            return _run(given)
     with ended_by_interrupts():
         try:
-            with quiet():
+            with quiet(), lines_on_stderr():
                 return _run(given)
         except Exception as error:
             return report_failure(error)

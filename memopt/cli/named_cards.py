@@ -54,9 +54,12 @@ def card(name: str | None) -> Hardware:
 
 def budget_gb(written: str | None, name: str | None) -> float:
     """The budget in GB of 1024³ bytes as it is written, by default the memory of the card. Raises `UsageError`."""
-    if written is None:
-        return card(name).memory_bytes / GIB
+    return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)
+
+
+def gigabytes(option: str, written: str) -> float:
+    """The number of gigabytes that is written for an option. Raises `UsageError`."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
     if number is None or float(number[1]) == 0:
-        raise UsageError(f"--budget-gb takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
+        raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
     return float(number[1])

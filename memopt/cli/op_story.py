@@ -14,8 +14,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.cli.failures import UsageError
+from memopt.cli.op_precision import why_dtype
 from memopt.show.fates import WHY
 from memopt.units import duration, size
+from passes.graphs.node_facts import tensors
 
 if TYPE_CHECKING:
     from memopt.planning.plan import Plan
@@ -96,6 +98,7 @@ def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> Story:
 
 def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> Story:
     value = _value(plan, name, facts["region"])
+    why = why_dtype(plan, facts, [one for one, _ in readers]) if facts["operator"] else ""
     held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
     rows = {
         "operator": _short(facts["operator"]) or facts["kind"],
@@ -103,6 +106,7 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
         "module": facts["module"] or "(model)",
         "source": _source(facts["source"]),
         "value": value,
+        "dtype": f"{value.partition(' ')[0]}: {why}" if value and why else "",
         "bytes": f"{size(facts['bytes'])}, {held} held until the backward".replace("–, none", "none"),
         "time": f"{duration(facts['seconds'])} for one run"
         + (f"; runs {facts['recomputed']} more time{'s' * (facts['recomputed'] > 1)}, in the backward, which adds "
@@ -118,18 +122,21 @@ def _one(plan: Plan, name: str, facts: Facts, reads: list[str], readers: list[tu
     for title, text in rows.items():
         if text:
             table.add_row(title, text)
-    figures = {"op": name, **facts, "value": value, "why": WHY[facts["fate"]], "reads": reads}
+    figures = {"op": name, **facts, "value": value, "why": WHY[facts["fate"]], "why_dtype": why, "reads": reads}
     return Story({**figures, "read_by": [one for one, _ in readers]}, [table])
 
 
 def _value(plan: Plan, name: str, region: int) -> str:
-    """The dtype and sizes of a node's value in the captured graph; "" where it is no tensor."""
+    """The dtype and sizes of a node's value in the captured graph, of each tensor where it has several; "" for none."""
     graphs = plan.graphs["captured"]
     local = name.removeprefix(f"{region}.") if len(graphs) > 1 else name
-    value = next((node.meta.get("val") for node in graphs[region].graph.nodes if node.name == local), None)
-    if not isinstance(value, torch.Tensor):
-        return ""
-    return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or 'scalar'}"
+    node = next((node for node in graphs[region].graph.nodes if node.name == local), None)
+    values = tensors(node.meta.get("val")) if node is not None else []
+    return ", ".join(f"{_dtype_name(one)} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in values)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _source(source: str | None) -> str:

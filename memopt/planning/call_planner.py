@@ -29,7 +29,7 @@ from memopt.planning.job_key import Job
 from memopt.planning.options import Options
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.situation import Situation
-from memopt.progress import stage
+from memopt.progress import say, stage
 from memopt.recent import Recent
 from memopt.rewrite import LeverSet, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules
@@ -82,7 +82,9 @@ class CallPlanner(CallAccounts):
         account = self.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
         if self.options.passes:
             search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
-        for levers in self.lever_sets:
+        lever_sets = self.lever_sets
+        for number, levers in enumerate(lever_sets, 1):
+            say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
             try:
                 yield levers, self.rewrite_and_price(captured, call, situation, levers), account
             except NothingToRewrite as nothing:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
+from memopt.planning.bracket import Bracket
 from memopt.progress import stage
+from memopt.units import size as in_words
 
 # Where this many steps fit, memory is taken not to depend on the size.
 _ENDLESS = 2**24
-# A size is at most this many times the largest size known to fit.
-_GROWTH = 8
+# The numbers of steps that are tried first: one sample alone is often traced as a special case.
+_FIRST, _FIRST_ESTIMATES = (1, 2), (2, 16)
 
 
 class PlannedSize(Protocol):
@@ -32,8 +34,8 @@ class LargestSize:
     """Searches for the largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`.
 
     `plan(size)` raises `BudgetError` for a size that does not fit. All sizes below one that fits are taken to fit too.
-    To plan few sizes, the next one tried is where a straight line through two known smallest budgets, the two nearest
-    to the budget, meets it.
+    A plan takes many times as long as `estimate`, so that sizes are looked for by estimates first, and planned only
+    around the one that the estimates lead to; a wrong estimate costs time and changes no result.
     """
 
     plan: Callable[[int], PlannedSize]
@@ -42,66 +44,59 @@ class LargestSize:
     at_most: int | None = None
     added_time: float = math.inf
     """The limit, as a fraction of the plain step's time."""
-    smallest_bytes: dict[int, int] = field(default_factory=dict)
-    """Number of steps → the smallest budget that works for it, of each size that was planned."""
-    _too_slow: bool = False
-    """Whether a size was refused for its added time, which the smallest budgets cannot predict."""
+    estimate: Callable[[int], int] | None = None
+    """Returns about the smallest budget in bytes that works for a size; None to plan every size that is tried."""
+    _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)
 
     def find(self) -> int:
         """The largest size. Raises `BudgetError` if the smallest does not fit, `ValueError` if no size is too large."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")
-        with stage("looking for the largest size") as tell:
-            fits, refused = 0, most + 1
-            while refused - fits > 1:
-                number = self._next(fits, refused)
-                tell(f"planning for {number * self.step}; {fits * self.step} fit")
-                if self._fits(number):
-                    fits = number
-                else:
-                    refused = number
-        if fits == _ENDLESS:
+        with stage("looking for the largest size") as self._tell:
+            estimates = self._estimates(most)
+            near = estimates.fits
+            search = Bracket(self.budget_bytes, most, (near, near + 1) if near else _FIRST, needs=dict(estimates.needs))
+            while (number := search.next()) is not None:
+                self._tell(f"planning {number * self.step} ({self._within(search)})")
+                self._plan(number, search)
+        if search.fits == _ENDLESS:
             raise ValueError(
                 "every size fits: either the inputs from make_inputs do not grow with the size, or the search needs a "
                 "limit; give at_most="
             )
-        return fits * self.step
+        return search.fits * self.step
 
-    def _fits(self, number: int) -> bool:
+    def _estimates(self, most: int) -> Bracket:
+        """A search by estimates, which has come to its end, or to a size that cannot be captured."""
+        search = Bracket(self.budget_bytes, most, _FIRST_ESTIMATES)
+        while self.estimate is not None and (number := search.next()) is not None:
+            self._tell(f"estimating {number * self.step} ({self._within(search)})")
+            try:
+                needed = self.estimate(number * self.step)
+            except CaptureError:  # as a plan of that size will say, if it is needed
+                break
+            search.note(number, needed, fits=needed <= self.budget_bytes)
+        return search
+
+    def _within(self, search: Bracket) -> str:
+        """The limits between which the search goes on, in words."""
+        known = [f"{search.fits * self.step} fits" if search.fits else f"of {in_words(self.budget_bytes)}"]
+        return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
+
+    def _plan(self, number: int, search: Bracket) -> None:
+        """Plan a number of steps and put the result into the search. Raises the errors of `find` for one step."""
         try:
             plan = self.plan(number * self.step)
         except BudgetError as error:
-            self.smallest_bytes[number] = error.smallest_bytes
             if number == 1:
                 raise
-            return False
-        self.smallest_bytes[number] = plan.smallest_bytes()
-        if plan.added_time <= self.added_time:
-            return True
-        if number == 1:
+            search.note(number, error.smallest_bytes, fits=False)
+            return
+        fast = plan.added_time <= self.added_time
+        search.note(number, plan.smallest_bytes(), fits=fast)
+        if not fast and number == 1:
             raise ValueError(
                 f"a size of {self.step} fits only with {plan.added_time:.0%} of added time, more than "
                 f"max_added_time={self.added_time:g}; raise max_added_time, or the budget"
             )
-        self._too_slow = True
-        return False
-
-    def _next(self, fits: int, refused: int) -> int:
-        """The number of steps to plan next, above `fits` and below `refused`: first 1 and 2, then by the line."""
-        known = sorted(self.smallest_bytes)
-        # Limited growth: make_inputs may allocate real tensors, and a line through small sizes may be too flat.
-        most = min(refused - 1, _GROWTH * max(fits, 1))
-        if len(known) < 2:
-            return min(1 + len(known), most)
-        if refused in self.smallest_bytes and (self._too_slow or len(known) % 3 == 0):
-            return (fits + refused) // 2  # bisection, where lines predict badly
-        low, high = self._nearest(known)
-        slope = (self.smallest_bytes[high] - self.smallest_bytes[low]) / (high - low)
-        guess = low + int((self.budget_bytes - self.smallest_bytes[low]) / slope) if slope > 0 else most
-        return min(max(guess, fits + 1), most)
-
-    def _nearest(self, known: list[int]) -> tuple[int, int]:
-        """The two known numbers of steps whose smallest budgets lie nearest to the budget, the smaller one first."""
-        one, other = sorted(known, key=lambda number: abs(self.smallest_bytes[number] - self.budget_bytes))[:2]
-        return min(one, other), max(one, other)

@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.dynamo import is_capturing
-from memopt.capture.inputs import as_call, check_device
+from memopt.capture.inputs import Call, as_call, check_device
 from memopt.compat.ddp import unwrapped
 from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
 from memopt.optimizers import Proposals
+from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
+from memopt.progress import stage
 from memopt.run.data_parallel import DataParallel
 from memopt.run.training import TrainingCalls
 from memopt.run.unplanned import UnplannedWatch
@@ -80,10 +82,21 @@ class PlannedCall:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        calls = self.with_loss or self.forward
+        calls, call = self._ahead(example_inputs)
+        with stage("planning"):
+            return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
+
+    def estimated_bytes(self, example_inputs: Any) -> int:
+        """About the smallest budget in bytes within which a training call can be planned, in a fraction of the time
+        that its plan takes. Raises `CaptureError`."""
+        calls, call = self._ahead(example_inputs)
+        return estimated_bytes(calls.planner, call)
+
+    def _ahead(self, example_inputs: Any) -> tuple[TrainingCalls, Call]:
+        """The training calls that example inputs belong to, and the call that they stand for."""
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
-        return calls.plan_ahead(call, gradients_held=gradients_held, advise=advise)
+        return self.with_loss or self.forward, call
 
     def take_over(self) -> None:
         """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any.

@@ -1,9 +1,8 @@
-"""Every example of the help texts and of docs/command_line.md runs as it is printed, and fits."""
+"""Every command in the help texts, README and docs runs as it is printed, and fits."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from importlib import import_module
 from pathlib import Path
@@ -12,33 +11,25 @@ import pytest
 
 from memopt.cli.commands import SUBCOMMANDS, memopt
 from memopt.cli.main import main
+from tests.docs.page_examples import PAGES, commands, commands_of
 
-ROOT = Path(__file__).parents[2]
 # Examples that take longer than 15 seconds.
-SLOW = ("plan gpt2 ", "plan vit ")
-
-
-def examples(text: str) -> list[str]:
-    """Return the commands of a text, one string each, their continued lines joined."""
-    found: list[str] = re.findall(r"^ *memopt ((?:.*\\\n)*.*)$", text, re.MULTILINE)
-    return [re.sub(r"\s*\\\n\s*", " ", command) for command in found]
+SLOW = ("plan gpt2 --budget", "plan vit ")
 
 
 def in_help(command: str) -> list[str]:
     """Return the examples of a subcommand's help text."""
-    return examples(import_module(f"memopt.cli.commands.{command.replace('-', '_')}").command.help)
-
-
-def in_docs() -> list[str]:
-    """Return the examples of the page about the command line."""
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    return examples("\n".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)))
+    return commands(import_module(f"memopt.cli.commands.{command.replace('-', '_')}").command.help)
 
 
 def every_example() -> list[object]:
     """Return all examples as parameters; the ones that take long are marked so."""
     found = dict.fromkeys(
-        [*(one for command in SUBCOMMANDS for one in in_help(command)), *examples(memopt.help or ""), *in_docs()]
+        [
+            *(one for command in SUBCOMMANDS for one in in_help(command)),
+            *commands(memopt.help or ""),
+            *(one for page in PAGES for one in commands_of(page)),
+        ]
     )
     return [pytest.param(one, marks=[pytest.mark.slow] * one.startswith(SLOW), id=one) for one in found]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: pytest.Capt
     assert main(["plan", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    lines = [line for line in printed.err.splitlines() if line != "begins"]
+    lines = [line for line in sentences(printed.err) if line != "begins"]
     assert len(lines) == 1, printed.err
     assert lines[0].startswith("memopt: ")
     assert WRONG[arguments] in lines[0]
@@ -108,6 +109,32 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "memopt: --to: there is no folder nowhere\n"
 
 
+OTHER = {
+    ("explain", "--op", "nothing"): "no op is named 'nothing'",
+    ("diff", "--stage", "nothing"): "no stage 'nothing' to show; there is 'scheduled'",
+    ("diff", "--against-budget-gb", "lots"): "--against-budget-gb takes a number of gigabytes",
+    ("frontier", "--points", "1"): "points",
+    ("frontier", "--points", "many"): "Invalid value for '--points'",
+    ("frontier", "--points", "2", "--picture", "curve.txt"): "a picture is a file named *.svg, *.png, *.pdf",
+    ("frontier", "--points", "2", "--save", "no_such_folder/curve.json"): "no_such_folder",
+    ("plan", "--save", "no_such_folder/plan.json"): "no_such_folder",
+    ("max-batch", "--at-most", "0"): "at_most",
+    ("max-batch", "--multiple-of", "8", "--at-most", "4"): "at_most must be at least 8",
+    ("max-batch", "--max-added-time", "-1"): "max_added_time",
+}
+
+
+@pytest.mark.parametrize("arguments", OTHER, ids=" ".join)
+@pytest.mark.usefixtures("folder")
+def test_the_other_options(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    command, *options = arguments
+    assert main([command, "small.py:small", *STEP, *options]) == 2
+    printed = capsys.readouterr()
+    assert len(sentences(printed.err)) == 1, printed.err
+    assert OTHER[arguments] in sentences(printed.err)[0]
+    assert "Traceback" not in printed.err
+
+
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plann"]) == 2
     assert "No such command" in capsys.readouterr().err
@@ -126,7 +153,7 @@ def test_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 3
     printed = capsys.readouterr()
     assert "a budget of 0.00001 GB is too small for this step: the smallest that works is" in printed.err
-    assert len(printed.err.splitlines()) == 1
+    assert len(sentences(printed.err)) == 1
     assert main([*arguments, "--json"]) == 3
     figures = json.loads(capsys.readouterr().out)
     assert figures["fits"] is False
@@ -138,7 +165,7 @@ def test_a_shape_that_the_forward_cannot_take(capfd: pytest.CaptureFixture[str])
     arguments = ["plan", "small.py:small", "--shape", "4x65", *STEP[2:]]
     assert main(arguments) == 1
     error = capfd.readouterr().err
-    assert len(error.splitlines()) == 1, error
+    assert len(sentences(error)) == 1, error
     assert "[4, 65]" in error
 
 
@@ -163,4 +190,9 @@ def interrupted(folder: Path, model: str, wait: float = 0.0) -> tuple[int, list[
     time.sleep(wait)
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
-    return process.wait(), [line for line in (first + rest).splitlines() if line]
+    return process.wait(), sentences(first + rest)
+
+
+def sentences(printed: str) -> list[str]:
+    """Return the lines of stderr, without those that say how long a stage took."""
+    return [line for line in printed.splitlines() if line and not re.search(r" took [\d.]+ s$", line)]

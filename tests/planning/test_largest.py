@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.largest import LargestSize
 
 
@@ -114,3 +114,43 @@ def test_sizes_that_add_too_much_time_do_not_fit(quick: int, step: int, budget: 
             find(0.3)
     else:
         assert find(0.3) == min(budget, quick) // step * step
+
+
+@given(st.integers(0, 10**5), st.integers(1, 500), st.integers(1, 3000), st.integers(-200, 200), st.integers(1, 8))
+def test_estimates_change_no_result(fixed: int, slope: int, wanted: int, off: int, step: int) -> None:
+    """They are off by a number of steps to either side."""
+
+    def needs(size: int) -> int:
+        return fixed + slope * (size // step)
+
+    budget, tried = needs(wanted * step), []
+    search = LargestSize(planner(needs, budget, tried), budget, step, estimate=lambda size: needs(size) - slope * off)
+    assert search.find() == wanted * step
+    assert len(tried) <= (2 if not off else 40)
+
+
+def test_nothing_far_above_the_largest_is_planned() -> None:
+    """The estimates look for it, and grow at most eightfold."""
+    tried: list[int] = []
+    estimated: list[int] = []
+
+    def needs(size: int) -> int:
+        return max(1000, 7 * size)
+
+    def estimate(size: int) -> int:
+        estimated.append(size)
+        return needs(size)
+
+    assert LargestSize(planner(needs, 3507, tried), 3507, estimate=estimate).find() == 501
+    assert tried == [501, 502]
+    assert max(estimated) <= 8 * 501
+    assert len(estimated) <= 10
+
+
+def test_a_size_that_cannot_be_captured_ends_the_estimates() -> None:
+    tried: list[int] = []
+
+    def estimate(size: int) -> int:
+        raise CaptureError("longer than the model's table of positions")
+
+    assert LargestSize(planner(lambda size: size, 100, tried), 100, estimate=estimate).find() == 100
