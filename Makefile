@@ -5,7 +5,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all check docs browser sweep opinfo
+CARD := .venv-card
+CARD_INSTALLED := $(CARD)/installed
+# The CUDA build whose private behaviour tests/card/stand_in was written for, and that the card's figures are from.
+CARD_TORCH ?= 2.11.0
+
+.PHONY: demo test test-all test-card check docs browser sweep opinfo
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -13,9 +18,14 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The slow tests too: minutes each. An empty -m takes back the "not slow" of pyproject.toml.
+# The slow tests too: minutes each. This -m takes back the "not slow" of pyproject.toml.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not card"
+
+# On this machine's CUDA card, or where there is none on the stand-in of tests/card/stand_in (docs/card.md). The first
+# time it downloads the CUDA build of torch, 5 GB with its libraries.
+test-card: $(CARD_INSTALLED)
+	$(CARD)/bin/python tests/card/stand_in/run.py -m pytest -m card tests/card
 
 check: $(INSTALLED)
 	$(BIN)/python -m ruff check .
@@ -44,6 +54,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 browser:
 	apt-get update -qq
 	apt-get install -y -qq --no-install-recommends chromium chromium-driver
+
+$(CARD_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv --clear $(CARD)
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(CARD_TORCH) -e ".[dev]"
+	touch $@
 
 # Goes on where it stopped; SWEEP="--stages smallest default --limit-minutes 60" takes its options.
 sweep: $(INSTALLED)

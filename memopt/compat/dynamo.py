@@ -3,7 +3,7 @@
 Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
-`torch._dynamo.maybe_mark_dynamic`,
+`torch._dynamo.maybe_mark_dynamic`, `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
@@ -95,10 +95,31 @@ def capture_settings() -> ExitStack:
     stack.enter_context(
         functorch_config.patch(functionalize_rng_ops=False, graphsafe_rng_functionalization=False, donated_buffer=False)
     )
+    stack.enter_context(_settings_not_logged())
     stack.enter_context(_not_exporting())
     stack.enter_context(_scaled_operators_kept())
     stack.enter_context(broadcast_masks())
     return stack
+
+
+@contextmanager
+def _settings_not_logged() -> Iterator[None]:
+    """Context in which Dynamo's record of a compilation leaves out its settings where it cannot write them.
+
+    Torch 2.11 writes them as JSON, functions too, and prints a traceback for each compilation where there is one.
+    """
+    from torch._dynamo import utils
+
+    written: Any = getattr(utils, "_get_dynamo_config_for_logging", dict)
+    try:
+        written()
+    except TypeError:
+        utils._get_dynamo_config_for_logging = lambda: None
+    try:
+        yield
+    finally:
+        if written is not dict:
+            utils._get_dynamo_config_for_logging = written
 
 
 @contextmanager

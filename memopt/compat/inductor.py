@@ -113,7 +113,16 @@ def _nearby_fusions() -> type[Any]:
             passed = (node for node in scheduler.nodes if early.max_order < node.min_order < late.min_order)
             return not any(late.ancestors & node.get_operation_names() for node in passed)
 
+    # Inductor pickles the class into the key of its cache, by the module and the name that it is found under.
+    NearbyFusions.__qualname__ = NearbyFusions.__name__
     return NearbyFusions
+
+
+def __getattr__(name: str) -> Any:
+    """The class of inductor's choices, made when it is asked for: its base is slow to import."""
+    if name != "NearbyFusions":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _nearby_fusions()
 
 
 _MOST_PASSED = 3

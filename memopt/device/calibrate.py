@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.device.hardware_table import Hardware, hardware, scaled_rate
+from memopt.device.chip import LARGE
+from memopt.device.hardware_table import Hardware, hardware, reported_chip, scaled_rate
 from passes.ops.fp8_formats import E4M3, quantize
 from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS
@@ -41,6 +42,7 @@ def measure_hardware(
     cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
     name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
     total = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware("cpu").memory_bytes
+    chip = reported_chip(device) if on_cuda else LARGE
     return Hardware(
         name=name,
         flops=flops,
@@ -58,6 +60,8 @@ def measure_hardware(
         major=torch.cuda.get_device_capability(device)[0] if on_cuda else 0,
         least_moved_bytes=2**20 if on_cuda else 4096,
         host_bytes=hardware("cpu").memory_bytes // 2,
+        multiprocessors=chip.multiprocessors,
+        threads_per_multiprocessor=chip.threads,
     )
 
 

@@ -19,7 +19,7 @@ from memopt.device.op_times import call_key, dominant_calls, time_calls
 from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
 from memopt.saved_values import as_json, opened, sealed, value_from
 
-FORMAT = 3
+FORMAT = 4
 """Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
 changes."""
 MOST_CALLS = 2**14

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memopt.device.chip import LARGE, Chip
 from memopt.solver import Link
 
 GIB = 1024**3
@@ -56,6 +57,8 @@ class Hardware:
     where both overlap with the kernel before."""
     major: int = 9
     """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
+    multiprocessors: int = LARGE.multiprocessors
+    threads_per_multiprocessor: int = LARGE.threads
     context_bytes: int = 512 * 1024**2
     """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
     they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
@@ -68,6 +71,11 @@ class Hardware:
         """The link to the host's memory, as the solver takes it."""
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
+
+    @property
+    def chip(self) -> Chip:
+        """What the workspaces of its kernels depend on."""
+        return Chip(self.multiprocessors, self.threads_per_multiprocessor)
 
     def multiplies(self, tile: str) -> bool:
         """Whether the device has units for 8-bit products with a scale for each tile (see `passes.ops.fp8_formats`)."""
@@ -85,12 +93,30 @@ def scaled_rate(tile: str) -> str:
 
 
 def _gpu(
-    name: str, terabytes_per_second: float, gib: int, pcie: int, major: int, source: str, **teraflops: float
+    name: str,
+    terabytes_per_second: float,
+    gib: int,
+    pcie: int,
+    major: int,
+    chip: Chip,
+    source: str,
+    **teraflops: float,
 ) -> Hardware:
     flops = {dtype: TERA * value for dtype, value in teraflops.items()}
     # An eager op costs the host about 5 µs to dispatch and launch, whatever the GPU.
     rate = TERA * terabytes_per_second
-    return Hardware(name, flops, rate, 5e-6, gib * GIB, source, link_bytes_per_second=PCIE[pcie], major=major)
+    return Hardware(
+        name,
+        flops,
+        rate,
+        5e-6,
+        gib * GIB,
+        source,
+        link_bytes_per_second=PCIE[pcie],
+        major=major,
+        multiprocessors=chip.multiprocessors,
+        threads_per_multiprocessor=chip.threads,
+    )
 
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0}
@@ -113,34 +139,34 @@ _B200 = {
     scaled_rate("1x32"): 4500.0,
 }
 _GPUS = (
-    _gpu("a100-40", 1.555, 40, 4, 8, "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
-    _gpu("a100-80", 2.039, 80, 4, 8, "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
-    _gpu("h100", 3.35, 80, 5, 9, "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
-    _gpu("h200", 4.8, 141, 5, 9, "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
-    _gpu("b200", 8.0, 180, 5, 10, "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200),
+    _gpu("a100-40", 1.555, 40, 4, 8, Chip(108, 2048), "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
+    _gpu("a100-80", 2.039, 80, 4, 8, Chip(108, 2048), "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
+    _gpu("h100", 3.35, 80, 5, 9, Chip(132, 2048), "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
+    _gpu("h200", 4.8, 141, 5, 9, Chip(132, 2048), "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
+    _gpu("b200", 8.0, 180, 5, 10, Chip(148, 2048), "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200),
     _gpu(
-        "l4", 0.3, 24, 4, 8, "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
+        "l4", 0.3, 24, 4, 8, Chip(58, 1536), "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5,
     ),
-    _gpu("t4", 0.32, 16, 3, 7, "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0),
+    _gpu("t4", 0.32, 16, 3, 7, Chip(40, 1024), "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0),
     _gpu(
-        "rtx-3060", 0.36, 12, 4, 8,
+        "rtx-3060", 0.36, 12, 4, 8, Chip(28, 1536),
         "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "
         "accumulation, GA102 whitepaper",
         float32=12.7, tfloat32=12.7, float16=25.5, bfloat16=25.5,
     ),
     _gpu(
-        "rtx-3090", 0.936, 24, 4, 8,
+        "rtx-3090", 0.936, 24, 4, 8, Chip(82, 1536),
         "NVIDIA GA102 whitepaper, RTX 3090: 71 TFLOPS FP16 with FP32 accumulation, 936 GB/s",
         float32=35.6, tfloat32=35.6, float16=71.0, bfloat16=71.0,
     ),
     _gpu(
-        "rtx-4090", 1.008, 24, 4, 8,
+        "rtx-4090", 1.008, 24, 4, 8, Chip(128, 1536),
         "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
         float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3,
     ),
     _gpu(
-        "rtx-5090", 1.792, 32, 5, 12,
+        "rtx-5090", 1.792, 32, 5, 12, Chip(170, 1536),
         "NVIDIA RTX Blackwell whitepaper, RTX 5090: 209.5 TFLOPS FP16 with FP32 accumulation, 1,792 GB/s",
         float32=104.8, tfloat32=104.8, float16=209.5, bfloat16=209.5, float8_e4m3fn=419.0,
         **{scaled_rate("1x32"): 419.0},
@@ -162,6 +188,12 @@ _CUDA_NAMES = {
     r"NVIDIA GeForce RTX 4090": "rtx-4090",
     r"NVIDIA GeForce RTX 5090": "rtx-5090",
 }
+
+
+def reported_chip(device: torch.device) -> Chip:
+    """The multiprocessors of a GPU, as it reports them."""
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
 
 def _cpu() -> Hardware:
@@ -213,7 +245,9 @@ def hardware_of(device: torch.device) -> Hardware:
     for pattern, name in _CUDA_NAMES.items():
         if re.fullmatch(pattern, reported):
             total = torch.cuda.get_device_properties(device).total_memory
-            return replace(_BY_NAME[name], memory_bytes=total, host_bytes=_physical_bytes() // 2)
+            known = replace(_BY_NAME[name], memory_bytes=total, host_bytes=_physical_bytes() // 2)
+            chip = reported_chip(device)
+            return replace(known, multiprocessors=chip.multiprocessors, threads_per_multiprocessor=chip.threads)
     raise ValueError(
         f"{reported} is not in the hardware table; measure it with memopt.device.measure_hardware, "
         f"or name the nearest of {', '.join(known_hardware())}"

@@ -49,6 +49,17 @@ class TensorSpec:
             expected *= n
         return True
 
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie in one piece, in any order of the dimensions."""
+        order = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1)
+        expected = 1
+        for stride, size in order:
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
     def make(self, device: str) -> torch.Tensor:
         """A tensor with values that any op accepts: 0 is a valid index, and a mask of True selects most."""
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)

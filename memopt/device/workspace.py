@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memopt.compat.operators import OpOverload
 from memopt.compat.profiler import CpuMemoryEvents
+from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE
@@ -64,17 +65,18 @@ class _Memory:
             self._results.popitem(last=False)
 
 
-def workspace_bytes(node: fx.Node, device_type: str) -> int:
+def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
     """Temporary bytes that the node's kernel holds beyond its inputs and outputs.
 
     Args:
         node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
         device_type: "cpu" (measured by running the op where that is cheap) or "cuda" (estimated).
+        chip: the card's.
     """
     if device_type == "cpu":
         return measure_workspaces([node])[node].workspace_bytes
     call = op_call(node)
-    return 0 if call is None else estimate_workspace(call, device_type)
+    return 0 if call is None else estimate_workspace(call, device_type, chip)
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:

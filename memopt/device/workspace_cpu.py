@@ -146,6 +146,7 @@ CPU: dict[str, Rule] = {
     **for_each("_softmax _log_softmax _safe_softmax _fused_softmax", _cpu_softmax),
     **for_each("native_layer_norm rms_norm _fused_rms_norm embedding gelu", copies),
     "gelu_backward": lambda call: 2 * copies(call),
+    "_softmax_backward_data": lambda call: 0,
     **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cpu_layer_norm_backward),
     **for_each("native_group_norm native_group_norm_backward", _cpu_group_norm),
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Callable
 
-from memopt.device.op_call import OpCall
+from memopt.device.chip import Chip
+from memopt.device.op_call import OpCall, TensorSpec
+from memopt.device.workspace_reductions import reduction_bytes
 from memopt.device.workspace_rules import (
     KB,
+    MASKS,
     MB,
     Rule,
     all_bytes,
@@ -18,6 +23,7 @@ from memopt.device.workspace_rules import (
     index,
     nothing,
     output_bytes,
+    strided_rows,
 )
 from passes.ops.fp8_kernels import library
 
@@ -42,38 +48,56 @@ def library_workspaces(major: int) -> tuple[int, ...]:
 def _cuda_flash_backward(call: OpCall) -> int:
     """FlashAttention-2: dQ in fp32, padded to 128 rows and 32 columns, its row sums, and dK and dV of each query
     head."""
+    return _attention_backward(call, columns=-(-call.inputs[1].size[3] // 32) * 32 + 1)
+
+
+def _cuda_efficient_backward(call: OpCall) -> int:
+    """The memory-efficient kernel: as FlashAttention-2, but dQ is padded to 32, 64 or a multiple of 128 columns, and
+    there are locks, and parts of dK and dV where heads are few."""
+    width = call.inputs[1].size[3]
+    padded = next((columns for columns in (32, 64) if width <= columns), -(-width // 128) * 128)
+    return _attention_backward(call, columns=padded + 2) + 512 * KB
+
+
+def _attention_backward(call: OpCall, columns: int) -> int:
     query, key = call.inputs[1:3]
     batch, heads = query.size[0], max(query.size[1], key.size[1])
     rows = -(-query.size[2] // 128) * 128
-    gradient = batch * heads * rows * (-(-query.size[3] // 32) * 32 + 1) * 4
     grouped = 2 * batch * heads * key.size[2] * key.size[3] * key.dtype.itemsize if key.size[1] < heads else 0
-    return gradient + grouped + copies(call)
+    return batch * heads * rows * columns * 4 + grouped + strided_rows(call)
 
 
-def _cuda_flash(call: OpCall) -> int:
-    """Where there are few query blocks, the keys are split into parts, each with an fp32 output, to fill 132
-    multiprocessors."""
+def _cuda_flash(call: OpCall, chip: Chip) -> int:
+    """Where there are few query blocks, the keys are split into parts, each with an fp32 output, to fill the card's
+    multiprocessors twice."""
     batch, heads, rows, width = first(call).size
     keys = call.inputs[1].size[2]
     blocks = batch * heads * -(-rows // 64)
-    parts = min(-(-keys // 64), 128, 264 // max(1, blocks))
+    parts = min(-(-keys // 64), 128, 2 * chip.multiprocessors // max(1, blocks))
     return parts * batch * heads * rows * (width + 1) * 4 if parts > 1 else 0
 
 
 def _cuda_embedding_backward(call: OpCall) -> int:
-    """Indices are sorted with their positions (int64, double buffers), then rows are summed in fp32 by parts of ten."""
+    """Indices are sorted with their positions (int64, double buffers), then rows are summed in fp32 by parts of ten.
+    Scaled gradients need the count of each index too."""
     gradient, indices = call.inputs[:2]
     rows = call.argument(2)
     if not isinstance(rows, int):
         rows = indices.numel
     parts = indices.numel // 10 + min(indices.numel, rows)
-    return 6 * 8 * indices.numel + parts * -(-gradient.size[-1] // 32) * 32 * 4 + copies(call)
+    sorts = (7 if call.argument(4) else 6) * 8 * indices.numel + 16 * KB
+    return sorts + parts * -(-gradient.size[-1] // 32) * 32 * 4 + copies(call)
 
 
 def _cuda_index_put(call: OpCall) -> int:
-    """Linear indices, sorted with their positions, and an expanded copy of broadcast values."""
-    indexed = max((spec.numel for spec in call.inputs[1:-1]), default=0)
-    return 6 * 8 * indexed + call.inputs[-1].dense_bytes + index(call)
+    """Linear indices, sorted with their positions, and a copy of values that are broadcast or not contiguous."""
+    changed, *indices, values = call.inputs
+    indexed = max((spec.numel for spec in indices), default=0)
+    named = isinstance(call.argument(1), tuple) and len(indices) == len(call.argument(1))
+    dims = sum(len(spec.size) if spec.dtype in MASKS else 1 for spec in indices)
+    written = indexed * math.prod(changed.size[dims:]) if named else max(changed.numel, values.numel)
+    direct = values.contiguous and values.numel == written
+    return 6 * 8 * indexed + (0 if direct else written * values.dtype.itemsize) + index(call) + 8 * KB
 
 
 def _cuda_layer_norm_backward(call: OpCall) -> int:
@@ -87,7 +111,30 @@ def _cuda_group_norm(call: OpCall) -> int:
 
 
 def _cuda_batch_norm(call: OpCall) -> int:
-    return 2 * 128 * first(call).size[1] * 4 + copies(call)
+    """There are kernels for images with channels last, too, where all images are so."""
+    images = [spec for spec in call.inputs if len(spec.size) > 1]
+    alike = all(spec.dense and spec.stride == images[0].stride for spec in images)
+    return 2 * 128 * first(call).size[1] * 4 + (0 if alike else copies(call))
+
+
+def _cuda_matmul(call: OpCall) -> int:
+    """Copies of the matrices of which neither rows nor columns lie in one piece, which cuBLAS does not take."""
+    return sum(spec.dense_bytes for spec in call.inputs if len(spec.size) > 1 and not _is_matrix(spec))
+
+
+def _is_matrix(spec: TensorSpec) -> bool:
+    (rows, columns), (down, along) = spec.size[-2:], spec.stride[-2:]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+
+
+def _cuda_softmax_backward(call: OpCall) -> int:
+    """The product of the gradient and the result, in the wider of their dtypes."""
+    return first(call).numel * max(spec.dtype.itemsize for spec in call.inputs[:2]) + copies(call)
+
+
+def _cuda_topk(call: OpCall) -> int:
+    """Counts of digits for each part of a long row, and the results sorted."""
+    return 2 * first(call).numel + 2 * output_bytes(call) + MB
 
 
 def _cuda_convolution(call: OpCall) -> int:
@@ -118,7 +165,8 @@ CUDA: dict[str, Rule] = {
     **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", lambda call: fp8_scales(call) + copies(call) + 4 * MB),
     "fp8_matmul": _cuda_fp8_matmul,
     **for_each("native_dropout native_dropout_backward _fused_dropout gelu gelu_backward", nothing),
-    **for_each("mm bmm addmm baddbmm addbmm", nothing),
+    **for_each("mm bmm addmm baddbmm addbmm", _cuda_matmul),
+    "_softmax_backward_data": _cuda_softmax_backward,
     **for_each("_softmax _log_softmax native_layer_norm _fused_rms_norm embedding", copies),
     "_safe_softmax": lambda call: 2 * first(call).numel + copies(call),
     **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cuda_layer_norm_backward),
@@ -128,26 +176,37 @@ CUDA: dict[str, Rule] = {
         "cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward",
         _cuda_batch_norm,
     ),
-    # Plans are traced on fake CPU tensors, where flash attention has this name, whichever kernel runs it later.
+    "_scaled_dot_product_flash_attention_backward": _cuda_flash_backward,
+    # Plans are traced on fake CPU tensors, where attention has the first name, whichever kernel runs it later.
     **for_each(
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-        _cuda_flash,
-    ),
-    **for_each(
-        "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
-        "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward",
-        _cuda_flash_backward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward",
+        _cuda_efficient_backward,
     ),
     **for_each("convolution _convolution convolution_backward", _cuda_convolution),
     "embedding_dense_backward": _cuda_embedding_backward,
     **for_each("index_put _unsafe_index_put", _cuda_index_put),
     **for_each("gather scatter scatter_add scatter_reduce index_add", nothing),
     **for_each("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", nothing),
-    **for_each(
-        "sum mean var var_mean std prod linalg_vector_norm", lambda call: min(64 * output_bytes(call), 4 * MB) + 4 * KB
-    ),
-    **for_each("sort topk argsort", _cuda_sort),
+    **for_each("sort argsort", _cuda_sort),
+    "topk": _cuda_topk,
     **for_each("cumsum cumprod", _cuda_scan),
     **for_each("_grouped_mm histc", lambda call: MB),
 }
+
+CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {
+    **dict.fromkeys(
+        "sum nansum mean var var_mean std std_mean prod linalg_vector_norm amax amin argmax argmin max min any all".split(),
+        reduction_bytes,
+    ),
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+        ),
+        _cuda_flash,
+    ),
+}
+"""Rules for kernels whose grid is chosen by the multiprocessors of the card."""

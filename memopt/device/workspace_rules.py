@@ -13,6 +13,8 @@ from passes.ops.fp8_formats import E8M0
 Rule = Callable[[OpCall], int]
 
 KB, MB = 1024, 1024**2
+MASKS = (torch.bool, torch.uint8)
+"""The dtypes of indices that are masks."""
 SCALARS = 64
 """Bytes of Python numbers that operators wrap in tensors."""
 
@@ -43,6 +45,11 @@ def copies(call: OpCall) -> int:
     return sum(spec.dense_bytes for spec in call.inputs if not spec.contiguous)
 
 
+def strided_rows(call: OpCall) -> int:
+    """Copies of the inputs whose rows have gaps, for kernels that read rows of any order whole."""
+    return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
+
+
 def one_input(call: OpCall) -> int:
     return first(call).dense_bytes + SCALARS
 
@@ -60,7 +67,7 @@ def loss(call: OpCall) -> int:
 
 def index(call: OpCall) -> int:
     """A mask becomes the int64 coordinates of its elements, twice; broadcast indices are expanded."""
-    masks = [spec for spec in call.inputs[1:] if spec.dtype in (torch.bool, torch.uint8)]
+    masks = [spec for spec in call.inputs[1:] if spec.dtype in MASKS]
     expanded = sum(spec.numel * 8 for spec in call.inputs[1:] if spec.dtype == torch.int64 and not spec.contiguous)
     return sum(spec.numel * 8 * max(2, len(spec.size)) for spec in masks) + expanded
 
@@ -106,7 +113,7 @@ COMMON: dict[str, Rule] = {
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
         "as_strided roll flip slice_scatter select_scatter diag_embed tril triu where masked_fill masked_scatter "
         "index_select nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
-        "_softmax_backward_data _log_softmax_backward_data amax amin argmax argmin max min any all dot mv cummax "
+        "_log_softmax_backward_data amax amin argmax argmin max min any all dot mv cummax "
         "cummin median bucketize",
         nothing,
     ),

@@ -32,7 +32,7 @@ def price_nodes(
     modelled = {node: node_seconds(node, card) for node in nodes}
     if card.name != "cpu":
         seconds = modelled | (_timed(modelled, torch.device("cuda")) if timed else {})
-        return {node: NodePrice(seconds[node], workspace_bytes(node, "cuda")) for node in nodes}
+        return {node: NodePrice(seconds[node], workspace_bytes(node, "cuda", card.chip)) for node in nodes}
     found = measure_workspaces(nodes)
     seconds = dict(modelled)
     if timed:

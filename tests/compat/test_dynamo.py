@@ -10,6 +10,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo import exc
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 
 from memopt.compat import dynamo
@@ -41,6 +42,14 @@ def test_settings_hold_in_the_context_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert logging.Logger.warning_once in dynamo_config.ignore_logging_functions  # type: ignore[attr-defined]
         assert not functorch_config.functionalize_rng_ops
     assert (dynamo_config.get_config_copy(), functorch_config.get_config_copy()) == before
+
+
+def test_dynamo_can_record_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "warning_once", logging.Logger.warning, raising=False)
+    before = dynamo_utils._get_dynamo_config_for_logging
+    with capture_settings():
+        dynamo_utils._get_dynamo_config_for_logging()
+    assert dynamo_utils._get_dynamo_config_for_logging is before
 
 
 @pytest.mark.parametrize(

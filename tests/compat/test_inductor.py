@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,3 +63,8 @@ def test_a_reduction_moves_up_past_a_few_kernels(kernels: int, fused: bool) -> N
 def test_a_reduction_does_not_move_past_what_it_needs() -> None:
     needs = frozenset({"op1"})
     assert not fuses([Kernel(0), Kernel(1, extern=True), Kernel(2, reduction=True, ancestors=needs)], 0, 2)
+
+
+def test_inductor_can_write_the_class_into_the_key_of_its_cache() -> None:
+    made = _nearby_fusions()
+    assert pickle.loads(pickle.dumps(made)) is made

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memopt.device.calibrate import measure_hardware
+from memopt.device.chip import Chip
 from memopt.device.hardware_table import hardware, hardware_of, known_hardware
 
 
@@ -53,6 +54,9 @@ def test_cpu_scales_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware_of(torch.device("cpu")).flops["float32"] == 8 * one
 
 
+REPORTED = SimpleNamespace(total_memory=123, multi_processor_count=7, max_threads_per_multi_processor=1024)
+
+
 @pytest.mark.parametrize(
     ("reported", "name"),
     [
@@ -68,10 +72,11 @@ def test_cpu_scales_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_cuda_device_is_found_by_what_it_reports(reported: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: reported)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=123))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: REPORTED)
     found = hardware_of(torch.device("cuda"))
     assert found.name == name
     assert found.memory_bytes == 123
+    assert found.chip == Chip(7, 1024)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,222 @@
+"""Bytes of training steps at real size on a CUDA card: predicted and allocated, then steps in a process that has no more
+than the budget.
+
+    python -m benchmarks.card_bytes [--only "GPT-2 medium"] [--backends aten inductor] [--optimizers adamw fused]
+    .venv-card/bin/python tests/card/stand_in/run.py -m benchmarks.card_bytes      # where there is no card
+
+For each model, optimiser and backend: budgets from the smallest that works to the plain step's peak, and one that is half
+a percent below the smallest, which must be refused. The steps run, from the first
+one on, while torch's allocator may hold the budget less the context, and nothing else; "allocated" is
+`torch.cuda.max_memory_allocated` over the steps after the first, which compiles.
+
+Each job is a process of its own, and each record is written as it comes; what the file has is not run again. With the
+stand-in (docs/card.md) bytes are those of a card and everything else is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import memopt
+from benchmarks.card_models import card_models
+from benchmarks.stamp import stamp, write_result
+from memopt.errors import GIB
+from memopt.planning.on_card import expandable_segments
+
+RESULT = Path(__file__).parent / "results" / "card_bytes.json"
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the way from the smallest budget to the plain peak."""
+REFUSED = 0.995
+ROOMY_GB = 100_000.0
+STEPS = 20
+MOST = {"aten": 0.01, "inductor": 0.02}
+"""The most that a prediction may be above what is allocated."""
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    model: str
+    optimizer: str
+    backend: str
+    expandable: bool = False
+    size: str = "real"
+
+
+@dataclass(frozen=True)
+class Record:
+    model: str
+    optimizer: str
+    backend: str
+    expandable: bool
+    share: float | None
+    """None: half a percent below the smallest budget."""
+    budget_gb: float
+    predicted_gb: float | None = None
+    """Of what torch's allocator counts."""
+    allocated_gb: float | None = None
+    total_gb: float | None = None
+    """Everything, as predicted: the context and what the allocator holds for holes included."""
+    capped_reserved_gb: float | None = None
+    """The most that the allocator held in the capped steps."""
+    capped_steps: int = 0
+    plan_seconds: float | None = None
+    """With the capture and the compilation: of this machine's CPU, whatever the card."""
+    failure: str = ""
+
+    @property
+    def off(self) -> float | None:
+        """How far the prediction is above what was allocated."""
+        return self.predicted_gb / self.allocated_gb - 1 if self.predicted_gb and self.allocated_gb else None
+
+    @property
+    def good(self) -> bool:
+        """Whether the budget was kept and predicted closely, or refused where it must be."""
+        if self.share is None:
+            return self.failure.startswith("BudgetError")
+        return self.capped_steps == STEPS and self.off is not None and 0 <= self.off <= MOST[self.backend]
+
+
+def run(job: Job) -> Iterator[Record]:
+    """Yield the records of a job."""
+    candidate = card_models(job.size)[job.model]
+    with torch.device("cuda"):
+        model, batch = candidate.make(), candidate.batch(candidate.size)
+    options: dict[str, Any] = {"backend": job.backend, "precision": "bf16"}
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters())
+    roomy = memopt.plan(model, ROOMY_GB, batch, optimizer=optimizer, **options)
+    least, plain = roomy.smallest_gb(), roomy.plain_peak_gb
+    del roomy
+    budgets = {share: least + share * max(0.0, plain - least) for share in SHARES}
+    for share, budget_gb in [(None, REFUSED * least), *budgets.items()]:
+        found: dict[str, Any] = {"share": share, "budget_gb": budget_gb}
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        try:
+            for figures in trained(model, optimizer, batch, budget_gb, options):
+                found |= figures
+        except (RuntimeError, ValueError) as failure:  # out of memory, or refused
+            found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:250]}"
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            memopt.remove(model)
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+        yield Record(job.model, job.optimizer, job.backend, job.expandable, **found)
+
+
+def trained(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, budget_gb: float, options: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Train within a budget, and yield what is found as it comes."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(**batch)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        optimizer.step()
+
+    begin = time.perf_counter()
+    memopt.optimize(model, budget_gb, example_inputs=batch, optimizer=optimizer, **options)
+    card = torch.cuda.get_device_properties(0)
+    torch.cuda.empty_cache()
+    context = memopt.plan_of(model).account.context
+    torch.cuda.set_per_process_memory_fraction((budget_gb * GIB - context) / card.total_memory)
+    for done in range(STEPS):
+        step()
+        if not done:
+            plan = memopt.plan_of(model)
+            total, uncounted = plan.predicted_peak_gb, plan.account.uncounted_bytes / GIB
+            seconds = time.perf_counter() - begin
+            yield {"plan_seconds": seconds, "total_gb": total, "predicted_gb": total - uncounted}
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        found = {"capped_steps": done + 1, "capped_reserved_gb": torch.cuda.max_memory_reserved() / GIB}
+        yield found | ({"allocated_gb": torch.cuda.max_memory_allocated() / GIB} if done else {})
+
+
+def in_process(job: Job) -> Iterator[Record]:
+    """Yield a job's records, run in a process of its own, as they come."""
+    command = [sys.executable, "-m", "benchmarks.card_bytes", "--job", json.dumps(asdict(job))]
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if job.expandable else {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **setting}) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield Record(**json.loads(line))
+    if child.returncode:
+        print(f"{job} ended with {child.returncode}", file=sys.stderr)
+
+
+def show(records: list[Record]) -> None:
+    """Print the records as a table."""
+    table = Table(title="Bytes of training steps, GB of 1024³")
+    for title in ("model", "optimizer", "backend", "budget", "predicted", "allocated", "off", "capped steps", ""):
+        table.add_column(title, justify="left" if title in ("model", "optimizer", "backend", "") else "right")
+    for record in records:
+        sizes = ("–" if value is None else f"{value:.4g}" for value in (record.predicted_gb, record.allocated_gb))
+        off = "–" if record.off is None else f"{record.off:+.2%}"
+        said = "good" if record.good else record.failure[:40] or "off"
+        names = (record.model, record.optimizer, record.backend + " expandable" * record.expandable)
+        table.add_row(*names, f"{record.budget_gb:.4g}", *sizes, off, str(record.capped_steps), said)
+    Console(width=150).print(table)
+    print(f"{sum(record.good for record in records)} of {len(records)} good")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="models")
+    parser.add_argument("--backends", nargs="+", default=list(MOST))
+    parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=list(OPTIMIZERS))
+    parser.add_argument("--expandable", action="store_true", help="with expandable segments")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that this program runs")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA card here, and no stand-in for one (tests/card/stand_in/run.py)")
+    if chosen.job:
+        job = Job(**json.loads(chosen.job))
+        assert job.expandable == expandable_segments()
+        for record in run(job):
+            print(json.dumps(asdict(record)), flush=True)
+        return
+    size = "tiny" if chosen.tiny else "real"
+    known = json.loads(chosen.to.read_text())["records"] if chosen.to.exists() else []
+    records = [Record(**record) for record in known]
+    for model in chosen.only or card_models(size):
+        for backend in chosen.backends:
+            for optimizer in chosen.optimizers:
+                job = Job(model, optimizer, backend, chosen.expandable, size)
+                mine = (job.model, job.optimizer, job.backend, job.expandable)
+                here = [one for one in records if (one.model, one.optimizer, one.backend, one.expandable) == mine]
+                if len(here) == len(SHARES) + 1:
+                    continue
+                records = [one for one in records if one not in here]
+                for record in in_process(job):
+                    records.append(record)
+                    write_result(chosen.to, {**stamp(), "records": [*map(asdict, records)]})
+                    print(record, file=sys.stderr, flush=True)
+    show(records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+/* The card itself: its properties and its memory. */
+#define _GNU_SOURCE
+#include "card.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define MIB ((size_t)1 << 20)
+#define PAGE (2 * MIB)            /* what a card maps memory in */
+#define CONTEXT (600 * MIB)       /* taken before torch allocates anything */
+#define ADDRESSES ((size_t)1 << 46)
+#define MOST_BLOCKS 65536
+
+static struct card card;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* Programs ask whether this symbol exists to know that kernels do nothing here. */
+int memopt_card_stand_in = 1;
+
+static void read_card(void) {
+    const char *text = getenv("MEMOPT_CARD");
+    unsigned long long mib = 0;
+    if (!text || sscanf(text, "%127[^,],%llu,%d.%d,%d", card.name, &mib, &card.major, &card.minor,
+                        &card.multiprocessors) != 5) {
+        if (text) fprintf(stderr, "MEMOPT_CARD must be \"name,MiB,major.minor,multiprocessors\", not %s\n", text), exit(2);
+        strcpy(card.name, "NVIDIA H200");
+        mib = 143771, card.major = 9, card.minor = 0, card.multiprocessors = 132;
+    }
+    card.bytes = mib * MIB;
+}
+
+const struct card *the_card(void) {
+    pthread_once(&once, read_card);
+    return &card;
+}
+
+int threads_per_multiprocessor(void) {
+    int major = the_card()->major, minor = the_card()->minor;
+    if (major == 7 && minor == 5) return 1024;
+    return (major == 8 && minor > 0) || major == 12 ? 1536 : 2048;
+}
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static size_t used = CONTEXT;
+static struct { char *start; size_t bytes; } blocks[MOST_BLOCKS];
+static int block_count;
+static char *next_address;
+
+static int take(size_t bytes) {
+    if (used + bytes > the_card()->bytes) return 0;
+    used += bytes;
+    return 1;
+}
+
+int card_take(size_t bytes) {
+    pthread_mutex_lock(&lock);
+    int taken = take(bytes);
+    pthread_mutex_unlock(&lock);
+    return taken;
+}
+
+void card_give_back(size_t bytes) {
+    pthread_mutex_lock(&lock);
+    used -= bytes;
+    pthread_mutex_unlock(&lock);
+}
+
+size_t card_free_bytes(void) {
+    pthread_mutex_lock(&lock);
+    size_t left = the_card()->bytes - used;
+    pthread_mutex_unlock(&lock);
+    return left;
+}
+
+void *card_allocate(size_t bytes) {
+    pthread_mutex_lock(&lock);
+    char *found = NULL;
+    if (block_count < MOST_BLOCKS && take(bytes)) {
+        if (!next_address) {
+            char *all = mmap(NULL, ADDRESSES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            if (all == MAP_FAILED) perror("stand-in: no addresses"), exit(2);
+            next_address = (char *)(((uintptr_t)all + PAGE - 1) / PAGE * PAGE);
+        }
+        found = next_address;
+        next_address += (bytes / PAGE + 1) * PAGE; /* a gap, so that neighbours never look like one block */
+        blocks[block_count].start = found;
+        blocks[block_count++].bytes = bytes;
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* The number of the block that the address lies in, -1 where it is not on the card; called with the lock held. */
+static int block_of(const char *address) {
+    for (int i = 0; i < block_count; i++)
+        if (address >= blocks[i].start && address < blocks[i].start + blocks[i].bytes) return i;
+    return -1;
+}
+
+void card_free(void *address) {
+    pthread_mutex_lock(&lock);
+    int i = block_of(address);
+    if (i >= 0) {
+        madvise(blocks[i].start, blocks[i].bytes, MADV_DONTNEED);
+        used -= blocks[i].bytes;
+        blocks[i] = blocks[--block_count];
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+int is_on_card(const void *address) {
+    pthread_mutex_lock(&lock);
+    int found = block_of(address) >= 0;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+void *new_handle(void) { return calloc(1, 256); }
+
+int succeed(void) { return 0; }
+
+void trace(const char *function) {
+    static int wanted = -1;
+    if (wanted < 0) wanted = getenv("MEMOPT_CARD_TRACE") != NULL;
+    if (wanted) fprintf(stderr, "[card] %s\n", function);
+}
+
+long long setting(const char *name, long long otherwise) {
+    const char *text = getenv(name);
+    return text ? atoll(text) : otherwise;
+}
