@@ -247,6 +247,11 @@ class TrainingCalls:
         with self.planner.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, self.surroundings.situation())
 
+    @property
+    def in_use(self) -> Plan | None:
+        """The plan of the latest call; None where that ran plain."""
+        return None if self._ran_plain else self._latest
+
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
         run: Any = self.own_call or plain_call(self.model)
