@@ -18,6 +18,7 @@ from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.symbols import AssumedSizes, plain_symbol
@@ -44,6 +45,8 @@ class RecordedRegion:
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
     withheld: Withheld | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
+    autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
+    """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
 

@@ -13,9 +13,7 @@ from memopt.integrations.budgeted import Budgeted
 from memopt.planning.options import StepOptions
 
 
-def setup(
-    fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, **options: Unpack[StepOptions]
-) -> Any:
+def setup(fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, **options: Unpack[StepOptions]) -> Any:
     """What `fabric.setup(model, *optimizers)` returns, with the model's training calls planned within a budget.
 
     Args:

@@ -9,7 +9,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from memopt.integrations.budgeted import Budgeted
-from memopt.planning.options import StepOptions
+from memopt.planning.keywords import takes_options
+from memopt.planning.options import StepOptions, check_options
 
 
 class MemoptCallback(Callback):  # type: ignore[misc]
@@ -26,6 +27,7 @@ class MemoptCallback(Callback):  # type: ignore[misc]
             where `training_step` calls `self(…)`.
     """
 
+    @takes_options(StepOptions, check_options)
     def __init__(self, budget_gb: float, *, net: str | None = None, **options: Unpack[StepOptions]) -> None:
         self._budgeted = Budgeted(budget_gb, **options)
         self._net = net

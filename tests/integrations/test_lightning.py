@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from examples.models.families import image_batch, vit
 from memopt.api import plan_of
 from memopt.run.planned_call import planned_call_of
+from tests.elsewhere import counted
 from tests.integrations.training import BUDGET_GB, EXACT, Run, assert_same, assert_within, batches, gpt2
 
 pytest.importorskip("lightning")
@@ -25,7 +26,8 @@ from lightning.pytorch.loggers import CSVLogger
 from memopt.integrations.fabric import setup
 from memopt.integrations.lightning import MemoptCallback, net_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+__all__ = ["counted"]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("counted")]
 SAVED_AT = 3
 """The number of steps before the state is saved."""
 QUIET: dict[str, Any] = {
