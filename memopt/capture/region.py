@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import Untraceable, autocast_state
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
@@ -21,6 +21,7 @@ from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.compat.subclasses import is_wrapper
 from memopt.compat.symbols import AssumedSizes, plain_symbol
 from memopt.device.storages import storage_bytes
 from memopt.units import size
@@ -125,6 +126,9 @@ class RecordedRegion:
 
         Raises `Untraceable` where the region's meaning would be lost.
         """
+        wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
+        if wrapped is not None:
+            raise Untraceable(f"it reads weights of the type {type(wrapped).__name__}, which hide their operators")
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["as_implemented", "needs_memory", "reads_no_values", "with_memory", "wrapper_tensor"]
+__all__ = ["as_implemented", "is_wrapper", "needs_memory", "reads_no_values", "with_memory", "wrapper_tensor"]
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
@@ -49,12 +49,18 @@ def needs_memory(function: Any) -> bool:
     return function in _NEED_MEMORY
 
 
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a tensor that holds other tensors, which torch.compile sees in its place."""
+    return is_traceable_wrapper_subclass(value)
+
+
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors that hold the memory of these: themselves, or those inside a wrapper such as a quantised weight of
     torchao or a sharded parameter."""
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            names: Sequence[str] = tensor.__tensor_flatten__()[0]
+        if is_wrapper(tensor):
+            anything: Any = tensor
+            names: Sequence[str] = anything.__tensor_flatten__()[0]
             yield from with_memory(getattr(tensor, name) for name in names)
         else:
             yield tensor

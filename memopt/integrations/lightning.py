@@ -13,7 +13,7 @@ from memopt.planning.keywords import takes_options
 from memopt.planning.options import StepOptions, check_options
 
 
-class MemoptCallback(Callback):  # type: ignore[misc]
+class MemoptCallback(Callback):
     """`Trainer(callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
 
     Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `precision`, and the
@@ -42,7 +42,7 @@ class MemoptCallback(Callback):  # type: ignore[misc]
         news = self._budgeted.news()
         if news is not None:
             for logger in trainer.loggers:
-                logger.log_metrics(news, step=trainer.global_step)
+                logger.log_metrics(dict(news), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the plain model back."""

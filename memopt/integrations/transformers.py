@@ -17,7 +17,7 @@ from memopt.planning.options import StepOptions, check_options
 _log = logging.getLogger("memopt")
 
 
-class MemoptCallback(TrainerCallback):  # type: ignore[misc]
+class MemoptCallback(TrainerCallback):
     """`Trainer(…, callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
 
     Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `bf16` and `fp16`, and
