@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         CaptureError,
         GradientMismatchError,
         PlanFileError,
+        RankError,
         StaleOutputError,
         UnplannedGradientError,
     )
@@ -53,6 +54,7 @@ __all__ = [
     "GradientMismatchError",
     "Plan",
     "PlanFileError",
+    "RankError",
     "StaleOutputError",
     "StepResult",
     "TrainStep",
@@ -84,6 +86,7 @@ _MODULES = {
     "GradientMismatchError": "memopt.errors",
     "Plan": "memopt.planning.plan",
     "PlanFileError": "memopt.errors",
+    "RankError": "memopt.errors",
     "StaleOutputError": "memopt.errors",
     "StepResult": "memopt.train",
     "TrainStep": "memopt.train",

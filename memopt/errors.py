@@ -18,6 +18,7 @@ class BudgetError(ValueError):
         dominated_by: the largest part of the memory at that budget.
         further: sentences, each about a change that would lower the smallest budget.
         proposals: combinations of names for `allow` that would make this budget work, the fastest first.
+        least: whether `smallest_gb` is the smallest budget that works.
         smallest_with: the smallest budget in bytes by combination of proposals, for those combinations that were
             looked at: none, the allowed ones, and ones that might have helped.
     """
@@ -42,7 +43,7 @@ class BudgetError(ValueError):
         works = f"the smallest that works is {figure}, dominated by" if least else f"{figure} leaves room for"
         needs = f"a budget of {_rounded(self.budget_gb)} GB is too small for this step: {works} {dominated_by}"
         super().__init__("; ".join([needs, *self.further]))
-        self._least = least
+        self.least = least
 
     def adding(self, *further: str) -> BudgetError:
         """The same error with further sentences."""
@@ -50,11 +51,15 @@ class BudgetError(ValueError):
             self.budget_bytes,
             self.smallest_bytes,
             self.dominated_by,
-            least=self._least,
+            least=self.least,
             further=(*self.further, *further),
             proposals=self.proposals,
             smallest_with=self.smallest_with,
         )
+
+
+class RankError(ValueError):
+    """Another rank of the same training cannot take the step."""
 
 
 class CaptureError(ValueError):

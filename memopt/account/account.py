@@ -12,6 +12,7 @@ from torch import nn
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.optimizer_account import optimizer_account
 from memopt.compat.storages import storage_key
+from memopt.compat.subclasses import with_memory
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
 
@@ -113,6 +114,7 @@ def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
-    """Bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`."""
-    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+    """Bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`. A wrapper
+    counts as the tensors inside it."""
+    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in with_memory(tensors)}
     return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in storages.values())

@@ -17,6 +17,7 @@ from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import allocated_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.optimizer_state import state_tensors
+from memopt.compat.subclasses import with_memory
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.meter import blocks_of, live_objects
 from memopt.recent import Recent
@@ -193,7 +194,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and _steps(one, ids)]
     block = ROUNDING_BYTES if device.type == "cuda" else 1
     named = around.addresses()
-    own = blocks_of([*parameters, *model.buffers(), *around.inputs], device)
+    own = blocks_of(with_memory([*parameters, *model.buffers(), *around.inputs]), device)
     state = blocks_of((tensor for optimizer in optimizers for tensor in state_tensors(optimizer)), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}
     tensors = [one for one in found if not isinstance(one, torch.optim.Optimizer)]

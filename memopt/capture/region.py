@@ -13,13 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import Untraceable, autocast_state
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.compat.subclasses import is_wrapper
 from memopt.compat.symbols import AssumedSizes, plain_symbol
 from memopt.device.storages import storage_bytes
 from memopt.units import size
@@ -44,6 +46,8 @@ class RecordedRegion:
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
     withheld: Withheld | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
+    autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
+    """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
 
@@ -122,6 +126,9 @@ class RecordedRegion:
 
         Raises `Untraceable` where the region's meaning would be lost.
         """
+        wrapped = next((value for value in self.inputs if is_wrapper(value)), None)
+        if wrapped is not None:
+            raise Untraceable(f"it reads weights of the type {type(wrapped).__name__}, which hide their operators")
         key = planned_for, autocast_state()
         if key not in self._operator_graphs:
             with self.tracing():

@@ -50,7 +50,7 @@ class RegionTrace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the region is traced and compiled."""
-        with self.region.tracing(), self._autocast():
+        with self.region.tracing(), self.region.autocast.restored(), self._autocast():
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -77,7 +77,12 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
 
     Raises `PassError`, and `NothingToRewrite` where the needed decision has no passes.
     """
-    backend = backend_of(region, backend)
+    with region.autocast.restored():
+        return _trace(region, rewriting, backend_of(region, backend))
+
+
+def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
+    """As `trace`, under the region's autocast and with a backend that is for it."""
     operators = _rewritten_operators(region, rewriting)
     rewritten = operators is not None and bool(operators.stages)
     module = to_differentiate(operators) if operators is not None and rewritten else region.graph_module

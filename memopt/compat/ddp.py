@@ -2,8 +2,9 @@
 
 Private names, in torch 2.11 to 2.15: `DistributedDataParallel._get_active_ddp_module`, `_build_params_for_reducer`,
 `_get_ddp_logging_data`, `_delay_all_reduce_all_params`, `_use_python_reducer`, `_ddp_sink_clone`,
-`_static_graph_delay_allreduce_enqueued`, of its reducer `_autograd_hook` and `_remove_autograd_hooks` (DDP's own mixed
-precision calls the first from Python), `torch.distributed.distributed_c10d._get_default_store`, and `Tensor._is_view`.
+`_static_graph_delay_allreduce_enqueued`, `_join_config`, of its reducer `_autograd_hook` and
+`_remove_autograd_hooks` (DDP's own mixed precision calls the first from Python),
+`torch.distributed.distributed_c10d._get_default_store`, and `Tensor._is_view`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "is_bucket_view",
     "reducer_hooks",
     "shared_store",
+    "takes_uneven_inputs",
     "unwrapped",
 ]
 
@@ -82,6 +84,12 @@ def defers_exchange(wrapper: DistributedDataParallel) -> bool:
     """Whether the next backward exchanges gradients at its end only: the first one of a static graph."""
     anything: Any = wrapper
     return wrapper.static_graph and not anything._static_graph_delay_allreduce_enqueued
+
+
+def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
+    """Whether ranks may run other numbers of forwards, under `wrapper.join()`."""
+    anything: Any = wrapper
+    return bool(anything._join_config.enable)
 
 
 def is_bucket_view(gradient: torch.Tensor) -> bool:

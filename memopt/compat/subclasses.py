@@ -1,17 +1,19 @@
 """Tensor subclasses without memory of their own, and which functions on tensors read no values.
 
-Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`.
+Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`,
+`torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["as_implemented", "needs_memory", "reads_no_values", "wrapper_tensor"]
+__all__ = ["as_implemented", "is_wrapper", "needs_memory", "reads_no_values", "with_memory", "wrapper_tensor"]
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
@@ -45,6 +47,23 @@ def reads_no_values(function: Any) -> bool:
 def needs_memory(function: Any) -> bool:
     """Whether a torch function hands out a tensor's memory, which it refuses for subclasses."""
     return function in _NEED_MEMORY
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether a value is a tensor that holds other tensors, which torch.compile sees in its place."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory of these: themselves, or those inside a wrapper such as a quantised weight of
+    torchao or a sharded parameter."""
+    for tensor in tensors:
+        if is_wrapper(tensor):
+            anything: Any = tensor
+            names: Sequence[str] = anything.__tensor_flatten__()[0]
+            yield from with_memory(getattr(tensor, name) for name in names)
+        else:
+            yield tensor
 
 
 def as_implemented() -> AbstractContextManager[Any]:

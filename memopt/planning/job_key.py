@@ -63,12 +63,10 @@ class Job:
         it runs."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
-        kinds = {kind for module in modules.values() for kind in type(module).__mro__}
-        kinds |= {type(self.loss_fn)} if isinstance(self.loss_fn, nn.Module) else set()
-        function = self.loss_fn if inspect.isfunction(self.loss_fn) else None
-        sources = sorted({_file_digest(source) for kind in (*kinds, function) if (source := _source_file(kind))})
         call = call_signature(self.call), same_tensors(self.call)
-        return self._hash(attributes, sources, call, getattr(self.loss_fn, "__qualname__", None))
+        return self._hash(
+            attributes, sources_of(self.model, self.loss_fn), call, getattr(self.loss_fn, "__qualname__", None)
+        )
 
     def _hash(self, *parts: object) -> str | None:
         """The hash of everything but the call's graph, and of `parts`; None where something has no text that is equal
@@ -92,6 +90,14 @@ class Job:
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):
             return None
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str]:
+    """Hashes of the files that define the classes of a model and its loss function, sorted."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds |= {type(loss_fn)} if isinstance(loss_fn, nn.Module) else set()
+    function = loss_fn if inspect.isfunction(loss_fn) else None
+    return sorted({_file_digest(source) for kind in (*kinds, function) if (source := _source_file(kind))})
 
 
 def graph_text(graph_module: fx.GraphModule) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from torch import nn
@@ -16,8 +18,10 @@ from memopt.compat.ddp import (
     defers_exchange,
     is_bucket_view,
     reducer_hooks,
+    takes_uneven_inputs,
 )
 from memopt.planning.situation import Buckets
+from memopt.run.ranks import Ranks
 
 
 class DataParallel:
@@ -26,6 +30,7 @@ class DataParallel:
     def __init__(self, model: nn.Module, wrapper: DistributedDataParallel | None = None) -> None:
         self.model = model
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self._ranks: Ranks | None = None
         if wrapper is not None:
             self._take(wrapper)
 
@@ -51,6 +56,22 @@ class DataParallel:
         hooks.take_over()
         return hooks
 
+    def together(self, terms: Callable[[], Mapping[str, str]], *, ahead: bool = False) -> AbstractContextManager[None]:
+        """A block around a forward that begins now, or around its planning `ahead`, after which all ranks go on or none
+        does. Before the first one, ranks with other terms are told so.
+
+        Only forwards whose backward exchanges gradients are in step on all ranks; the block does nothing around others.
+        """
+        wrapper = self.wrapper
+        if wrapper is None or (not ahead and (wrapper is not active_wrapper() or not _exchanges(wrapper))):
+            return nullcontext()
+        if takes_uneven_inputs(wrapper):
+            return nullcontext()
+        if self._ranks is None:
+            self._ranks = Ranks(wrapper)
+            self._ranks.check_terms(terms())
+        return self._ranks.together()
+
     def buckets(self, *, gradients_held: bool | None = None) -> Buckets | None:
         """The wrapper's buckets in the forward that begins now; None without a wrapper. `gradients_held`: with
         gradients outside of the buckets from its start, or without; None: as they are now."""
@@ -66,6 +87,7 @@ class DataParallel:
 
     def _take(self, wrapper: DistributedDataParallel) -> None:
         check_wrapper(wrapper)
+        self._ranks = None
         self._wrapper = weakref.ref(wrapper)
 
 

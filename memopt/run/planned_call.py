@@ -136,6 +136,11 @@ class PlannedCall:
         """The plan of the latest training call."""
         return (self.with_loss.latest if self.with_loss else None) or self.forward.latest
 
+    @property
+    def in_use(self) -> Plan | None:
+        """The plan by which the latest training call ran; None where it ran plain. Nothing is planned to find it."""
+        return (self.with_loss.in_use if self.with_loss else None) or self.forward.in_use
+
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
     """The call that replaces an optimised model's own, inside `DistributedDataParallel` too; None for a plain model."""

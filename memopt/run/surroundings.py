@@ -102,7 +102,8 @@ class Surroundings:
         around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
 
         def addresses() -> frozenset[int]:
-            own = (*forward.given, *weak_storages(gradients))
+            # Once one of its regions has run its backward, a forward no longer waits; the others still hold theirs.
+            own = (*forward.given, *weak_storages(gradients), *weak_storages(forward.held()), *forward.outputs)
             return self.pending.addresses() | {storage.address for storage in own}
 
         return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))

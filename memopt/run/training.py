@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
+from memopt.planning.terms import terms_of
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
@@ -82,14 +84,18 @@ class TrainingCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None:
             self.watch.end()
+        self.parallel.look()
+        with self.parallel.together(self._terms):
+            return self._on_this_rank((args, kwargs))
+
+    def _on_this_rank(self, call: Call) -> Any:
+        """Run a training call: plain where that fits, else by its plan."""
         if self.unplanned:
-            return self.plain(*args, **kwargs)
-        check_device((args, kwargs), self.model)
+            return self.plain(*call[0], **call[1])
+        check_device(call, self.model)
         self.planner.proposing.check_parameters()
         waiting = self.surroundings.begin()
-        self.parallel.look()
         self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
-        call = args, kwargs
         situation = self.surroundings.situation()
         beside = self.surroundings.beside(call, situation)
         one_graph = not len(self._breaks)
@@ -106,7 +112,7 @@ class TrainingCalls:
             if "plain" not in self.options.allow:
                 raise
             self._run_unplanned_from_now(str(error))
-            return self.plain(*args, **kwargs)
+            return self.plain(*call[0], **call[1])
 
     def _run(self, under_way: UnderWay) -> Any:
         self.planner.screen(under_way.call, under_way.crowded)
@@ -131,6 +137,9 @@ class TrainingCalls:
             self._breaks.clear()  # once the model has changed, it may be one region
             raise
 
+    def _terms(self) -> Mapping[str, str]:
+        return terms_of(self.model, self.options, self.loss_fn)
+
     def _run_unplanned_from_now(self, reason: str) -> None:
         self.unplanned = True
         warnings.warn(
@@ -154,10 +163,14 @@ class TrainingCalls:
 
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a call ahead of its first run; `gradients_held`: as one that adds to existing gradients; `advise`: a
-        refusal names changes that would help.
+        refusal names changes that would help. Ahead of training, all ranks plan together.
 
-        Raises `BudgetError`, `CaptureError`.
+        Raises `BudgetError`, `CaptureError`, `RankError`.
         """
+        with self.parallel.together(self._terms, ahead=True) if self.options.kept else nullcontext():
+            return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
+
+    def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
         if not self.options.kept or self._needs_fakes(call):
             call = at_largest(call, self._declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan
@@ -249,6 +262,11 @@ class TrainingCalls:
             return self._latest
         with self.planner.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, self.surroundings.situation())
+
+    @property
+    def in_use(self) -> Plan | None:
+        """The plan of the latest call; None where that ran plain."""
+        return None if self._ran_plain else self._latest
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""

@@ -244,3 +244,31 @@ def test_a_comparison_counts_its_own_copies_nowhere() -> None:
     batch = {"input_ids": integers(320, 8, 64), "labels": integers(320, 8, 64)}
     memopt.optimize(model, middle(memopt.plan(model, 1, batch, **EXACT)), **EXACT)
     assert memopt.compare(model, batch, reference="fp32").bitwise
+
+
+class Broken(nn.Module):
+    """Wide layers before a graph break, a narrow one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)) for _ in range(4))
+        )
+        self.after = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        torch._dynamo.graph_break()
+        loss: Tensor = self.after(hidden).square().mean()
+        return loss
+
+
+def test_what_a_region_saved_is_not_elsewhere_once_a_later_region_has_run_its_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("memopt.account.elsewhere._PATIENCE", 0)
+    model, x = Broken(), normals(512, 32)
+    budget_gb = memopt.plan(model, 1, (x,), optimizer=None, **EXACT).predicted_peak_gb
+    memopt.optimize(model, 1.1 * budget_gb, example_inputs=(x,), optimizer=None, **EXACT)
+    model(x).backward()
+    assert len(memopt.plan_of(model).regions) == 2

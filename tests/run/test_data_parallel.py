@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.planning.plan_search import PlanSearch
+from memopt.run import road
 from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case is captured on two ranks
@@ -122,15 +123,26 @@ def other_plans(rank: int) -> bool:
     """Whether rank 1, which would save less, runs by the plan of rank 0."""
     torch.manual_seed(0)
     model = memopt.optimize(DistributedDataParallel(Layers()), ROOMY, **EXACT)
-    if rank == 1:
-        fastest = PlanSearch.fastest
-        PlanSearch.fastest = lambda *args: tight(fastest(*args))  # type: ignore[method-assign]
-        torch.distributed.barrier()
-    loss = model(batch(rank, 0))["loss"]
-    if rank == 0:
-        torch.distributed.barrier()
+    fastest, agreed = PlanSearch.fastest, road.agreed
+    if rank == 1:  # plans after rank 0
+
+        def later(*args: Any) -> memopt.Plan:
+            torch.distributed.barrier()
+            return tight(fastest(*args))
+
+        PlanSearch.fastest = later  # type: ignore[method-assign]
     else:
-        PlanSearch.fastest = fastest  # type: ignore[method-assign]
+
+        def first(*args: Any) -> Any:
+            found = agreed(*args)
+            torch.distributed.barrier()
+            return found
+
+        road.agreed = first
+    try:
+        loss = model(batch(rank, 0))["loss"]
+    finally:
+        PlanSearch.fastest, road.agreed = fastest, agreed  # type: ignore[method-assign]
     loss.backward()
     return memopt.plan_of(model).method == "save all"
 

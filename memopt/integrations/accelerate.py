@@ -1,0 +1,44 @@
+"""One line in a loop with Accelerate. Tested with Accelerate 1.15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from typing_extensions import Unpack
+
+from memopt.integrations.budgeted import Budgeted
+from memopt.planning.options import StepOptions
+
+
+def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options: Unpack[StepOptions]) -> Any:
+    """What `accelerator.prepare(*objects)` returns, with the training calls of the model among them planned within a
+    budget.
+
+    Args:
+        objects: as for `accelerator.prepare`, with one model that is trained, and its optimiser.
+        budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
+        options: those of `memopt.optimize` but for two defaults: dtypes are left to Accelerate's `mixed_precision`, and
+            the optimiser is the one among `objects`.
+
+    Raises:
+        ValueError: where the objects have no or several trained models, or several optimisers.
+    """
+    budgeted = Budgeted(budget_gb, **options)
+    models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]
+    if len(models) != 1:
+        raise ValueError(
+            f"{len(models)} trained models are prepared at once; prepare one with each call of memopt's prepare, the "
+            "others by accelerator.prepare"
+        )
+    counted = budgeted.optimizer_among([given for given in objects if isinstance(given, torch.optim.Optimizer)])
+    found = accelerator.prepare(*objects)
+    model = found if len(objects) == 1 else found[models[0]]
+    budgeted.begin(accelerator.unwrap_model(model, keep_torch_compile=False), counted)
+    return found
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

@@ -1,0 +1,79 @@
+"""What all integrations share: a budget with options for `memopt.optimize`, given before the model is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import Unpack
+
+from memopt.api import optimize, remove
+from memopt.planning.keywords import takes_options
+from memopt.planning.options import StepOptions, check_options
+from memopt.planning.plan import Plan
+from memopt.run.planned_call import planned_call_of
+
+
+class Budgeted:
+    """A budget and the options of `memopt.optimize`, applied to a net once its loop has built it.
+
+    Two defaults differ from those of `memopt.optimize`: the precision is "fp32", so that the loop's own setting (its
+    autocast) decides, and the optimiser is the loop's.
+    """
+
+    @takes_options(StepOptions, check_options)
+    def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
+        check_options(budget_gb, **options)
+        self.budget_gb = budget_gb
+        self.options: dict[str, Any] = {"precision": "fp32", **options}
+        self._net: nn.Module | None = None
+        self._shown: Plan | None = None
+
+    def optimizer_among(self, optimizers: Sequence[Any]) -> Any:
+        """The optimiser that steps the net: the one of the options, else the only one of the loop.
+
+        Raises `ValueError` where the loop has none or several, and the options do not say what counts.
+        """
+        if "optimizer" in self.options:
+            return self.options["optimizer"]
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"the planned net has {len(optimizers)} optimizers to choose from; give the only one that steps it, or "
+                "say what counts by the option optimizer=torch.optim.AdamW (None leaves it out of the budget)"
+            )
+        return inner_optimizer(optimizers[0])
+
+    def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
+        """Optimise the net, in place, for a run with the optimiser; `defaults` are options that hold where the user
+        gave none. Nothing is planned yet."""
+        optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
+        self._net, self._shown = net, None
+
+    def end(self) -> None:
+        """Give the net back as the plain one."""
+        if self._net is not None:
+            remove(self._net)
+            self._net = None
+
+    def news(self) -> Mapping[str, float] | None:
+        """The figures of the plan by which the latest step ran, for a log; None where it ran plain, or by the plan
+        whose figures were given last."""
+        call = planned_call_of(self._net) if self._net is not None else None
+        plan = call.in_use if call is not None else None
+        if plan is None or plan is self._shown:
+            return None
+        self._shown = plan
+        return {
+            "memopt_budget_gb": plan.budget_bytes / 1024**3,
+            "memopt_peak_gb": plan.predicted_peak_gb,
+            "memopt_added_time": plan.added_time,
+        }
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimiser of torch inside the wrappers of Accelerate, Fabric and Lightning, which hold it as `.optimizer`."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,76 @@
+"""One line in the Trainer of Lightning. Tested with Lightning 2.6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from typing_extensions import Unpack
+
+from memopt.integrations.budgeted import Budgeted
+from memopt.planning.keywords import takes_options
+from memopt.planning.options import StepOptions, check_options
+
+
+class MemoptCallback(Callback):
+    """`Trainer(callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
+
+    Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `precision`, and the
+    optimiser is the LightningModule's. The figures of each plan that a step runs by go to the Trainer's loggers, as
+    `memopt_budget_gb`, `memopt_peak_gb` and `memopt_added_time`. Validation, test and prediction run the plain model,
+    and the model is the plain one again after the training.
+
+    Args:
+        net: the attribute of the LightningModule ("generator", "model.body") whose calls in `training_step` are to be
+            planned. None: the only submodule that holds all trained parameters, or else the LightningModule itself,
+            where `training_step` calls `self(…)`.
+    """
+
+    @takes_options(StepOptions, check_options)
+    def __init__(self, budget_gb: float, *, net: str | None = None, **options: Unpack[StepOptions]) -> None:
+        self._budgeted = Budgeted(budget_gb, **options)
+        self._net = net
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Optimise the net. Raises `ValueError` where it is not known which one, or with which optimiser."""
+        net = net_of(pl_module) if self._net is None else _named(pl_module, self._net)
+        self._budgeted.begin(net, self._budgeted.optimizer_among(trainer.optimizers))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Give a plan that is new in this step to the loggers."""
+        news = self._budgeted.news()
+        if news is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(news), step=trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the plain model back."""
+        self._budgeted.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the plain model back where the training ends by an error."""
+        self._budgeted.end()
+
+
+def net_of(module: nn.Module) -> nn.Module:
+    """The only submodule that holds all trained parameters and can be called; `module` itself where there is none."""
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    for child in module.children():
+        if trained <= {id(parameter) for parameter in child.parameters()} and _is_callable(child):
+            return child
+    return module
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether the module has a forward, which lists and dictionaries of modules have not."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _named(module: nn.Module, name: str) -> nn.Module:
+    """The submodule of that name. Raises `ValueError` where there is none."""
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        children = ", ".join(repr(name) for name, _ in module.named_children())
+        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; its submodules are {children}") from None

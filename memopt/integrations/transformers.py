@@ -1,0 +1,87 @@
+"""One line in the Trainer of transformers, and in those of TRL that derive from it. Tested with transformers 5.23, TRL
+1.16 and PEFT 0.21."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import Unpack
+
+from memopt.integrations.budgeted import Budgeted
+from memopt.planning.keywords import takes_options
+from memopt.planning.options import StepOptions, check_options
+
+_log = logging.getLogger("memopt")
+
+
+class MemoptCallback(TrainerCallback):
+    """`Trainer(…, callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
+
+    Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `bf16` and `fp16`, and
+    the optimiser is the Trainer's. Each plan that a step runs by is in the Trainer's log, as `memopt_budget_gb`,
+    `memopt_peak_gb` and `memopt_added_time`. Evaluation, prediction and generation run the plain model, and the model
+    is the plain one again after the training.
+
+    The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed;
+    under `torch_compile`, what the plan runs is left as it is.
+    """
+
+    @takes_options(StepOptions, check_options)
+    def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
+        self._budgeted = Budgeted(budget_gb, **options)
+        self._checkpointed: list[nn.Module] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Optimise the model. Raises `ValueError` for a Trainer whose engine holds the parameters elsewhere."""
+        model: nn.Module = parts["model"]
+        _check(args)
+        self._checkpointed = _without_checkpoints(model)
+        if self._checkpointed:
+            _log.info("gradient_checkpointing is off while memopt's plans choose what is recomputed")
+        if args.torch_compile:
+            _log.info("torch_compile leaves training to memopt's plans, and compiles what is not training")
+        # The trainers of TRL compute the loss from log-probabilities that the model returns beside a loss.
+        defaults = {"outputs": "all"} if _of_trl(args) else {}
+        self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Add a plan that is new in this step to the Trainer's log."""
+        news = self._budgeted.news()
+        if news is not None and state.is_world_process_zero:
+            state.log_history.append({**news, "epoch": state.epoch, "step": state.global_step})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Give the plain model back, as it was before the training."""
+        self._budgeted.end()
+        for module in self._checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+        self._checkpointed = []
+
+
+def _check(args: TrainingArguments) -> None:
+    """Raise `ValueError` for engines under which the step cannot be planned."""
+    if args.deepspeed:
+        raise ValueError("memopt plans no step under DeepSpeed, which holds the parameters itself; leave deepspeed out")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this Trainer would copy the model to {args.n_gpu} GPUs at each step (DataParallel), which memopt cannot "
+            "plan; start it by torchrun, one process for each GPU, or show it one by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _without_checkpoints(model: nn.Module) -> list[nn.Module]:
+    """Switch off gradient checkpointing in the modules of transformers that have it on, and return these."""
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in found:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    return found
+
+
+def _of_trl(args: TrainingArguments) -> bool:
+    """Whether the arguments are those of a trainer of TRL."""
+    return any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__)

@@ -1,0 +1,110 @@
+"""The ranks that train one model together: they begin on equal terms, and go on with a step or stop all together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from memopt.errors import BudgetError, RankError
+
+_Told = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""An error of a rank, for the others: its kind, and what it is made from. Plain data, nothing that runs."""
+
+
+class Ranks:
+    """The ranks of a wrapper, which talk in a group of their own, through the host's memory.
+
+    Every rank makes this value, and calls its methods, at the same points: at the forwards whose backward exchanges
+    gradients, which DDP needs on all ranks as well.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.numbers: list[int] = distributed.get_process_group_ranks(wrapper.process_group)
+        self._group: Any = None
+        if len(self.numbers) > 1:
+            self._group = distributed.new_group(self.numbers, backend="gloo", use_local_synchronization=True)
+
+    def check_terms(self, terms: Mapping[str, str]) -> None:
+        """Raise `ValueError`, on all ranks with the same words, where ranks train by different terms."""
+        found = self._from_all(dict(terms))
+        different = [
+            f"{name} is {_by_rank(self.numbers, [str(given.get(name, 'unknown')) for given in found])}"
+            for name in found[0]
+            if any(given.get(name) != found[0][name] for given in found)
+        ]
+        if different:
+            raise ValueError(
+                f"the ranks would not train alike: {'; '.join(different)}; start all of them with the same code, "
+                "versions and arguments"
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that ends well on all ranks, or with an error on all of them. The rank whose block fails raises its
+        own error, the others one with its words."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if not self._any_failed(failure is not None):
+            return
+        told = self._from_all(None if failure is None else _told(failure))
+        number, first = next((number, one) for number, one in zip(self.numbers, told, strict=True) if one is not None)
+        if failure is None:
+            raise _error(first, number)
+        if isinstance(failure, BudgetError) and None in told:
+            own = distributed.get_rank()
+            raise failure.adding(_STOP.format(own)).with_traceback(failure.__traceback__) from failure.__cause__
+        raise failure
+
+    def _any_failed(self, failed: bool) -> bool:
+        if self._group is None:
+            return failed
+        count = torch.tensor([int(failed)])
+        distributed.all_reduce(count, group=self._group)
+        return bool(count.item())
+
+    def _from_all(self, value: Any) -> list[Any]:
+        found: list[Any] = [value] * len(self.numbers)
+        if self._group is not None:
+            distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+
+_STOP = "so it is on rank {}, and all ranks stop"
+
+
+def _told(error: Exception) -> _Told:
+    """An error as data."""
+    if isinstance(error, BudgetError):
+        made_from = (error.budget_bytes, error.smallest_bytes, error.dominated_by)
+        return "budget", made_from, {"least": error.least, "further": error.further, "proposals": error.proposals}
+    return "other", (f"{type(error).__name__}: {error}",), {}
+
+
+def _error(told: _Told, number: int) -> Exception:
+    """The error that a rank raises for that of the rank with this number."""
+    kind, made_from, further = told
+    if kind == "budget":
+        return BudgetError(*made_from, **further).adding(_STOP.format(number))
+    return RankError(f"rank {number} cannot train this step, and all ranks stop: {made_from[0]}")
+
+
+def _by_rank(numbers: list[int], texts: list[str]) -> str:
+    """Each text once, with the ranks that have it."""
+    owners: dict[str, list[int]] = {}
+    for number, text in zip(numbers, texts, strict=True):
+        owners.setdefault(text, []).append(number)
+    return ", ".join(f"{text} on rank{'s' * (len(own) > 1)} {_few(own)}" for text, own in owners.items())
+
+
+def _few(numbers: list[int]) -> str:
+    """The first numbers of a list in words."""
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"{shown} and {len(numbers) - 4} more" if len(numbers) > 4 else shown

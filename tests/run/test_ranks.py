@@ -1,0 +1,146 @@
+"""Two ranks train alike or stop together: other terms, a refusal and a lost rank end all of them, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memopt
+from tests.two_ranks import on_two_ranks
+
+pytestmark = pytest.mark.slow  # each case starts two processes
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+LONGEST_SECONDS = 10.0
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.layers(x).square().mean()
+        return loss
+
+
+def wrapped(budget_gb: float = 1.0, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return memopt.optimize(DistributedDataParallel(Layers()), budget_gb, **{**EXACT, **options})
+
+
+def ended(model: nn.Module, rows: int = 64) -> tuple[str, str, float]:
+    """The type and text of the error with which a step ends, and the seconds until then."""
+    started = time.monotonic()
+    try:
+        model(torch.ones(rows, 64)).backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def other_budget(rank: int) -> Any:
+    return ended(wrapped(1.0 + rank))
+
+
+def other_levers(rank: int) -> Any:
+    return ended(wrapped(allow={"recompute"} if rank else EXACT["allow"]))
+
+
+def other_version(rank: int) -> Any:
+    if rank:
+        torch.__version__ = "2.99.0"  # type: ignore[assignment]
+    return ended(wrapped())
+
+
+def one_does_not_fit(rank: int) -> Any:
+    """A step that fits on both, one whose batch is too large for rank 1, and a step after that."""
+    model = wrapped(0.003)
+    return [ended(model), ended(model, rows=65536 if rank else 64), ended(model)]
+
+
+def one_cannot_be_planned_ahead(rank: int) -> Any:
+    try:
+        wrapped(0.003, example_inputs=(torch.ones(65536 if rank else 64, 64),))
+    except Exception as error:
+        return type(error).__name__, str(error), 0.0
+    return "", "", 0.0
+
+
+def own_error(rank: int) -> Any:
+    model = wrapped()
+    return ended(model, rows=64) if not rank else _wrong_input(model)
+
+
+def _wrong_input(model: nn.Module) -> tuple[str, str, float]:
+    try:
+        model(torch.ones(4, 63))
+    except Exception as error:
+        return type(error).__name__, str(error), 0.0
+    return "", "", 0.0
+
+
+def one_is_lost(rank: int, path: str) -> None:
+    """Rank 1 is gone after the first step; rank 0 notes how its next one ends."""
+    model = wrapped()
+    ended(model)
+    if rank == 0:
+        torch.save(ended(model), path)
+    os._exit(0)  # without the good-bye that the processes of other tests take
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (other_budget, "the budget is 1 GB on rank 0, 2 GB on rank 1"),
+        (other_levers, "allow is recompute, reinplace on rank 0, recompute on rank 1"),
+        (other_version, "torch is 2.13.0+cpu on rank 0, 2.99.0 on rank 1"),
+    ],
+)
+def test_other_terms_are_named_on_every_rank(case: Any, named: str) -> None:
+    (kind, text, seconds), second = on_two_ranks(case)
+    assert kind == "ValueError"
+    assert named in text
+    assert second[:2] == (kind, text)
+    assert seconds < LONGEST_SECONDS
+
+
+def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
+    first, second = on_two_ranks(one_does_not_fit)
+    assert first[0][:2] == second[0][:2] == ("", "")
+    for kind, text, seconds in (first[1], second[1]):
+        assert kind == "BudgetError"
+        assert text == first[1][1]
+        assert text.endswith("so it is on rank 1, and all ranks stop")
+        assert seconds < LONGEST_SECONDS
+    assert first[2][:2] == second[2][:2] == ("", "")
+
+
+def test_a_refusal_ahead_of_training_is_that_of_all() -> None:
+    (kind, text, _), second = on_two_ranks(one_cannot_be_planned_ahead)
+    assert kind == "BudgetError"
+    assert "on rank 1, and all ranks stop" in text
+    assert second[:2] == (kind, text)
+
+
+def test_any_other_error_of_a_rank_is_told() -> None:
+    (kind, text, _), (own_kind, _, _) = on_two_ranks(own_error)
+    assert kind == "RankError"
+    assert text.startswith("rank 1 cannot train this step, and all ranks stop: ")
+    assert own_kind != "RankError"
+
+
+def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "rank 0"
+    with pytest.raises(FileNotFoundError):  # neither rank returns
+        on_two_ranks(one_is_lost, str(path))
+    kind, text, seconds = torch.load(path)
+    assert kind == "RuntimeError"
+    assert "Connection closed by peer" in text
+    assert seconds < LONGEST_SECONDS
