@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,13 +40,15 @@ class Rehearsal:
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
         return stand_in(region.graph_module, self.between, inputs)
 
-    def differentiate(self, outputs: Any) -> None:
-        """Run the backward of the call's outputs, since eager code holds memory there too."""
+    def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
+        """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
+        changes, and no hook that waits for one is called."""
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
-        torch.autograd.backward(scalars, gradients)
+        if differentiable := [parameter for parameter in parameters if parameter.requires_grad]:
+            torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
 
 
 def rehearse(
@@ -67,7 +69,7 @@ def rehearse(
 
     try:
         with without_backward_hooks(model), mode or nullcontext(), rehearsal.between:
-            rehearsal.differentiate(run())
+            rehearsal.differentiate(run(), model.parameters())
     except Exception as failure:
         if mode is None and not isinstance(failure, DynamoError):
             raise
@@ -82,17 +84,14 @@ def rehearse(
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers, random generators and the attributes of all modules after the block."""
+    """Restores buffers, random generators and the attributes of all modules after the block."""
     state = TrainingState.of(model)
     attributes = Attributes(model)
     try:
-        for parameter in model.parameters():
-            parameter.grad = None
         yield
     finally:
         attributes.restore()
         state.undo_forward()
-        state.restore_gradients()
 
 
 def cannot_capture(model: nn.Module, reason: str) -> str:
