@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +77,16 @@ class Account:
         return resident + outputs + self.optimizer_temporaries
 
 
-def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any, card: Hardware) -> Account:
+def account_of(
+    model: nn.Module,
+    inputs: Iterable[torch.Tensor],
+    optimizer: Any,
+    card: Hardware,
+    trains: Callable[[torch.Tensor], bool] = lambda parameter: True,
+) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
+
+    `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others.
 
     On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
     once there is a schedule (`memopt.planning.on_card`).
@@ -86,7 +94,7 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
     on_cuda = card.name != "cpu"
     block = _block_bytes(card)
     parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and trains(parameter)]
     optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")
     home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()], block)

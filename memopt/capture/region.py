@@ -203,6 +203,14 @@ class CapturedCall:
     input_bytes: tuple[int, ...] = ()
     """The bytes of each of the call's tensors at the largest sizes; empty where all sizes are fixed."""
 
+    eager: frozenset[int] = frozenset()
+    """The `id`s of the parameters that get gradients from eager code between the regions."""
+
+    @property
+    def reached(self) -> frozenset[int]:
+        """The `id`s of all parameters that get gradients."""
+        return self.eager.union(*(run.parameter_ids.values() for run in self.runs))
+
     @property
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""

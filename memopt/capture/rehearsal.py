@@ -32,6 +32,8 @@ class Rehearsal:
         self.real_ids = real_ids
         self.between = Between()
         self.runs: list[RegionRun] = []
+        self.eager: set[int] = set()
+        """The `id`s of the parameters that get gradients from operators between regions."""
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run a region on its inputs and record the run, unless no gradient flows through the region."""
@@ -48,7 +50,10 @@ class Rehearsal:
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
         if differentiable := [parameter for parameter in parameters if parameter.requires_grad]:
-            torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
+            found = torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
+            known = self.real_ids or {}
+            pairs = zip(differentiable, found, strict=True)
+            self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
 
 
 def rehearse(
@@ -79,7 +84,8 @@ def rehearse(
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if not rehearsal.runs:
         raise CaptureError(cannot_capture(model, reason))
-    return CapturedCall(tuple(rehearsal.runs), reason, rehearsal.between.peak_bytes)
+    runs, between_bytes = tuple(rehearsal.runs), rehearsal.between.peak_bytes
+    return CapturedCall(runs, reason, between_bytes, eager=frozenset(rehearsal.eager))
 
 
 @contextmanager
@@ -92,6 +98,18 @@ def undone(model: nn.Module) -> Iterator[None]:
     finally:
         attributes.restore()
         state.undo_forward()
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """A block in which no gradient is held; those that were held are there again after it."""
+    state = TrainingState.of(model)
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        yield
+    finally:
+        state.restore_gradients()
 
 
 def cannot_capture(model: nn.Module, reason: str) -> str:

@@ -16,8 +16,7 @@ MARGIN = 1.25
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
     """A call with the runs of both captures, in the order of both, so that each of them leaves out some of its runs.
 
-    A run that has other sizes in `further` is planned for the larger ones, with a margin if they are larger than what
-    it was planned for. Runs of `known` are dropped where `further` has runs of other regions on the same parameters in
+    A run that has other sizes in `further` is planned for the larger ones, with a margin. Runs of `known` are dropped where `further` has runs of other regions on the same parameters in
     their place: a forward takes one of these ways and not both.
     """
     runs: list[RegionRun] = []
@@ -29,9 +28,10 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
         taken = {parameter for run in theirs for parameter in run.parameter_ids.values()}
         runs += [run for run in ours if taken.isdisjoint(run.parameter_ids.values())]
         runs += theirs
+    eager = known.eager | further.eager
     between_bytes = max(known.between_bytes, further.between_bytes)
     input_bytes = max(known.input_bytes, further.input_bytes, key=sum)
-    return replace(known, runs=tuple(runs), between_bytes=between_bytes, input_bytes=input_bytes)
+    return replace(known, runs=tuple(runs), between_bytes=between_bytes, input_bytes=input_bytes, eager=eager)
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
@@ -56,9 +56,10 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
     if not run.region.changing:
         return max(run, other, key=_volume)
     needed = other.sizes if run.region is other.region else _sizes_for(run, other)
+    pairs = zip(run.sizes, needed, strict=True)
     most = tuple(
-        limit if size <= limit else _with_margin((size,), margin)[0]
-        for size, limit in zip(needed, run.most, strict=True)
+        limit if one == size else max(limit, math.ceil(margin * max(one, size)))
+        for (one, size), limit in zip(pairs, run.most, strict=True)
     )
     seen = other.sizes if run.region is other.region else run.sizes
     return replace(run, sizes=seen, most=most)

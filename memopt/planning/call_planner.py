@@ -95,7 +95,8 @@ class CallPlanner(CallAccounts):
     ) -> Account:
         """The account of a captured call: with all inputs of its graphs, the bytes that lie between its regions, and
         the clones of outputs that `DistributedDataParallel` makes."""
-        account = self.account(call, situation)
+        self.reached |= captured.reached
+        account = self.account(call, situation, captured=True)
         account = replace(
             account,
             inputs=max(account.inputs, in_blocks(captured.input_bytes, self.card)),
