@@ -44,8 +44,6 @@ class Account:
     """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimiser steps."""
     output_clones: int = 0
     """Clones of the model's outputs that `DistributedDataParallel` returns."""
-    between_regions: int = 0
-    """The most that eager code holds between captured regions, where the forward breaks into several."""
     lowering: int = 0
     """Bytes that compiling the graphs adds to the schedule's peak; negative where it saves some."""
     context: int = 0
@@ -63,7 +61,7 @@ class Account:
         wrapper = self.buckets + self.output_clones
         allocator = self.rounding + self.fragmentation
         beside = wrapper + self.other_forwards + self.elsewhere
-        return fixed + held + beside + self.between_regions + self.lowering + allocator
+        return fixed + held + beside + self.lowering + allocator
 
     @property
     def uncounted_bytes(self) -> int:

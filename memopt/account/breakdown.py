@@ -14,6 +14,11 @@ ANY_LINK = Link(math.inf)
 """An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
 
 
+EAGER = "eager_code"
+"""The name of ops that stand for what eager code between captured regions holds."""
+BETWEEN_REGIONS = "between the regions"
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """The peak of a step in bytes, the op that runs at that moment (`at`), and the rows that add up to the peak."""
@@ -41,7 +46,6 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
         "clones of outputs": account.output_clones,
         "forwards in waiting": account.other_forwards,
         "elsewhere": account.elsewhere,
-        "between the regions": account.between_regions,
         "reserve": account.reserve,
         "rounding of blocks": account.rounding,
         "fragmentation": account.fragmentation,
@@ -67,11 +71,14 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
     """Bytes alive while evaluation `position` runs, by kind: outputs, gradients, activations, temporaries,
-    workspace."""
+    workspace, and what eager code between regions holds."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):
         maker = problem.producer[storage]
+        if problem.ops[maker].name == EAGER:
+            totals[BETWEEN_REGIONS] += problem.storages[storage].bytes
+            continue
         in_forward = maker < problem.forward_ops
         first = schedule.evaluations.index(maker) == evaluation
         if problem.storages[storage].kept and first:
@@ -83,7 +90,7 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         else:
             kind = "saved activations" if first else "recomputed activations"
         totals[kind] += problem.storages[storage].bytes
-    totals["workspace"] += op_now.workspace_bytes
+    totals[BETWEEN_REGIONS if op_now.name == EAGER else "workspace"] += op_now.workspace_bytes
     return dict(totals)
 
 

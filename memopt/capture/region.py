@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import autocast_state
+from memopt.capture.between import EagerBytes
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
@@ -166,6 +167,8 @@ class RegionRun:
     """The changing sizes of the run (`RecordedRegion.changing`)."""
     most: Sizes = ()
     """The largest changing sizes that the run is planned for."""
+    eager: EagerBytes = EagerBytes()
+    """The bytes that eager code holds around the run."""
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
@@ -196,8 +199,10 @@ class CapturedCall:
     runs: tuple[RegionRun, ...]
     break_reason: str = ""
     """Why the forward breaks into several regions; empty for a call that is one region."""
-    between_bytes: int = 0
-    """The peak of the bytes that eager code between the regions holds."""
+    held_bytes: int = 0
+    """The bytes that eager code between the regions holds after the forward."""
+    after_bytes: int = 0
+    """The most that it holds after the last backward of a region."""
     sizes: DataSizes = field(default_factory=DataSizes)
     """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
     input_bytes: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Rehearsal:
         self.real_ids = real_ids
         self.between = Between()
         self.runs: list[RegionRun] = []
+        self.held_bytes = 0
+        """The bytes that eager code holds after the forward."""
         self.eager: set[int] = set()
         """The `id`s of the parameters that get gradients from operators between regions."""
 
@@ -40,13 +43,19 @@ class Rehearsal:
         if not region.differentiable:
             return region.graph_module(*inputs)
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
-        return stand_in(region.graph_module, self.between, inputs)
+        return stand_in(region.graph_module, self.between, self.between.begin_run(), inputs)
+
+    def captured(self, reason: str) -> CapturedCall:
+        """The call that was recorded."""
+        runs = (replace(run, eager=eager) for run, eager in zip(self.runs, self.between.runs, strict=True))
+        return CapturedCall(tuple(runs), reason, self.held_bytes, self.between.peak_bytes, eager=frozenset(self.eager))
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
         """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
         changes, and no hook that waits for one is called."""
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
+        self.held_bytes = self.between.live_bytes
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
         if differentiable := [parameter for parameter in parameters if parameter.requires_grad]:
@@ -84,8 +93,7 @@ def rehearse(
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if not rehearsal.runs:
         raise CaptureError(cannot_capture(model, reason))
-    runs, between_bytes = tuple(rehearsal.runs), rehearsal.between.peak_bytes
-    return CapturedCall(runs, reason, between_bytes, eager=frozenset(rehearsal.eager))
+    return rehearsal.captured(reason)
 
 
 @contextmanager

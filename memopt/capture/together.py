@@ -23,15 +23,17 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     for kind, begin, end, other_begin, other_end in _matched(known.runs, further.runs):
         ours, theirs = known.runs[begin:end], further.runs[other_begin:other_end]
         if kind == "equal":
-            runs += [_larger(run, other, margin) for run, other in zip(ours, theirs, strict=True)]
+            pairs = zip(ours, theirs, strict=True)
+            runs += [replace(_larger(run, other, margin), eager=run.eager | other.eager) for run, other in pairs]
             continue
         taken = {parameter for run in theirs for parameter in run.parameter_ids.values()}
         runs += [run for run in ours if taken.isdisjoint(run.parameter_ids.values())]
         runs += theirs
     eager = known.eager | further.eager
-    between_bytes = max(known.between_bytes, further.between_bytes)
+    held_bytes = max(known.held_bytes, further.held_bytes)
+    after_bytes = max(known.after_bytes, further.after_bytes)
     input_bytes = max(known.input_bytes, further.input_bytes, key=sum)
-    return replace(known, runs=tuple(runs), between_bytes=between_bytes, input_bytes=input_bytes, eager=eager)
+    return replace(known, runs=tuple(runs), held_bytes=held_bytes, after_bytes=after_bytes, input_bytes=input_bytes, eager=eager)
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
@@ -45,6 +47,13 @@ def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple
 def _matched(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> list[tuple[str, int, int, int, int]]:
     places, other_places = ([run.place for run in some] for some in (runs, others))
     return SequenceMatcher(None, places, other_places, autojunk=False).get_opcodes()
+
+
+def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
+    """A captured call with so many times the bytes of eager code."""
+    held_bytes, after_bytes = math.ceil(factor * call.held_bytes), math.ceil(factor * call.after_bytes)
+    runs = tuple(replace(run, eager=run.eager.scaled(factor)) for run in call.runs)
+    return replace(call, runs=runs, held_bytes=held_bytes, after_bytes=after_bytes)
 
 
 def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:

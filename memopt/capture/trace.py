@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.between import EagerBytes
 from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
@@ -158,6 +159,24 @@ def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) ->
     """The runs of a call that have a joint graph in `trace_call`'s result: not those without gradients."""
     differentiated = {id(joint.trace.region) for joint in joints}
     return tuple(run for run in captured.runs if id(run.region) in differentiated)
+
+
+def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
+    """The bytes of eager code around the runs that have a joint graph, those around the others with them; at the end,
+    as `before` and `during`, those after the last backward and after the forward."""
+    scheduled = set(map(id, differentiated_runs(joints, captured)))
+    found: list[EagerBytes] = []
+    skipped = EagerBytes()
+    for run in captured.runs:
+        if id(run) in scheduled:
+            found.append(replace(run.eager, before=max(run.eager.before, skipped.before)))
+            skipped = EagerBytes()
+        else:
+            skipped |= EagerBytes(max(run.eager.before, run.eager.during))
+            if found:  # its backward runs before that of the run before it
+                later = max(run.eager.before_backward, run.eager.during_backward)
+                found[-1] |= EagerBytes(before_backward=later)
+    return (*found, EagerBytes(captured.after_bytes, captured.held_bytes))
 
 
 def accumulating(

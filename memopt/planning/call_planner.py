@@ -21,7 +21,7 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.trace import Traces, accumulating, differentiated_runs, trace_call
+from memopt.capture.trace import Traces, accumulating, differentiated_runs, eager_of_runs, trace_call
 from memopt.errors import CaptureError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
@@ -93,15 +93,14 @@ class CallPlanner(CallAccounts):
     def captured_account(
         self, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
     ) -> Account:
-        """The account of a captured call: with all inputs of its graphs, the bytes that lie between its regions, and
-        the clones of outputs that `DistributedDataParallel` makes."""
+        """The account of a captured call: with all inputs of its graphs, and the clones of outputs that
+        `DistributedDataParallel` makes."""
         self.reached |= captured.reached
         account = self.account(call, situation, captured=True)
         account = replace(
             account,
             inputs=max(account.inputs, in_blocks(captured.input_bytes, self.card)),
             lowering=lowering_bytes,
-            between_regions=captured.between_bytes,
         )
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=captured.output_bytes)
@@ -159,6 +158,7 @@ class CallPlanner(CallAccounts):
             offload_link(self.card, self.options.allow),
             solvers=self.options.solvers,
             run_sizes=() if captured.whole else tuple(run.data_sizes for run in differentiated_runs(joints, captured)),
+            eager=() if captured.whole else eager_of_runs(joints, captured),
         )
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
@@ -193,8 +193,7 @@ class CallPlanner(CallAccounts):
                 if not captures:
                     captures.append(self.capture_on_fakes(call, self.proposing.narrowing()))
                 captured = self.rewrite_and_price(captures[0], call, situation, levers)
-                account = replace(self.account(call, situation), between_regions=captures[0].between_bytes)
-                return levers, captured, account
+                return levers, captured, self.account(call, situation)
             return None
 
         return step

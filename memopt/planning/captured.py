@@ -11,6 +11,7 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.breakdown import is_receipt
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.capture.between import EagerBytes
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
@@ -18,6 +19,7 @@ from memopt.compat.symbols import known_sizes
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
+from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import price_nodes
 from memopt.price.parameter_steps import ParameterSteps
 from memopt.price.price import price
@@ -54,6 +56,8 @@ class Captured:
     """The user's own solvers, whose schedules compete with those of memopt's."""
     run_sizes: tuple[DataSizes, ...] = ()
     """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
+    eager: tuple[EagerBytes, ...] = ()
+    """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
@@ -145,7 +149,7 @@ class Captured:
         found: list[PricedGraph] = []
         for number, region in enumerate(self.regions):
             with known_sizes(self.sizes_of(number, as_seen=as_seen)):
-                found.append(
+                priced = (
                     price(
                         region.module,
                         region.forward_outputs,
@@ -159,6 +163,7 @@ class Captured:
                         region.released,
                     )
                 )
+            found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
 
     def _prices_of_nodes(self, number: int, as_seen: bool) -> Callable[[fx.Node], NodePrice]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, Sizes
-from memopt.capture.together import MARGIN
+from memopt.capture.together import MARGIN, with_eager_bytes
 from memopt.compat.storages import storage_key
 
 Shapes = tuple[Sizes, ...]
@@ -41,12 +41,12 @@ class LargestSizes:
         )
 
     def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
-        """A captured call with so many more bytes between its regions as these sizes exceed those of `call`."""
+        """A captured call with so many more bytes of eager code as these sizes exceed those of `call`."""
         own = LargestSizes.of(call).shapes
         if own == self.shapes:
             return captured
         growth = max([1.0, *(most / max(1, size) for most, size in _pairs(self.shapes, own))])
-        return replace(captured, between_bytes=math.ceil(min(growth, MARGIN) * captured.between_bytes))
+        return with_eager_bytes(captured, min(growth, MARGIN))
 
     def input_bytes(self, call: Call) -> tuple[int, ...]:
         """The bytes of each of the call's tensors at these sizes."""
