@@ -37,6 +37,20 @@ class EagerBytes:
         return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
 
 
+@dataclass(frozen=True)
+class Passed:
+    """The results of a region's halves that are gone by the end of the step."""
+
+    outputs: frozenset[int] = frozenset()
+    """Positions of outputs that nobody holds any more once the region's backward begins."""
+    gradients: frozenset[int] = frozenset()
+    """Numbers of the inputs whose gradients are passed on: those of values that other code computed."""
+
+    def __and__(self, other: Passed) -> Passed:
+        """What both have."""
+        return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
+
+
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that operators make on fake tensors, except in `planned()` blocks."""
 
@@ -57,10 +71,11 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         return len(self.runs) - 1
 
-    def begin_backward(self, number: int) -> None:
-        """Note that the backward of a run begins."""
+    def begin_backward(self, number: int, gradients: Any) -> None:
+        """Note that the backward of a run begins with these gradients, which the plan of the region accounts for."""
         peak = max(self.peak_bytes, self.live_bytes)
-        self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=self.live_bytes)
+        held = self.live_bytes - self.bytes_among(gradients)
+        self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=held)
         self.peak_bytes = 0
 
     @contextmanager
@@ -81,7 +96,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 def stand_in(region: fx.GraphModule, between: Between, number: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Run a region as one opaque autograd function; what its forward and backward make is not counted. `number` is that
+    """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
+    passes on are counted. `number` is that
     of the run."""
     run: Any = _StandIn.apply
     return run(region, between, number, *arguments)
@@ -109,10 +125,9 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.between.begin_backward(ctx.number)
-        with ctx.between.planned():
-            made = (like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes)
-            return None, None, None, *made
+        ctx.between.begin_backward(ctx.number, gradients)
+        made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
+        return None, None, None, *made
 
 
 def _undifferentiated(region: fx.GraphModule) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import autocast_state
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
@@ -169,6 +169,7 @@ class RegionRun:
     """The largest changing sizes that the run is planned for."""
     eager: EagerBytes = EagerBytes()
     """The bytes that eager code holds around the run."""
+    passed: Passed = Passed()
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:

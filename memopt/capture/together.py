@@ -24,7 +24,10 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
         ours, theirs = known.runs[begin:end], further.runs[other_begin:other_end]
         if kind == "equal":
             pairs = zip(ours, theirs, strict=True)
-            runs += [replace(_larger(run, other, margin), eager=run.eager | other.eager) for run, other in pairs]
+            runs += [
+                replace(_larger(run, other, margin), eager=run.eager | other.eager, passed=run.passed & other.passed)
+                for run, other in pairs
+            ]
             continue
         taken = {parameter for run in theirs for parameter in run.parameter_ids.values()}
         runs += [run for run in ours if taken.isdisjoint(run.parameter_ids.values())]

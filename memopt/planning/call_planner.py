@@ -159,6 +159,7 @@ class CallPlanner(CallAccounts):
             solvers=self.options.solvers,
             run_sizes=() if captured.whole else tuple(run.data_sizes for run in differentiated_runs(joints, captured)),
             eager=() if captured.whole else eager_of_runs(joints, captured),
+            passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
         )
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:

@@ -11,7 +11,7 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.breakdown import is_receipt
 from memopt.account.caching_allocator import ROUNDING_BYTES
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
@@ -58,6 +58,8 @@ class Captured:
     """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
     eager: tuple[EagerBytes, ...] = ()
     """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
+    passed: tuple[Passed, ...] = ()
+    """The results of each region of a call in several that do not stay to the end of the step; else empty."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
@@ -161,10 +163,21 @@ class Captured:
                         self._steps(region, left),
                         region.reuses if reinplace else (),
                         region.released,
+                        self._passed_positions(number),
                     )
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
+
+    def _passed_positions(self, number: int) -> frozenset[int] | None:
+        """The positions of the results of a region that do not stay to the end of the step; None for one region, whose
+        results all do."""
+        if not self.passed:
+            return None
+        region, passed = self.regions[number], self.passed[number]
+        (results,) = region.trace.region.graph_module.graph.output_node().args
+        outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
+        return outputs | {region.forward_outputs + given for given in passed.gradients}
 
     def _prices_of_nodes(self, number: int, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
         """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""

@@ -38,7 +38,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
-    split = problem.forward_ops + tangents
+    split = problem.forward_ops + (tangents if last else 0)  # its tangents come before the backward begins
     pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
     ops: list[Op] = []
     nodes: list[str] = []
