@@ -1,5 +1,5 @@
-"""The bytes that eager code between captured regions holds: no operator of a region makes them, and the plan has to have
-them."""
+"""The bytes that eager code between captured regions holds: no operator of a region makes them, and the budget has to
+have room for them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
-from memopt.compat.symbols import AssumedSizes, plain_symbol
+from memopt.compat.symbols import AssumedSizes, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
 
@@ -102,6 +102,14 @@ class RecordedRegion:
         symbols = ((number, value) for number, value in enumerate(self.inputs) if isinstance(value, torch.SymInt))
         return {number: name for number, value in symbols if (name := plain_symbol(value)) is not None}
 
+    @cached_property
+    def counted(self) -> tuple[bool, ...]:
+        """For each of the changing sizes, whether any tensor has it in its shape: strides and the offsets of views are
+        symbols, too, and no memory depends on them."""
+        values = (node.meta.get("example_value") for node in self.graph_module.graph.nodes)
+        names = set().union(*map(shape_symbols, values))
+        return tuple(name in names for name in self.changing.values())
+
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
         """The changing sizes of a run on these inputs."""
         return tuple(inputs[number] for number in self.changing)
@@ -167,9 +175,10 @@ class RegionRun:
     """The changing sizes of the run (`RecordedRegion.changing`)."""
     most: Sizes = ()
     """The largest changing sizes that the run is planned for."""
-    eager: EagerBytes = EagerBytes()
+    eager: EagerBytes = field(default_factory=EagerBytes)
     """The bytes that eager code holds around the run."""
-    passed: Passed = Passed()
+    passed: Passed = field(default_factory=Passed)
+    """What the run passes on to other code."""
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
@@ -180,6 +189,11 @@ class RegionRun:
         sizes = region.sizes_of(inputs)
         ids = {number: known.get(parameter, parameter) for number, parameter in ids.items()}
         return cls(region, ids, shapes, sizes, sizes)
+
+    def is_within(self, planned: RegionRun) -> bool:
+        """Whether a plan for `planned`, a run of the same region, serves this one."""
+        counted = zip(self.sizes, planned.most, self.region.counted, strict=True)
+        return all(size <= most for size, most, counts in counted if counts)
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -280,4 +294,3 @@ class CapturedCall:
     def graph(self) -> fx.GraphModule | None:
         """Dynamo's graph of a call that is one region; None for a call in several regions."""
         return self.runs[0].region.graph_module if self.whole else None
-

@@ -55,7 +55,9 @@ class Rehearsal:
         """What each run passed on, once the step is over."""
         return [
             Passed(
-                frozenset(position for position, storage in enumerate(outputs) if storage is not None and not storage()),
+                frozenset(
+                    position for position, storage in enumerate(outputs) if storage is not None and not storage()
+                ),
                 frozenset(number for number, computed in enumerate(inputs) if computed),
             )
             for inputs, outputs in self._passed

@@ -16,8 +16,9 @@ MARGIN = 1.25
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
     """A call with the runs of both captures, in the order of both, so that each of them leaves out some of its runs.
 
-    A run that has other sizes in `further` is planned for the larger ones, with a margin. Runs of `known` are dropped where `further` has runs of other regions on the same parameters in
-    their place: a forward takes one of these ways and not both.
+    A run that has other sizes in `further` is planned for the larger ones, with a margin. Runs of `known` are dropped
+    where `further` has runs of other regions on the same parameters in their place: a forward takes one of these ways
+    and not both.
     """
     runs: list[RegionRun] = []
     for kind, begin, end, other_begin, other_end in _matched(known.runs, further.runs):
@@ -36,7 +37,9 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     held_bytes = max(known.held_bytes, further.held_bytes)
     after_bytes = max(known.after_bytes, further.after_bytes)
     input_bytes = max(known.input_bytes, further.input_bytes, key=sum)
-    return replace(known, runs=tuple(runs), held_bytes=held_bytes, after_bytes=after_bytes, input_bytes=input_bytes, eager=eager)
+    return replace(
+        known, runs=tuple(runs), held_bytes=held_bytes, after_bytes=after_bytes, input_bytes=input_bytes, eager=eager
+    )
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
@@ -47,7 +50,7 @@ def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple
     return tuple(numbers)
 
 
-def _matched(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> list[tuple[str, int, int, int, int]]:
+def _matched(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> Sequence[tuple[str, int, int, int, int]]:
     places, other_places = ([run.place for run in some] for some in (runs, others))
     return SequenceMatcher(None, places, other_places, autojunk=False).get_opcodes()
 

@@ -54,8 +54,8 @@ class CallAccounts(ModelTerms):
         return id(parameter) in self.reached
 
     def _counts_reached(self, situation: Situation) -> bool:
-        """Whether the account leaves out the parameters without gradients: not where other calls may have left gradients
-        or state for them."""
+        """Whether the account leaves out the parameters without gradients: not where other calls may have left
+        gradients or state for them."""
         state_unknown = isinstance(self.options.optimizer, torch.optim.Optimizer) or self.proposing.chosen is not None
         return not (state_unknown or situation.gradients_held or situation.buckets is not None)
 

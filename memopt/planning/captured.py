@@ -151,20 +151,18 @@ class Captured:
         found: list[PricedGraph] = []
         for number, region in enumerate(self.regions):
             with known_sizes(self.sizes_of(number, as_seen=as_seen)):
-                priced = (
-                    price(
-                        region.module,
-                        region.forward_outputs,
-                        self._prices_of_nodes(number, as_seen),
-                        region.parameter_gradients if accumulating else (),
-                        region.fused_away,
-                        self.hardware.least_moved_bytes,
-                        1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
-                        self._steps(region, left),
-                        region.reuses if reinplace else (),
-                        region.released,
-                        self._passed_positions(number),
-                    )
+                priced = price(
+                    region.module,
+                    region.forward_outputs,
+                    self._prices_of_nodes(number, as_seen),
+                    region.parameter_gradients if accumulating else (),
+                    region.fused_away,
+                    self.hardware.least_moved_bytes,
+                    1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
+                    self._steps(region, left),
+                    region.reuses if reinplace else (),
+                    region.released,
+                    self._passed_positions(number),
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found

@@ -60,7 +60,7 @@ def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequenc
     index_of = {owner: index for index, owner in enumerate(joined.owner)}
     for number, at in enumerate(known):
         problem = joined.prices[number].problem
-        forward, backward = range(problem.forward_ops), range(problem.forward_ops, len(problem.ops))
+        forward, backward = [*range(problem.forward_ops)], [*range(problem.forward_ops, len(problem.ops))]
         if at is not None and _same_ops(joined, number, before, at):
             forward, backward = parts[at]
         forwards += [index_of[number, local] for local in forward]

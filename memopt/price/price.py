@@ -68,7 +68,17 @@ def price(
             are held until the region's backward begins, and gradients that belong to others once it ends.
     """
     return _Pricer(
-        joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses, released, passed
+        joint,
+        forward_outputs,
+        price_of,
+        accumulated,
+        fused,
+        least_moved_bytes,
+        block_bytes,
+        steps,
+        reuses,
+        released,
+        passed,
     ).run()
 
 
@@ -97,7 +107,7 @@ class _Pricer:
     given_on: set[int] = field(default_factory=set)
     """Storages of gradients that live to the end of the backward."""
     tangents: set[int] = field(default_factory=set)
-    """Storages of the outputs' gradients, which live to the end of the region's backward where that is not the step's."""
+    """Storages of the outputs' gradients of one of several regions, which live to the end of its backward."""
     listed: list[Storage] = field(default_factory=list)
     number: dict[int, int] = field(default_factory=dict)
     """Position in `listed` of a storage of the graph."""
@@ -168,7 +178,12 @@ class _Pricer:
 
     def kept_results(self) -> set[int]:
         """Storages of the results that are alive to the end of the step."""
-        gone = {*self.accumulated, *self.released, *(self.passed or ()), *(step.position for steps in self.placed.values() for step in steps)}
+        gone = {
+            *self.accumulated,
+            *self.released,
+            *(self.passed or ()),
+            *(step.position for steps in self.placed.values() for step in steps),
+        }
         return {
             index
             for position, node in enumerate(self.results)

@@ -23,6 +23,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
+from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.pending import PendingForward
 from memopt.run.planned_runs import PlannedRuns
@@ -111,7 +112,7 @@ class BrokenCalls:
                     raise
                 before.undo()
             if not untried:
-                ways.add(capture(), under_way.call)
+                ways.add(self._captured_again(ways, under_way.call), under_way.call)
                 untried = ways.calls[:1]
         raise AssertionError("the last attempt returns or raises")
 
@@ -121,8 +122,13 @@ class BrokenCalls:
         if ways is None:
             ways = self._ways[_kind(call)] = Ways.of(capture(), call)
         elif not ways.sizes.cover(call):
-            ways.add(capture(), call)
+            ways.add(self._captured_again(ways, call), call)
         return ways
+
+    def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
+        """The regions of a call that runs now, on its values: as it will take them."""
+        with stage("capturing"):
+            return self.capture(call, ways.calls[0].break_reason)
 
     def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
         """Run a call the first of these ways; `last`: there is no further attempt after it."""
@@ -166,12 +172,10 @@ class BrokenCalls:
         found = forward.planned.find(run, forward.runs, self._trace)
         if found is None:
             return None
-        number, joint = found
-        forward.runs = number + 1
-        schedule = forward.planned.schedule(number)
-        key = run.region, schedule, joint.parameter_inputs
+        forward.runs = found.number + 1
+        key = run.region, found.schedule, found.joint.parameter_inputs
         if key not in self._emitted:
-            self._emitted[key] = emit_region(joint, schedule, self.road.accumulation, {})
+            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, {})
         return self._emitted[key]
 
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:

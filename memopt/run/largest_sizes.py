@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, Sizes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
@@ -16,8 +16,18 @@ from memopt.planning.region_schedule import RegionSchedule
 from passes import is_pure
 
 Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
-Values = Mapping[str, tuple[str, int]]
-"""Name of a node that allocates memory or has effects → its operator, and the bytes that it allocates."""
+Values = Sequence[tuple[str, str, int]]
+"""For each node that allocates memory or has effects, in order: its name, its operator, and the bytes it allocates."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The planned run that a run of the present forward is."""
+
+    number: int
+    joint: JointGraph
+    """The graph that it runs by."""
+    schedule: RegionSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +40,11 @@ class PlannedRuns:
     """The runs that have a schedule, in the order of the plan's regions."""
     _planned_values: dict[int, Values] = field(default_factory=dict, repr=False)
     """What the planned runs make at the largest sizes, by their number."""
-    _taken: dict[tuple[RecordedRegion, tuple[int, ...], int], bool] = field(default_factory=dict, repr=False)
-    """Whether a run of a region with these sizes may take the place of the planned run of that number."""
+    _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
+        default_factory=dict, repr=False
+    )
+    """Planned node → node of a run of that region with these sizes, for runs in the place of the planned run of that
+    number; None for a run that may not take its place."""
 
     @property
     def step(self) -> Captured:
@@ -45,46 +58,52 @@ class PlannedRuns:
         """The passes and the precision of its regions."""
         return self.step.rewriting_of_regions
 
-    def find(self, run: RegionRun, first: int, trace: Trace) -> tuple[int, JointGraph] | None:
-        """The number of the planned run, `first` or later, that a run of the present forward is, and the joint graph
-        that it runs by; None where there is none, or it has larger sizes than the plan is for.
+    def find(self, run: RegionRun, first: int, trace: Trace) -> Found | None:
+        """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
+        larger sizes than the plan is for.
 
-        `trace` traces a region that was recorded on fakes, or once more under other guards.
+        `trace` traces a region that was recorded on fakes, or once more under other guards or for other sizes.
         """
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
             if planned.place != run.place:
                 continue
+            schedule = self.plan.regions[number]
             if planned.region is run.region:
-                within = all(size <= most for size, most in zip(run.sizes, planned.most, strict=True))
-                return (number, joint) if within else None
+                return Found(number, joint, schedule) if run.is_within(planned) else None
             own = trace(run.region, self.rewriting)
-            if own.fingerprint == joint.fingerprint or self._may_take(own, run, number):
-                return number, own.accumulating(_as_planned(run, planned, joint))
+            own = own.accumulating(_as_planned(run, planned, joint))
+            if own.fingerprint == joint.fingerprint and not run.region.changing:
+                return Found(number, own, schedule)
+            names = self._names_in(own, run, number)
+            if names is not None:
+                evaluations = tuple(names[name] for name in schedule.evaluations)
+                return Found(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
         return None
 
-    def schedule(self, number: int) -> RegionSchedule:
-        """The schedule of a planned run."""
-        return self.plan.regions[number]
-
-    def _may_take(self, joint: JointGraph, run: RegionRun, number: int) -> bool:
-        """Whether a run has the operators of the planned run `number`, by the same names, on values that are not
-        larger."""
+    def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
+        """Planned node → node of a run with the same operators, in the same order, on values that are not larger; None
+        for other runs."""
         key = run.region, run.sizes, number
-        if key not in self._taken:
-            if len(self._taken) >= _MOST:
-                self._taken.clear()
-            planned = self._values(number)
-            ours = _values(joint, run.data_sizes.seen)
-            names = {node.name for node in joint.module.graph.nodes}
-            self._taken[key] = (
-                ours.keys() == planned.keys()
-                and all(op == planned[name][0] and made <= planned[name][1] for name, (op, made) in ours.items())
-                and names.issuperset(self.schedule(number).evaluations)
-            )
-        return self._taken[key]
+        if key not in self._names:
+            if len(self._names) >= _MOST:
+                self._names.clear()
+            planned, ours = self._values(number), _values(joint, run.data_sizes.seen)
+            pairs = list(zip(planned, ours, strict=False))
+            same = len(planned) == len(ours) and all(one[1] == own[1] and own[2] <= one[2] for one, own in pairs)
+            names = {one[0]: own[0] for one, own in pairs}
+            schedule = self.plan.regions[number]
+            known = same and names.keys() >= set(schedule.evaluations) and not schedule.offloads
+            self._names[key] = names if known else None
+        return self._names[key]
 
     def _values(self, number: int) -> Values:
+        if number not in self._planned_values:
+            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
+        return self._planned_values[number]
+
+
+def _values(self, number: int) -> Values:
         if number not in self._planned_values:
             self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
         return self._planned_values[number]
@@ -94,9 +113,9 @@ def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
     with known_sizes(sizes):
         made = {info.maker: info.bytes for info in find_storages(joint.module.graph).infos}
     calls = (node for node in joint.module.graph.nodes if node.op == "call_function")
-    return {
-        node.name: (str(node.target), made.get(node, 0)) for node in calls if node in made or not is_pure(node)
-    }
+    return [
+        (node.name, str(node.target), made.get(node, 0)) for node in calls if node in made or not is_pure(node)
+    ]  # fmt: skip
 
 
 def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:

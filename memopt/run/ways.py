@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt.capture.inputs import Call
 from memopt.capture.region import CapturedCall
-from memopt.capture.together import MARGIN, known_places, together
+from memopt.capture.together import MARGIN, known_places, together, with_eager_bytes
 from memopt.run.largest_sizes import LargestSizes
 
 _MOST = 4
@@ -41,7 +41,8 @@ class Ways:
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
         before = self.calls[0]
-        both = together(before, captured, self._margin)
+        roomier = with_eager_bytes(captured, self._margin) if _sizes_differ(before, captured) else captured
+        both = together(before, roomier, self._margin)
         self._joins = {both: (before, captured)}
         kept = len([number for number in known_places(before.runs, both.runs) if number is not None])
         others = self.calls if kept < len(before.runs) else self.calls[1:]
@@ -69,3 +70,10 @@ class Ways:
     def take(self, way: CapturedCall) -> None:
         """Have a way take the place of the first."""
         self.calls[0] = way
+
+
+def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
+    """Whether a run has other sizes in one of two captures."""
+    numbers = known_places(one.runs, other.runs)
+    pairs = ((one.runs[at], run) for at, run in zip(numbers, other.runs, strict=True) if at is not None)
+    return any(ours.shapes != theirs.shapes for ours, theirs in pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +64,9 @@ def plans(model: nn.Module) -> int:
 def regions_recorded(model: nn.Module) -> int:
     call = planned_call_of(model)
     assert call is not None
-    return len({way_run.region for ways in call.forward._broken._ways.items() for way in ways[1].calls for way_run in way.runs})
+    return len(
+        {way_run.region for ways in call.forward._broken._ways.items() for way in ways[1].calls for way_run in way.runs}
+    )
 
 
 @pytest.mark.parametrize("lengths", [(32, 32), (24, 48)])
