@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,8 +45,6 @@ class Account:
     """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimiser steps."""
     output_clones: int = 0
     """Clones of the model's outputs that `DistributedDataParallel` returns."""
-    between_regions: int = 0
-    """The most that eager code holds between captured regions, where the forward breaks into several."""
     lowering: int = 0
     """Bytes that compiling the graphs adds to the schedule's peak; negative where it saves some."""
     context: int = 0
@@ -64,7 +62,7 @@ class Account:
         wrapper = self.buckets + self.output_clones
         allocator = self.rounding + self.fragmentation
         beside = wrapper + self.other_forwards + self.elsewhere
-        return fixed + held + beside + self.between_regions + self.lowering + allocator
+        return fixed + held + beside + self.lowering + allocator
 
     @property
     def uncounted_bytes(self) -> int:
@@ -78,8 +76,16 @@ class Account:
         return resident + outputs + self.optimizer_temporaries
 
 
-def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any, card: Hardware) -> Account:
+def account_of(
+    model: nn.Module,
+    inputs: Iterable[torch.Tensor],
+    optimizer: Any,
+    card: Hardware,
+    trains: Callable[[torch.Tensor], bool] = lambda parameter: True,
+) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
+
+    `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others.
 
     On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
     once there is a schedule (`memopt.planning.on_card`).
@@ -87,7 +93,7 @@ def account_of(model: nn.Module, inputs: Iterable[torch.Tensor], optimizer: Any,
     on_cuda = card.name != "cpu"
     block = _block_bytes(card)
     parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and trains(parameter)]
     optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")
     home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()], block)

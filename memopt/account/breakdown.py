@@ -18,6 +18,11 @@ SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fet
 OPTIMIZER_STEP = "optimizer.step()"
 
 
+EAGER = "eager_code"
+"""The name of ops that stand for what eager code between captured regions holds."""
+BETWEEN_REGIONS = "between the regions"
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """The peak of a step in bytes, the op that runs at that moment (`at`), and the rows that add up to the peak."""
@@ -75,7 +80,6 @@ def _fixed_rows(account: Account) -> dict[str, int]:
         "clones of outputs": account.output_clones,
         "forwards in waiting": account.other_forwards,
         "elsewhere": account.elsewhere,
-        "between the regions": account.between_regions,
         "reserve": account.reserve,
         "rounding of blocks": account.rounding,
         "fragmentation": account.fragmentation,
@@ -84,7 +88,7 @@ def _fixed_rows(account: Account) -> dict[str, int]:
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
     """Bytes alive while evaluation `position` runs, by kind: outputs, gradients, activations, temporaries,
-    workspace."""
+    workspace, and what eager code between regions holds."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):
@@ -92,7 +96,7 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         first = schedule.evaluations.index(maker) == evaluation
         kind = kind_of(problem, storage, first=first, fetched=schedule.evaluations[evaluation] != maker)
         totals[kind] += problem.storages[storage].bytes
-    totals[WORKSPACE] += op_now.workspace_bytes
+    totals[BETWEEN_REGIONS if op_now.name == EAGER else WORKSPACE] += op_now.workspace_bytes
     return dict(totals)
 
 
@@ -100,6 +104,8 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
     """The row to which a version of a storage belongs: its first version or a later one, or one that was fetched from
     the host."""
     maker = problem.producer[storage]
+    if problem.ops[maker].name == EAGER:
+        return BETWEEN_REGIONS
     in_forward = maker < problem.forward_ops
     if problem.storages[storage].kept and first:
         return OUTPUTS if in_forward or is_receipt(problem.ops[maker]) else GRADIENTS

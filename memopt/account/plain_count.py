@@ -13,7 +13,7 @@ from torch import nn
 from memopt.account.eager_bytes import EagerBytes, RealBytes, ValueIsRead
 from memopt.capture.fake_model import fake_parameters
 from memopt.capture.inputs import Call, fake_call
-from memopt.capture.rehearsal import undone
+from memopt.capture.rehearsal import undone, without_gradients
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
@@ -73,7 +73,7 @@ def count_on_values(
     home = next(model.parameters()).device
     count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes)
     try:
-        with torch.enable_grad(), undone(model), without_backward_hooks(model):
+        with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             resident = [*model.parameters(), *model.buffers(), *tree_leaves(call)]
             step = _counted(count, resident, lambda: run(*call[0], **call[1]))
         return step and replace(step, depends_on_values=True)

@@ -1,15 +1,54 @@
-"""The bytes that eager code between captured regions holds: no region's plan has them, and the budget must."""
+"""The bytes that eager code between captured regions holds: no operator of a region makes them, and the budget has to
+have room for them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from memopt.device.live_bytes import LiveBytes
+
+
+@dataclass(frozen=True)
+class EagerBytes:
+    """The bytes that eager code holds around one run of a region."""
+
+    before: int = 0
+    """The most, since the run before it."""
+    during: int = 0
+    """Held while the region's forward runs."""
+    before_backward: int = 0
+    """The most, since the last forward or the backward of another run."""
+    during_backward: int = 0
+    """Held while its backward runs."""
+
+    def __or__(self, other: EagerBytes) -> EagerBytes:
+        """The larger of each."""
+        return EagerBytes(*map(max, astuple(self), astuple(other)))
+
+    def scaled(self, factor: float) -> EagerBytes:
+        """As many bytes more."""
+        return EagerBytes(*(math.ceil(factor * nbytes) for nbytes in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The results of a region's halves that are gone by the end of the step."""
+
+    outputs: frozenset[int] = frozenset()
+    """Positions of outputs that nobody holds any more once the region's backward begins."""
+    gradients: frozenset[int] = frozenset()
+    """Numbers of the inputs whose gradients are passed on: those of values that other code computed."""
+
+    def __and__(self, other: Passed) -> Passed:
+        """What both have."""
+        return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
@@ -23,6 +62,21 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self._planned = 0
+        self.runs: list[EagerBytes] = []
+        """For each run of a region that has begun."""
+
+    def begin_run(self) -> int:
+        """Note that a run of a region begins; returns its number."""
+        self.runs.append(EagerBytes(max(self.peak_bytes, self.live_bytes), self.live_bytes))
+        self.peak_bytes = 0
+        return len(self.runs) - 1
+
+    def begin_backward(self, number: int, gradients: Any) -> None:
+        """Note that the backward of a run begins with these gradients, which the plan of the region accounts for."""
+        peak = max(self.peak_bytes, self.live_bytes)
+        held = self.live_bytes - self.bytes_among(gradients)
+        self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=held)
+        self.peak_bytes = 0
 
     @contextmanager
     def planned(self) -> Iterator[None]:
@@ -41,17 +95,19 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             super().count(tensors)
 
 
-def stand_in(region: fx.GraphModule, between: Between, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Run a region on fakes as one opaque autograd function; what its forward and backward make is not counted."""
+def stand_in(region: fx.GraphModule, between: Between, number: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
+    passes on are counted. `number` is that
+    of the run."""
     run: Any = _StandIn.apply
-    return run(region, between, *arguments)
+    return run(region, between, number, *arguments)
 
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: fx.GraphModule, between: Between, *arguments: Any) -> Any:
+    def forward(ctx: Any, region: fx.GraphModule, between: Between, number: int, *arguments: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.between = between
+        ctx.between, ctx.number = between, number
         # Leaves get no gradient: autograd would copy it into `.grad`, since Python code holds it too.
         with between.planned():
             ctx.likes = [
@@ -69,9 +125,9 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with ctx.between.planned():
-            made = (like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes)
-            return None, None, *made
+        ctx.between.begin_backward(ctx.number, gradients)
+        made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
+        return None, None, None, *made
 
 
 def _undifferentiated(region: fx.GraphModule) -> list[int]:

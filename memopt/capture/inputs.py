@@ -71,6 +71,17 @@ def call_signature(call: Call) -> str:
     return repr(tree_map(describe, call))
 
 
+def call_kind(call: Call) -> str:
+    """A text that is equal for calls that differ in the sizes of their tensors only."""
+
+    def describe(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return (leaf.dim(), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+        return leaf
+
+    return repr(tree_map(describe, call))
+
+
 def in_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
     """The same inputs, nested as they are, with fp32 tensors cast to `dtype`; unchanged where `dtype` is None."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable, autocast_state
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
@@ -22,7 +22,7 @@ from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.subclasses import is_wrapper
-from memopt.compat.symbols import AssumedSizes, plain_symbol
+from memopt.compat.symbols import AssumedSizes, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
 
@@ -87,6 +87,14 @@ class RecordedRegion:
         values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
+    @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """The operators that make its tensors, in order: equal for regions that one piece of code makes for inputs of
+        different sizes, whether these are numbers or symbols in them."""
+        calls = (node for node in self.graph_module.graph.nodes if node.op.startswith("call_"))
+        made = (node for node in calls if _is_tensor(node.meta.get("example_value")))
+        return tuple(str(getattr(node.target, "__name__", node.target)) for node in made)
+
     @property
     def inputs(self) -> list[Any]:
         """The fake inputs that Dynamo traced the region with."""
@@ -97,6 +105,14 @@ class RecordedRegion:
         """Input number → symbol, for the inputs that are sizes which differ between calls."""
         symbols = ((number, value) for number, value in enumerate(self.inputs) if isinstance(value, torch.SymInt))
         return {number: name for number, value in symbols if (name := plain_symbol(value)) is not None}
+
+    @cached_property
+    def counted(self) -> tuple[bool, ...]:
+        """For each of the changing sizes, whether any tensor has it in its shape: strides and the offsets of views are
+        symbols, too, and no memory depends on them."""
+        values = (node.meta.get("example_value") for node in self.graph_module.graph.nodes)
+        names = set().union(*map(shape_symbols, values))
+        return tuple(name in names for name in self.changing.values())
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
         """The changing sizes of a run on these inputs."""
@@ -144,6 +160,15 @@ def parameter_numbers(inputs: Sequence[Any]) -> frozenset[int]:
     )
 
 
+def _numbers(shape: Sequence[Any]) -> Sizes:
+    return tuple(size if isinstance(size, int) else -1 for size in shape)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a sequence that begins with one."""
+    return isinstance(value[0] if isinstance(value, (tuple, list)) and value else value, torch.Tensor)
+
+
 @dataclass(frozen=True)
 class RegionRun:
     """One run of a region in a training call."""
@@ -151,28 +176,67 @@ class RegionRun:
     region: RecordedRegion
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the parameter passed to this run."""
+    shapes: tuple[Sizes, ...] = ()
+    """The shapes of the tensors among its inputs; -1 for a size that is not known."""
+    sizes: Sizes = ()
+    """The changing sizes of the run (`RecordedRegion.changing`)."""
+    most: Sizes = ()
+    """The largest changing sizes that the run is planned for."""
+    eager: EagerBytes = field(default_factory=EagerBytes)
+    """The bytes that eager code holds around the run."""
+    passed: Passed = field(default_factory=Passed)
+    """What the run passes on to other code."""
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
         """The run of a region on these inputs; `real_ids` is as for `RecordedRegion.record`."""
         known = real_ids or {}
         ids = {number: id(inputs[number]) for number in parameter_numbers(inputs)}
-        return cls(region, {number: known.get(parameter, parameter) for number, parameter in ids.items()})
+        shapes = tuple(_numbers(value.shape) for value in inputs if isinstance(value, torch.Tensor))
+        sizes = region.sizes_of(inputs)
+        ids = {number: known.get(parameter, parameter) for number, parameter in ids.items()}
+        return cls(region, ids, shapes, sizes, sizes)
+
+    def is_within(self, planned: RegionRun) -> bool:
+        """Whether a plan for `planned`, a run of the same region, serves this one."""
+        counted = zip(self.sizes, planned.most, self.region.counted, strict=True)
+        return all(size <= most for size, most, counts in counted if counts)
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Equal for runs that may take each other's place in a plan: of the same operators on the same parameters."""
+        return self.region.operators, tuple(self.parameter_ids.values())
+
+    @property
+    def data_sizes(self) -> DataSizes:
+        """The changing sizes of the run by their symbols, and the largest that it is planned for."""
+        symbols = list(self.region.changing.values())
+        return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CapturedCall:
     """A training call as it was recorded: the runs of its regions in the order of the forward."""
 
     runs: tuple[RegionRun, ...]
     break_reason: str = ""
     """Why the forward breaks into several regions; empty for a call that is one region."""
-    between_bytes: int = 0
-    """The peak of the bytes that eager code between the regions holds."""
+    held_bytes: int = 0
+    """The bytes that eager code between the regions holds after the forward."""
+    after_bytes: int = 0
+    """The most that it holds after the last backward of a region."""
     sizes: DataSizes = field(default_factory=DataSizes)
     """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
     input_bytes: tuple[int, ...] = ()
     """The bytes of each of the call's tensors at the largest sizes; empty where all sizes are fixed."""
+
+    eager: frozenset[int] = frozenset()
+    """The `id`s of the parameters that get gradients from eager code between the regions."""
+
+    @property
+    def reached(self) -> frozenset[int]:
+        """The `id`s of all parameters that get gradients."""
+        return self.eager.union(*(run.parameter_ids.values() for run in self.runs))
 
     @property
     def whole(self) -> bool:
@@ -195,9 +259,11 @@ class CapturedCall:
             withheld = self.runs[0].region.withheld
             later = "of outputs beside the loss are computed when they are first looked at, and not held before"
             return () if withheld is None else (f"{size(withheld.bytes)} {later}",)
-        return (
-            f"captured in {len(self.runs)} regions, since {self.break_reason}; eager code between them is not planned",
-        )
+        captured = f"captured in {len(self.runs)} regions"
+        changing = sum(run.most != run.sizes or run.most != () for run in self.runs)
+        if changing:
+            captured += f", {changing} of them for sizes that change"
+        return (f"{captured}, since {self.break_reason}; eager code between them is not planned",)
 
     @classmethod
     def of(
@@ -235,15 +301,3 @@ class CapturedCall:
     def graph(self) -> fx.GraphModule | None:
         """Dynamo's graph of a call that is one region; None for a call in several regions."""
         return self.runs[0].region.graph_module if self.whole else None
-
-
-def together(known: CapturedCall, further: CapturedCall) -> CapturedCall:
-    """A call with the runs of both, in the order of both, so that each of them leaves out some of its runs."""
-    ours, theirs = ([(run.region, tuple(run.parameter_ids.items())) for run in call.runs] for call in (known, further))
-    runs: list[RegionRun] = []
-    for _, begin, end, other_begin, other_end in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
-        runs += known.runs[begin:end]
-        if ours[begin:end] != theirs[other_begin:other_end]:
-            runs += further.runs[other_begin:other_end]
-    between_bytes = max(known.between_bytes, further.between_bytes)
-    return replace(known, runs=tuple(runs), between_bytes=between_bytes)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.capture.between import Between, stand_in
+from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.modules import without_backward_hooks
@@ -32,21 +34,68 @@ class Rehearsal:
         self.real_ids = real_ids
         self.between = Between()
         self.runs: list[RegionRun] = []
+        self._passed: list[tuple[tuple[bool, ...], list[Any]]] = []
+        """For each run which inputs are values that other code computed, and weak references to its outputs' memory."""
+        self.held_bytes = 0
+        """The bytes that eager code holds after the forward."""
+        self.eager: set[int] = set()
+        """The `id`s of the parameters that get gradients from operators between regions."""
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run a region on its inputs and record the run, unless no gradient flows through the region."""
         if not region.differentiable:
             return region.graph_module(*inputs)
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
-        return stand_in(region.graph_module, self.between, inputs)
+        outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), inputs)
+        given = [value for value in inputs if isinstance(value, torch.Tensor)]
+        self._passed.append((tuple(map(_given_on, inputs)), [_weak_storage(value, given) for value in outputs]))
+        return outputs
 
-    def differentiate(self, outputs: Any) -> None:
-        """Run the backward of the call's outputs, since eager code holds memory there too."""
+    def _passed_on(self) -> list[Passed]:
+        """What each run passed on, once the step is over."""
+        return [
+            Passed(
+                frozenset(
+                    position for position, storage in enumerate(outputs) if storage is not None and not storage()
+                ),
+                frozenset(number for number, computed in enumerate(inputs) if computed),
+            )
+            for inputs, outputs in self._passed
+        ]
+
+    def captured(self, reason: str) -> CapturedCall:
+        """The call that was recorded."""
+        around = zip(self.runs, self.between.runs, self._passed_on(), strict=True)
+        runs = (replace(run, eager=eager, passed=passed) for run, eager, passed in around)
+        return CapturedCall(tuple(runs), reason, self.held_bytes, self.between.peak_bytes, eager=frozenset(self.eager))
+
+    def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
+        """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
+        changes, and no hook that waits for one is called."""
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
+        self.held_bytes = self.between.live_bytes
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
-        torch.autograd.backward(scalars, gradients)
+        if differentiable := [parameter for parameter in parameters if parameter.requires_grad]:
+            found = torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
+            known = self.real_ids or {}
+            pairs = zip(differentiable, found, strict=True)
+            self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
+
+
+def _given_on(value: Any) -> bool:
+    """Whether a value gets a gradient that is passed on to the code that computed it."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+
+
+def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """A weak reference to the memory of an output; None for what is no tensor, or lies in the memory of an input."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    storage = value.untyped_storage()
+    own = all(given.untyped_storage() is not storage for given in inputs)
+    return weakref.ref(storage) if own else None
 
 
 def rehearse(
@@ -67,7 +116,10 @@ def rehearse(
 
     try:
         with without_backward_hooks(model), mode or nullcontext(), rehearsal.between:
-            rehearsal.differentiate(run())
+            outputs = run()
+            rehearsal.differentiate(outputs, model.parameters())
+            captured = rehearsal.captured(reason) if rehearsal.runs else None
+            del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
         if mode is None and not isinstance(failure, DynamoError):
             raise
@@ -75,23 +127,32 @@ def rehearse(
         where = "running past it on fakes failed" if mode else "running past it failed"
         reasons = reason if error == reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
-    if not rehearsal.runs:
+    if captured is None:
         raise CaptureError(cannot_capture(model, reason))
-    return CapturedCall(tuple(rehearsal.runs), reason, rehearsal.between.peak_bytes)
+    return captured
 
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers, random generators and the attributes of all modules after the block."""
+    """Restores buffers, random generators and the attributes of all modules after the block."""
     state = TrainingState.of(model)
     attributes = Attributes(model)
+    try:
+        yield
+    finally:
+        attributes.restore()
+        state.undo_forward()
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """A block in which no gradient is held; those that were held are there again after it."""
+    state = TrainingState.of(model)
     try:
         for parameter in model.parameters():
             parameter.grad = None
         yield
     finally:
-        attributes.restore()
-        state.undo_forward()
         state.restore_gradients()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.between import EagerBytes
 from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
@@ -21,14 +22,17 @@ from memopt.capture.operators import (
     rewrite,
     to_differentiate,
 )
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.dispatch import without_autocast
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
+from memopt.recent import Recent
 from passes import is_random
 
 INDUCTOR = "inductor"
+_MOST_TRACES = 256
+"""The number of joint graphs that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +123,12 @@ def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> fr
     return region.withheld.released
 
 
-def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "aten") -> tuple[JointGraph, ...]:
+def trace_call(
+    captured: CapturedCall, rewriting: Rewriting, backend: str = "aten", traces: Traces | None = None
+) -> tuple[JointGraph, ...]:
     """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
+
+    `traces` holds those that were traced before.
 
     Raises `CaptureError` where no gradient flows to any parameter, `PassError`, and `NothingToRewrite` where the
     needed decision has no passes in any region.
@@ -128,13 +136,52 @@ def trace_call(captured: CapturedCall, rewriting: Rewriting, backend: str = "ate
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     backend = backend if captured.whole else "aten"
     regions = {id(run.region): run.region for run in captured.runs}
-    traced = {number: trace(region, regional, backend) for number, region in regions.items()}
+    traces = Traces() if traces is None else traces
+    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("its result depends on no trainable parameter")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints
+
+
+class Traces:
+    """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
+
+    def __init__(self) -> None:
+        self._joints: Recent[tuple[RecordedRegion, Rewriting, str], JointGraph] = Recent(_MOST_TRACES)
+
+    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
+        """The joint graph of a region under a rewriting. Raises as `trace`."""
+        key = region, rewriting, backend
+        if key not in self._joints:
+            self._joints[key] = trace(region, rewriting, backend)
+        return self._joints[key]
+
+
+def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[RegionRun, ...]:
+    """The runs of a call that have a joint graph in `trace_call`'s result: not those without gradients."""
+    differentiated = {id(joint.trace.region) for joint in joints}
+    return tuple(run for run in captured.runs if id(run.region) in differentiated)
+
+
+def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
+    """The bytes of eager code around the runs that have a joint graph, those around the others with them; at the end,
+    as `before` and `during`, those after the last backward and after the forward."""
+    scheduled = set(map(id, differentiated_runs(joints, captured)))
+    found: list[EagerBytes] = []
+    skipped = EagerBytes()
+    for run in captured.runs:
+        if id(run) in scheduled:
+            found.append(replace(run.eager, before=max(run.eager.before, skipped.before)))
+            skipped = EagerBytes()
+        else:
+            skipped |= EagerBytes(max(run.eager.before, run.eager.during))
+            if found:  # its backward runs before that of the run before it
+                later = max(run.eager.before_backward, run.eager.during_backward)
+                found[-1] |= EagerBytes(before_backward=later)
+    return (*found, EagerBytes(captured.after_bytes, captured.held_bytes))
 
 
 def accumulating(

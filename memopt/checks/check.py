@@ -99,7 +99,7 @@ def predicted_rows(plan: Plan, *, on_demand: bool = False) -> Rows:
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
     on_cpu = plan.captured.hardware.name == "cpu"
     states = GENERATOR_STATE_BYTES["cpu"] if on_demand and on_cpu else 0  # in the host's memory on any device
-    moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes + account.between_regions
+    moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     return {
         "parameters": account.parameters,
         "buffers": account.buffers,

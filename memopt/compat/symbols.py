@@ -28,6 +28,7 @@ __all__ = [
     "line_that_fixed",
     "plain_symbol",
     "rebind_data_sizes",
+    "shape_symbols",
     "symbol_values",
     "upper_bound",
     "with_values",
@@ -76,6 +77,16 @@ def data_symbols_of(value: Any) -> set[str]:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return {symbol.name for symbol in free_unbacked_symbols(value)}
+
+
+def shape_symbols(value: Any) -> set[str]:
+    """The names of the symbols in the shape of a tensor, or of those in a tuple or list."""
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(shape_symbols, value))
+    if not isinstance(value, torch.Tensor):
+        return set()
+    expressions: list[Any] = [size.node.expr for size in value.shape if not isinstance(size, int)]
+    return {symbol.name for expression in expressions for symbol in expression.free_symbols}
 
 
 _SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)

@@ -32,6 +32,7 @@ class LiveBytes(TorchDispatchMode):
         """The most bytes alive during an operator, its workspace included. May be set to 0 to begin a new phase."""
         self._block_bytes, self._device_type = block_bytes, device_type
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,10 +69,16 @@ class LiveBytes(TorchDispatchMode):
             if storage in self._known:
                 continue
             self._known.add(storage)
+            self._counted.add(storage)
             nbytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
             self.live_bytes += nbytes
             weakref.finalize(storage, self._free, nbytes)
         self.raise_peak(0)
+
+    def bytes_among(self, tensors: Any) -> int:
+        """The bytes of the counted storages that these tensors lie in."""
+        storages = {tensor.untyped_storage() for tensor in tensors_in(tensors) if tensor.layout == torch.strided}
+        return sum(storage.nbytes() for storage in storages if storage in self._counted)
 
     def raise_peak(self, workspace_bytes: int) -> None:
         """Raise the peak to the bytes alive now and `workspace_bytes` beside them, if that is more."""

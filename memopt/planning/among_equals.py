@@ -53,4 +53,4 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
 
 def _held(plan: Plan) -> int:
     """The bytes that the plan's forward holds until its backward."""
-    return plan.held_bytes + plan.account.between_regions
+    return plan.held_bytes

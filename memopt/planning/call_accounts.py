@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from memopt.account.account import Account, account_of
@@ -25,10 +26,19 @@ class CallAccounts(ModelTerms):
         super().__init__(model, options)
         self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
         """Returns the memory that belongs to a call, which `elsewhere` leaves out."""
+        self.reached: frozenset[int] = frozenset()
+        """The `id`s of the parameters that got a gradient in any call that was captured."""
 
-    def account(self, call: Call, situation: Situation) -> Account:
-        """The bytes of the step that no schedule changes."""
-        account = account_of(self.model, tensors_in(call), self.options.optimizer, self.card)
+    def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
+        """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
+        parameters get gradients (`reached`)."""
+        account = account_of(
+            self.model,
+            tensors_in(call),
+            self.options.optimizer,
+            self.card,
+            self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
+        )
         held, others = situation.gradients_held, situation.other_forwards
         account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
         if situation.buckets is not None:
@@ -39,6 +49,15 @@ class CallAccounts(ModelTerms):
             if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
                 elsewhere = max(0, elsewhere - account.buckets)
         return replace(account, elsewhere=elsewhere)
+
+    def _is_reached(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self.reached
+
+    def _counts_reached(self, situation: Situation) -> bool:
+        """Whether the account leaves out the parameters without gradients: not where other calls may have left
+        gradients or state for them."""
+        state_unknown = isinstance(self.options.optimizer, torch.optim.Optimizer) or self.proposing.chosen is not None
+        return not (state_unknown or situation.gradients_held or situation.buckets is not None)
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
         """Whether a plan that was kept on disk fits beside what lies on the device now."""

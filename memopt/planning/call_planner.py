@@ -21,7 +21,7 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.trace import accumulating, trace_call
+from memopt.capture.trace import Traces, accumulating, differentiated_runs, eager_of_runs, trace_call
 from memopt.errors import CaptureError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
@@ -59,6 +59,8 @@ class CallPlanner(CallAccounts):
         self.loss_fn, self.plain = loss_fn, plain
         self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
+        self.traces = Traces()
+        """The joint graphs of single regions."""
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
@@ -93,14 +95,14 @@ class CallPlanner(CallAccounts):
     def captured_account(
         self, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
     ) -> Account:
-        """The account of a captured call: with all inputs of its graphs, the bytes that lie between its regions, and
-        the clones of outputs that `DistributedDataParallel` makes."""
-        account = self.account(call, situation)
+        """The account of a captured call: with all inputs of its graphs, and the clones of outputs that
+        `DistributedDataParallel` makes."""
+        self.reached |= captured.reached
+        account = self.account(call, situation, captured=True)
         account = replace(
             account,
             inputs=max(account.inputs, in_blocks(captured.input_bytes, self.card)),
             lowering=lowering_bytes,
-            between_regions=captured.between_bytes,
         )
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=captured.output_bytes)
@@ -124,7 +126,7 @@ class CallPlanner(CallAccounts):
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
         with stage("tracing"):
             try:
-                return trace_call(captured, rewriting, self.backend)
+                return trace_call(captured, rewriting, self.backend, None if captured.whole else self.traces)
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.model, str(failure))) from failure
 
@@ -157,6 +159,9 @@ class CallPlanner(CallAccounts):
             "recompute" in self.options.allow,
             offload_link(self.card, self.options.allow),
             solvers=self.options.solvers,
+            run_sizes=() if captured.whole else tuple(run.data_sizes for run in differentiated_runs(joints, captured)),
+            eager=() if captured.whole else eager_of_runs(joints, captured),
+            passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
         )
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
@@ -191,8 +196,7 @@ class CallPlanner(CallAccounts):
                 if not captures:
                     captures.append(self.capture_on_fakes(call, self.proposing.narrowing()))
                 captured = self.rewrite_and_price(captures[0], call, situation, levers)
-                account = replace(self.account(call, situation), between_regions=captures[0].between_bytes)
-                return levers, captured, account
+                return levers, captured, self.account(call, situation)
             return None
 
         return step

@@ -11,6 +11,7 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.breakdown import is_receipt
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
@@ -18,6 +19,7 @@ from memopt.compat.symbols import known_sizes
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
+from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import price_nodes
 from memopt.price.parameter_steps import ParameterSteps
 from memopt.price.price import price
@@ -39,6 +41,7 @@ class Captured:
     hardware: Hardware
     notes: tuple[str, ...] = ()
     data_sizes: DataSizes = field(default_factory=DataSizes)
+    """The sizes of a call that is one region."""
     timed: bool = False
     """Whether operators are timed on this machine where that is possible, rather than estimated."""
     rewriting: Rewriting = NOTHING
@@ -51,11 +54,17 @@ class Captured:
     """How the optimiser steps within the backward; None where it steps after it."""
     solvers: tuple[Solver, ...] = ()
     """The user's own solvers, whose schedules compete with those of memopt's."""
+    run_sizes: tuple[DataSizes, ...] = ()
+    """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
+    eager: tuple[EagerBytes, ...] = ()
+    """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
+    passed: tuple[Passed, ...] = ()
+    """The results of each region of a call in several that do not stay to the end of the step; else empty."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
-    _node_prices: dict[bool, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
-    """The prices of nodes, by whether data-dependent sizes are those of the batch at hand."""
+    _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
+    """The prices of nodes, by their graph and the sizes that they are for."""
     _joined: dict[tuple[bool, bool, frozenset[int], bool], Joined] = field(default_factory=dict, init=False, repr=False)
     """The problems, by the arguments of `joined`."""
 
@@ -104,49 +113,80 @@ class Captured:
             left: the numbers of further parameters that are stepped at the end of the backward only.
             reinplace: results may be written over operands.
         """
-        key = (accumulating, as_seen and self.data_sizes.seen != self.data_sizes.allowed, left, reinplace)
+        key = (accumulating, as_seen and self._seen_differs, left, reinplace)
         if key not in self._joined:
-            with known_sizes(self.data_sizes.seen if key[1] else self.data_sizes.allowed):
-                self._joined[key] = replace(
-                    join(self._prices(accumulating, key[1], left, reinplace=reinplace)),
-                    recompute=self.recompute,
-                    solvers=self.solvers,
-                    link=self.link,
-                    given=self._given(),
-                    major=self.hardware.major,
-                    left=left,
-                    leaving=lambda more: self.joined(accumulating=accumulating, as_seen=as_seen, left=left | more),
-                )
+            self._joined[key] = replace(
+                join(self._prices(accumulating, key[1], left, reinplace=reinplace)),
+                recompute=self.recompute,
+                solvers=self.solvers,
+                link=self.link,
+                given=self._given(key[1]),
+                major=self.hardware.major,
+                left=left,
+                leaving=lambda more: self.joined(accumulating=accumulating, as_seen=as_seen, left=left | more),
+            )
         return self._joined[key]
 
-    def _given(self) -> tuple[int, ...]:
+    @cached_property
+    def _seen_differs(self) -> bool:
+        """Whether the sizes of the batch at hand are others than the largest that are allowed."""
+        return any(sizes.seen != sizes.allowed for sizes in (self.data_sizes, *self.run_sizes))
+
+    def sizes_of(self, number: int, *, as_seen: bool = False) -> Mapping[str, int]:
+        """The values of the symbols of region `number`: the largest that are allowed, or those of the batch at hand."""
+        sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
+        return sizes.seen if as_seen else sizes.allowed
+
+    def _given(self, as_seen: bool) -> tuple[int, ...]:
         """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call."""
-        nodes = (node for region in self.regions for node in region.module.graph.find_nodes(op="placeholder"))
-        given = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
-        return tuple(map(storage_bytes, given))
+        given: list[int] = []
+        for number, region in enumerate(self.regions):
+            with known_sizes(self.sizes_of(number, as_seen=as_seen)):
+                nodes = region.module.graph.find_nodes(op="placeholder")
+                tensors = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
+                given += map(storage_bytes, tensors)
+        return tuple(given)
 
     def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int], *, reinplace: bool) -> list[PricedGraph]:
+        found: list[PricedGraph] = []
+        for number, region in enumerate(self.regions):
+            with known_sizes(self.sizes_of(number, as_seen=as_seen)):
+                priced = price(
+                    region.module,
+                    region.forward_outputs,
+                    self._prices_of_nodes(number, as_seen),
+                    region.parameter_gradients if accumulating else (),
+                    region.fused_away,
+                    self.hardware.least_moved_bytes,
+                    1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
+                    self._steps(region, left),
+                    region.reuses if reinplace else (),
+                    region.released,
+                    self._passed_positions(number),
+                )
+            found.append(with_eager(priced, number, self.eager) if self.eager else priced)
+        return found
+
+    def _passed_positions(self, number: int) -> frozenset[int] | None:
+        """The positions of the results of a region that do not stay to the end of the step; None for one region, whose
+        results all do."""
+        if not self.passed:
+            return None
+        region, passed = self.regions[number], self.passed[number]
+        (results,) = region.trace.region.graph_module.graph.output_node().args
+        outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
+        return outputs | {region.forward_outputs + given for given in passed.gradients}
+
+    def _prices_of_nodes(self, number: int, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
+        """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""
         same = self.base if self.base is not None and self.base.hardware == self.hardware else self
-        if as_seen not in same._node_prices:
-            held = [node for region in self.regions for node in region.held_nodes if is_scheduled(node)]
-            generated = frozenset().union(*(region.generated for region in self.regions))
-            prices = price_nodes(held, self.hardware, timed=self.timed, generated=generated)
-            same._node_prices[as_seen] = prices.__getitem__
-        return [
-            price(
-                region.module,
-                region.forward_outputs,
-                same._node_prices[as_seen],
-                region.parameter_gradients if accumulating else (),
-                region.fused_away,
-                self.hardware.least_moved_bytes,
-                1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
-                self._steps(region, left),
-                region.reuses if reinplace else (),
-                region.released,
-            )
-            for region in self.regions
-        ]
+        region = self.regions[number]
+        key = id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
+        if key not in same._node_prices:
+            held = [node for node in region.held_nodes if is_scheduled(node)]
+            prices = price_nodes(held, self.hardware, timed=self.timed, generated=region.generated)
+            same._node_prices[key] = prices.__getitem__
+        return same._node_prices[key]
 
     def _steps(self, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
         """The parameters that are stepped in the backward of a region; before its end only where there is no other."""

@@ -42,7 +42,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
     if counted != plan:
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
-    waiting = own.other_forwards + to_come * (plan.held_bytes + own.between_regions)
+    waiting = own.other_forwards + to_come * plan.held_bytes
     account = on_card(joined, schedule, replace(own, lowering=lowering, other_forwards=waiting))
     found = plan.account
     same = replace(

@@ -41,6 +41,18 @@ def make_plan(
     with stage("solving") as tell:
         request = Request(account, budget_bytes, effort, tell, offload)
         joined, solution, account = solve_on_card(joined, request)
+    return plan_by(solution, joined, captured, account, budget_bytes, effort)
+
+
+def plan_by(
+    solution: Solution,
+    joined: Joined,
+    captured: Captured,
+    account: Account,
+    budget_bytes: int,
+    effort: Effort = DEFAULT_EFFORT,
+) -> Plan:
+    """The plan of a captured step by a solution of its problem `joined`, with all figures that follow from it."""
     regions = split(joined, captured, solution.schedule)
     captured = captured.stepping_as([region.steps for region in regions])
     seen = captured.joined(accumulating=account.gradients_held, as_seen=True)

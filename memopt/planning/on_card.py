@@ -70,7 +70,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     there = account.parameters + account.buffers + account.inputs
     held = _split_into(account.gradients if account.gradients_held else 0, joined.given)
     wrapper = (account.buckets, account.output_clones)
-    eager = (*wrapper, account.other_forwards, account.elsewhere, account.between_regions)
+    eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
         state=_split_into(account.optimizer_state, joined.given),

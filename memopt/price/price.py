@@ -30,6 +30,8 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
 NO_STEPS = ParameterSteps()
+PASSED_OUTPUTS, PASSED_GRADIENTS = "passed_outputs", "passed_gradients"
+"""The names of the ops to which results live that one of several regions passes on."""
 RETURN_OUTPUTS = "return_outputs"
 """The name of the op that keeps results which the caller lets go when the backward begins."""
 
@@ -45,6 +47,7 @@ def price(
     steps: ParameterSteps = NO_STEPS,
     reuses: Collection[FoundReuse] = (),
     released: Collection[int] = (),
+    passed: Collection[int] | None = None,
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -61,9 +64,21 @@ def price(
             where that is possible, the others at the end, one after the other.
         reuses: the calls of the backward whose results take an operand's memory.
         released: positions of the forward's results that its caller holds to the end of the forward only.
+        passed: for one of several regions, the positions among all results of those that are passed on: outputs that
+            are held until the region's backward begins, and gradients that belong to others once it ends.
     """
     return _Pricer(
-        joint, forward_outputs, price_of, accumulated, fused, least_moved_bytes, block_bytes, steps, reuses, released
+        joint,
+        forward_outputs,
+        price_of,
+        accumulated,
+        fused,
+        least_moved_bytes,
+        block_bytes,
+        steps,
+        reuses,
+        released,
+        passed,
     ).run()
 
 
@@ -81,11 +96,18 @@ class _Pricer:
     steps: ParameterSteps
     reuses: Collection[FoundReuse]
     released: Collection[int]
+    passed: Collection[int] | None
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
     """Storages of the gradients that a parameter step frees."""
     kept: set[int] = field(default_factory=set)
     """Storages that live to the end of the step."""
+    lent: set[int] = field(default_factory=set)
+    """Storages of outputs that live until the backward begins."""
+    given_on: set[int] = field(default_factory=set)
+    """Storages of gradients that live to the end of the backward."""
+    tangents: set[int] = field(default_factory=set)
+    """Storages of the outputs' gradients of one of several regions, which live to the end of its backward."""
     listed: list[Storage] = field(default_factory=list)
     number: dict[int, int] = field(default_factory=dict)
     """Position in `listed` of a storage of the graph."""
@@ -119,6 +141,8 @@ class _Pricer:
         self.placed = place_steps(self.graph, self.storages, self.steps, backward)
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
         self.kept = self.kept_results()
+        self.lent = self.passed_results(range(self.forward_outputs))
+        self.given_on = self.passed_results(range(self.forward_outputs, len(self.results)))
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
         for node in forward:
@@ -128,18 +152,38 @@ class _Pricer:
         self.add_return()
         forward_ops = len(self.ops)
         self.add_tangents()
+        self.add_end(PASSED_OUTPUTS, self.lent)
         for node in backward:
             self.add(node, paths[node], -1, recomputable=False)
             for step in self.placed.get(node, ()):
                 self.add_step(step)
         self.add_hand_over()
+        if self.passed is not None:
+            self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
         return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps)
 
+    def passed_results(self, positions: range) -> set[int]:
+        """Storages of the results at these positions that are passed on, and of none that is kept."""
+        passed = set(self.passed or ()).intersection(positions)
+        nodes = [self.results[position] for position in passed]
+        found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
+        return found - self.kept - self.resident
+
+    def add_end(self, name: str, storages: set[int]) -> None:
+        """Append an op to which storages are held, where there are any."""
+        if reads := tuple(self.number[index] for index in sorted(storages) if index in self.number):
+            self.append(Op(name, 0.0, reads, (), recomputable=False))
+
     def kept_results(self) -> set[int]:
         """Storages of the results that are alive to the end of the step."""
-        gone = {*self.accumulated, *self.released, *(step.position for steps in self.placed.values() for step in steps)}
+        gone = {
+            *self.accumulated,
+            *self.released,
+            *(self.passed or ()),
+            *(step.position for steps in self.placed.values() for step in steps),
+        }
         return {
             index
             for position, node in enumerate(self.results)
@@ -230,7 +274,7 @@ class _Pricer:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
         for node in self.graph.nodes:
             if is_tangent(node):
-                self.kept.update(self.storages.of[node])
+                (self.kept if self.passed is None else self.tangents).update(self.storages.of[node])
                 makes = tuple(self.list_storage(index) for index in self.storages.of[node])
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 
@@ -266,7 +310,7 @@ class _Pricer:
         """Whether a second evaluation of a forward node gives the same values and changes nothing else."""
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
             return False
-        if str(node.target).startswith(_DRAWS_SEEDS):
+        if str(node.target).startswith(_DRAWS_SEEDS) or not self.lent.isdisjoint(self.storages.made_by(node)):
             return False
         reads_mutated = not self.mutated.isdisjoint(self.storages.read_by(node))
         position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]

@@ -10,44 +10,39 @@ from torch import nn
 
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.dynamo import compile_call
-from memopt.capture.inputs import Call, call_signature
+from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun, together
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
-from memopt.capture.trace import trace
+from memopt.capture.together import known_places
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
+from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.pending import PendingForward
+from memopt.run.planned_runs import PlannedRuns
 from memopt.run.region_stub import recording
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
+from memopt.run.ways import Ways
 from memopt.training_state import ForwardState
 
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
+_ATTEMPTS = 8
+"""How often a forward is begun that takes another way than planned: each time its regions are captured once more."""
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
 
 
 class TookAnotherWay(CaptureError):
-    """A forward ran through other regions than those that were planned, twice from the same state."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A plan, and the captured call that it is for."""
-
-    captured: CapturedCall
-    plan: Plan
-    runs: tuple[RegionRun, ...]
-    """The runs that have a schedule, in the order of the plan's regions."""
+    """A forward ran through other regions than those that were planned, repeatedly from the same state."""
 
 
 class BrokenCalls:
@@ -55,8 +50,8 @@ class BrokenCalls:
 
     The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
     region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
-    that has others is undone, captured, and planned together with those before it, so that after a few steps one plan
-    serves every way through the model's code.
+    that has others, or larger ones, is undone, captured, and planned together with those before it, so that after a few
+    steps one plan serves every way through the model's code. Sizes that differ between runs are symbols of one region.
     """
 
     def __init__(
@@ -66,13 +61,12 @@ class BrokenCalls:
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
-        self._captured: Recent[str, CapturedCall] = Recent(_MOST_PLANS)
-        """All runs of regions that calls of a signature were seen to have."""
-        self._plans: Recent[tuple[str, Situation], _Planned] = Recent(_MOST_PLANS)
-        self._traced: Recent[tuple[RecordedRegion, Rewriting], JointGraph] = Recent(_MOST_VARIANTS)
-        """Joint graphs of regions that were recorded once more than those that were planned."""
+        self._ways: Recent[str, Ways] = Recent(_MOST_PLANS)
+        """The ways that calls of a kind were seen to take."""
+        self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
-        self._compiled = compile_call(to_capture(), recording(self, differentiate_all=True), whole=False)
+        backend = recording(self, differentiate_all=True)
+        self._compiled = compile_call(to_capture(), backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
         """Record the regions of a call by running it once without gradients; changes to the model are then undone.
@@ -87,9 +81,13 @@ class BrokenCalls:
             self._rehearsal = None
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
-        """Have further calls with the signature and the situation of this one run by a plan."""
-        self._captured[_signature(call)] = captured
-        self._plans[_signature(call), situation] = self._with_runs(captured, plan)
+        """Have further calls of the kind of this one run by a plan in that situation."""
+        ways = self._ways.get(_kind(call))
+        if ways is None:
+            self._ways[_kind(call)] = Ways.of(captured, call)
+        else:
+            ways.calls.insert(0, captured)
+        self._plans[captured, situation] = self._with_runs(captured, plan)
 
     def forget(self) -> None:
         """Drop all plans and emitted regions, so that every call is planned again."""
@@ -101,21 +99,41 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        call = under_way.call
+        ways = self._ways_of(under_way.call, capture)
         before = ForwardState.of(self.model)
-        try:
-            return self._run(under_way, capture, last=False)
-        except TookAnotherWay:
-            if not before.can_be_undone():
-                raise
-            before.undo()
-            self._captured[_signature(call)] = together(self._captured[_signature(call)], capture())
-        return self._run(under_way, capture, last=True)
+        untried = list(ways.calls)
+        for attempt in range(_ATTEMPTS):
+            way = untried.pop(0)
+            ways.use(way)
+            try:
+                return self._run(under_way, ways, last=attempt == _ATTEMPTS - 1)
+            except TookAnotherWay:
+                if attempt == _ATTEMPTS - 1 or not before.can_be_undone():
+                    raise
+                before.undo()
+            if not untried:
+                ways.add(self._captured_again(ways, under_way.call), under_way.call)
+                untried = ways.calls[:1]
+        raise AssertionError("the last attempt returns or raises")
 
-    def _run(self, under_way: UnderWay, capture: Callable[[], CapturedCall], *, last: bool) -> Any:
-        """Run a call; `last`: there is no further attempt after it."""
+    def _ways_of(self, call: Call, capture: Callable[[], CapturedCall]) -> Ways:
+        """The ways known for calls of the kind of this one, among them one for sizes as large as its own."""
+        ways = self._ways.get(_kind(call))
+        if ways is None:
+            ways = self._ways[_kind(call)] = Ways.of(capture(), call)
+        elif not ways.sizes.cover(call):
+            ways.add(self._captured_again(ways, call), call)
+        return ways
+
+    def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
+        """The regions of a call that runs now, on its values: as it will take them."""
+        with stage("capturing"):
+            return self.capture(call, ways.calls[0].break_reason)
+
+    def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
+        """Run a call the first of these ways; `last`: there is no further attempt after it."""
         planned = under_way.fitting(
-            lambda situation: self._plan_for(under_way.call, situation, capture), lambda planned: planned.plan
+            lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
         )
         pending = under_way.begin(planned.plan)
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
@@ -136,7 +154,7 @@ class BrokenCalls:
         forward = self._forward
         assert forward is not None, "a region runs outside of any call"
         emitted = self._next(RegionRun.of(region, inputs), forward)
-        if emitted is None and not self._trace(region, forward.rewriting).differentiated:
+        if emitted is None and not self._trace(region, forward.planned.rewriting).differentiated:
             return region.graph_module(*inputs)  # views of its inputs: no plan has a place for them
         if emitted is None and forward.may_run_unplanned:
             self.ran_unplanned = True
@@ -144,98 +162,75 @@ class BrokenCalls:
         if emitted is None:
             raise TookAnotherWay(
                 "the forward took another way than when it was planned, from the same inputs and random numbers, "
-                f"{'; '.join(forward.notes[:1])}; mend the graph break, or add 'plain' to allow to run it unplanned"
+                f"{'; '.join(forward.planned.captured.notes[:1])}; mend the graph break, or add 'plain' to allow to "
+                "run it unplanned"
             )
         return hand_out(forward.pending.hands_out(emitted.run(*inputs)), frozenset(), forward.pending)
 
     def _next(self, run: RegionRun, forward: _Forward) -> Emitted | None:
         """The emitted region for the run that begins now; None where that run is not planned."""
-        found = forward.next_run(run, self._trace)
+        found = forward.planned.find(run, forward.runs, self._trace)
         if found is None:
             return None
-        joint, schedule = found
-        key = run.region, schedule, joint.parameter_inputs
+        forward.runs = found.number + 1
+        key = run.region, found.schedule, found.joint.parameter_inputs
         if key not in self._emitted:
-            self._emitted[key] = emit_region(joint, schedule, self.road.accumulation, {})
+            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, {})
         return self._emitted[key]
 
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
-        key = region, rewriting
-        if key not in self._traced:
-            self._traced[key] = trace(region, rewriting)
-        return self._traced[key]
+        return self.road.planner.traces.of(region, rewriting)
 
-    def _plan_for(self, call: Call, situation: Situation, capture: Callable[[], CapturedCall]) -> _Planned:
-        signature = _signature(call)
-        if signature not in self._captured:
-            self._captured[signature] = capture()
-        captured = self._captured[signature]
-        planned = self._plans.get((signature, situation))
-        if planned is not None and planned.captured is captured:
+    def _plan_for(self, call: Call, situation: Situation, ways: Ways) -> PlannedRuns:
+        """The plan for the first of these ways; for the one that was captured last alone where their runs together do
+        not fit."""
+        refused: BudgetError | None = None
+        for captured in ways.smaller():
+            planned = self._plans.get((captured, situation))
+            if planned is not None:
+                return planned
+            try:
+                plan = self._extended(ways.before(captured), captured, call, situation)
+                plan = plan or self.road.plan(captured, call, situation, advise=False)
+            except BudgetError as error:
+                refused = error.with_traceback(None)
+                continue
+            planned = self._plans[captured, situation] = self._with_runs(captured, plan)
+            ways.take(captured)
             return planned
-        try:
-            plan = self.road.plan(captured, call, situation, advise=False)
-        except BudgetError:
-            alone = capture()
-            if len(alone.runs) >= len(captured.runs):
-                raise
-            captured = self._captured[signature] = alone
-            plan = self.road.plan(captured, call, situation, advise=False)
-        self._plans[signature, situation] = planned = self._with_runs(captured, plan)
-        return planned
+        assert refused is not None
+        raise refused
 
-    def _with_runs(self, captured: CapturedCall, plan: Plan) -> _Planned:
+    def _extended(
+        self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
+    ) -> Plan | None:
+        """The plan of a call by the schedules of the runs that were planned before; None where a search is needed."""
+        planned = None if before is None else self._plans.get((before, situation))
+        if planned is None:
+            return None
+        runs = self._scheduled(captured, planned.rewriting)
+        return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
+
+    def _with_runs(self, captured: CapturedCall, plan: Plan) -> PlannedRuns:
         """The plan of a captured call with the runs that it schedules: not those of views alone."""
         step = plan.captured
         assert step is not None
-        runs = captured.runs
-        if len(runs) != len(step.regions):
-            rewriting = step.rewriting_of_regions
-            runs = tuple(run for run in runs if self._trace(run.region, rewriting).differentiated)
-        return _Planned(captured, plan, runs)
+        return PlannedRuns(captured, plan, self._scheduled(captured, step.rewriting_of_regions))
+
+    def _scheduled(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[RegionRun, ...]:
+        return tuple(run for run in captured.runs if self._trace(run.region, rewriting).differentiated)
 
 
 @dataclass
 class _Forward:
     """The state of one planned forward: how many planned runs of regions have begun or were left out."""
 
-    planned: _Planned
+    planned: PlannedRuns
     pending: PendingForward
     may_run_unplanned: bool
     runs: int = field(default=0)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The notes of the capture."""
-        return self.planned.captured.notes
 
-    @property
-    def rewriting(self) -> Rewriting:
-        """The passes and the precision of its regions."""
-        captured = self.planned.plan.captured
-        assert captured is not None
-        return captured.rewriting_of_regions
-
-    def next_run(
-        self, run: RegionRun, trace: Callable[[RecordedRegion, Rewriting], JointGraph]
-    ) -> tuple[JointGraph, RegionSchedule] | None:
-        """The joint graph and the schedule of the next planned run of the same region with the same parameters; None
-        where there is none. `trace` traces a region that was recorded on fakes, or once more under other guards."""
-        plan = self.planned.plan
-        captured = plan.captured
-        assert captured is not None
-        for number in range(self.runs, len(captured.regions)):
-            joint = captured.regions[number]
-            if self.planned.runs[number].parameter_ids != run.parameter_ids:
-                continue
-            if joint.trace.region is not run.region:
-                joint = trace(run.region, captured.rewriting_of_regions).accumulating(joint.parameter_inputs)
-            if joint.fingerprint == captured.regions[number].fingerprint:
-                self.runs = number + 1
-                return joint, plan.regions[number]
-        return None
-
-
-def _signature(call: Call) -> str:
-    """A text that is equal for calls that may share a plan: shapes, dtypes and the state of autocast."""
-    return f"{call_signature(call)} {autocast_state()}"
+def _kind(call: Call) -> str:
+    """A text that is equal for calls that may share a plan: all but their sizes, and the state of autocast."""
+    return f"{call_kind(call)} {autocast_state()}"

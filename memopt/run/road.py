@@ -8,7 +8,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from memopt.planning.advice import Advice
 from memopt.planning.agreement import agreed
 from memopt.planning.among_equals import among_equals
 from memopt.planning.call_planner import CallPlanner
+from memopt.planning.extended import extended
 from memopt.planning.footprint import Footprint
 from memopt.planning.kept_check import is_sound
 from memopt.planning.plan import Plan
@@ -81,6 +82,26 @@ class Road:
         plan = self._rewrite_price_solve(captured, call, situation, search)
         self.keep(key, plan)
         return plan
+
+    def extend(
+        self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
+    ) -> Plan | None:
+        """The plan of a call in several regions by the schedules of one that has most of them, as `extended`; None
+        where a search has to be made. Raises `CaptureError`."""
+        of_plan = plan.captured
+        assert of_plan is not None
+        planner = self.planner
+        sets = [levers for levers in planner.lever_sets if levers.rewriting == of_plan.rewriting]
+        if not sets or plan.proposals or situation.to_come:
+            return None
+        with self._planning():
+            try:
+                step = planner.rewrite_and_price(captured, call, situation, sets[0])
+            except NothingToRewrite:
+                return None
+            found = extended(plan, step, planner.captured_account(captured, call, situation), known)
+        self.plans += found is not None
+        return found
 
     def travel(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None

@@ -113,7 +113,7 @@ class Surroundings:
 
         Raises `BudgetError` where the backward of a plain call that waits has no room beside what it holds.
         """
-        held = plan.held_bytes + plan.account.between_regions
+        held = plan.held_bytes
         self._check_plain(held)
         self.groups.ran(self.waiting, held)
         forward = PendingForward(

@@ -74,6 +74,8 @@ class TrainingCalls:
         self._ceilings = Ceilings(self._declared)
         self._latest: Plan | None = None
         self._ran_plain = False  # the latest call
+        self._reached: frozenset[int] = frozenset()
+        """The parameters with gradients in any call before the present one."""
         self.unplanned = False
         self._uncapturable = Uncapturable(model)
         self._log, self._plans_logged = PlanningLog(), 0
@@ -92,6 +94,7 @@ class TrainingCalls:
         """Run a training call: plain where that fits, else by its plan."""
         if self.unplanned:
             return self.plain(*call[0], **call[1])
+        self._forget_plans_without_state()
         check_device(call, self.model)
         self.planner.proposing.check_parameters()
         waiting = self.surroundings.begin()
@@ -102,6 +105,7 @@ class TrainingCalls:
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, plans_serve_all=one_graph):
             self._ran_plain = True
             self._ceilings.see(call)
+            self.planner.reached |= frozenset(map(id, self.model.parameters()))  # which of them is not looked at
             return self.plain_calls.run(call, fits)
         try:
             with self.planner.types():
@@ -303,6 +307,14 @@ class TrainingCalls:
         self._whole.forget()
         self._broken.forget()
         self.planner.forget_sizes()
+
+    def _forget_plans_without_state(self) -> None:
+        """Have calls planned again once a call has trained parameters that those before it did not reach: there is
+        state of the optimiser for them from then on."""
+        reached = self.planner.reached
+        if self._reached and reached != self._reached:
+            self._forget_plans()
+        self._reached = reached
 
     def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
         """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""

@@ -125,7 +125,7 @@ def test_rows_sum_to_the_peak(seed: int, forward_ops: int, gradients_held: bool)
     problem = random_problem(chance, forward_ops)
     schedule = random_schedule(chance, problem)
     sizes = (chance.randint(0, 60) for _ in range(7))
-    others = {"other_forwards": chance.choice([0, 9]), "between_regions": chance.choice([0, 5])}
+    others = {"other_forwards": chance.choice([0, 9])}
     account = Account(*sizes, gradients_held=gradients_held, **others)
     found = breakdown(problem, schedule, account)
     simulated = simulate(replace(problem, resident_bytes=account.resident_bytes), schedule)

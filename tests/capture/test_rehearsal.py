@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memopt
-from memopt.capture.rehearsal import undone
+from memopt.capture.rehearsal import undone, without_gradients
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": None}
 
@@ -74,7 +74,7 @@ def test_everything_that_a_forward_changes_is_undone_also_where_it_raises() -> N
     model.first.weight.grad = held = torch.ones(16, 16)
     mean, state, python = model.norm.running_mean.clone(), torch.get_rng_state(), random.getstate()  # type: ignore[union-attr]
     try:
-        with undone(model):
+        with undone(model), without_gradients(model):
             assert model.first.weight.grad is None
             model(torch.randn(8, 16)).backward()
             random.random()

@@ -1,0 +1,71 @@
+"""Ops of a region's problem that stand for the eager code before, beside and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memopt.account.breakdown import EAGER
+from memopt.capture.between import EagerBytes
+from memopt.price.priced_graph import PricedGraph
+from memopt.solver import Op, Storage
+
+
+def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) -> PricedGraph:
+    """The priced region `number` of a call with what eager code holds around its forward and around its backward.
+
+    The most that it holds before a half of the region is the workspace of an op; what it holds while the half runs is a
+    storage that lives as long as that half, in the last region from its forward to its backward.
+
+    Args:
+        eager: the bytes around each region; at the end those after the last backward and after the last forward.
+    """
+    problem, own, around = priced.problem, eager[number], eager[-1]
+    last = number == len(eager) - 2
+    forward, backward = (len(problem.storages) + more for more in range(2))
+    held = max(own.during, around.during) if last else own.during
+    storages = (
+        Storage(f"{EAGER}_forward", held, movable=False),
+        Storage(f"{EAGER}_backward", own.during_backward, movable=False),
+    )
+    before = [_op(workspace_bytes=own.before), _op(makes=(forward,))]
+    between = [] if last else [_op(reads=(forward,))]
+    tangents = _leading_receipts(problem.ops[problem.forward_ops :])
+    most_back = own.before_backward
+    if last:  # the storage of the forward is there, too
+        most_back = max(0, most_back - held)
+    back = [_op(reads=(forward,) if last else (), workspace_bytes=most_back), _op(makes=(backward,))]
+    after = [_op(reads=(backward,))]
+    if number == 0:
+        after.append(_op(workspace_bytes=around.before))
+    split = problem.forward_ops + (tangents if last else 0)  # its tangents come before the backward begins
+    pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
+    ops: list[Op] = []
+    nodes: list[str] = []
+    modules: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, tuple):
+            ops += problem.ops[slice(*piece)]
+            nodes += priced.nodes[slice(*piece)]
+            modules += priced.modules[slice(*piece)]
+        else:
+            ops += piece
+            nodes += [""] * len(piece)
+            modules += [""] * len(piece)
+    problem = replace(
+        problem,
+        ops=tuple(ops),
+        storages=problem.storages + storages,
+        forward_ops=problem.forward_ops + len(before) + len(between),
+    )
+    values = (*priced.values, "", "")
+    return replace(priced, problem=problem, nodes=tuple(nodes), modules=tuple(modules), values=values)
+
+
+def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
+    return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False)
+
+
+def _leading_receipts(backward: Sequence[Op]) -> int:
+    """The number of ops at the start of a backward that receive the gradients of outputs."""
+    return next((number for number, op in enumerate(backward) if op.reads or op.seconds), len(backward))

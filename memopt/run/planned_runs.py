@@ -1,0 +1,128 @@
+"""The runs of regions that a plan schedules, and which of them a run of the present forward is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from memopt.capture.joint import JointGraph
+from memopt.capture.operators import Rewriting
+from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.symbols import known_sizes
+from memopt.device.storages import find_storages
+from memopt.planning.captured import Captured
+from memopt.planning.plan import Plan
+from memopt.planning.region_schedule import RegionSchedule
+from passes import is_pure
+
+Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
+Values = Sequence[tuple[str, str, int]]
+"""For each node that allocates memory or has effects, in order: its name, its operator, and the bytes it allocates."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The planned run that a run of the present forward is."""
+
+    number: int
+    joint: JointGraph
+    """The graph that it runs by."""
+    schedule: RegionSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRuns:
+    """A plan, the captured call that it is for, and the runs that it schedules."""
+
+    captured: CapturedCall
+    plan: Plan
+    runs: tuple[RegionRun, ...]
+    """The runs that have a schedule, in the order of the plan's regions."""
+    _planned_values: dict[int, Values] = field(default_factory=dict, repr=False)
+    """What the planned runs make at the largest sizes, by their number."""
+    _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
+        default_factory=dict, repr=False
+    )
+    """Planned node → node of a run of that region with these sizes, for runs in the place of the planned run of that
+    number; None for a run that may not take its place."""
+
+    @property
+    def step(self) -> Captured:
+        """The graphs of the plan."""
+        step = self.plan.captured
+        assert step is not None
+        return step
+
+    @property
+    def rewriting(self) -> Rewriting:
+        """The passes and the precision of its regions."""
+        return self.step.rewriting_of_regions
+
+    def find(self, run: RegionRun, first: int, trace: Trace) -> Found | None:
+        """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
+        larger sizes than the plan is for.
+
+        `trace` traces a region that was recorded on fakes, or once more under other guards or for other sizes.
+        """
+        for number in range(first, len(self.runs)):
+            planned, joint = self.runs[number], self.step.regions[number]
+            if planned.place != run.place:
+                continue
+            schedule = self.plan.regions[number]
+            if planned.region is run.region:
+                return Found(number, joint, schedule) if run.is_within(planned) else None
+            own = trace(run.region, self.rewriting)
+            own = own.accumulating(_as_planned(run, planned, joint))
+            if own.fingerprint == joint.fingerprint and not run.region.changing:
+                return Found(number, own, schedule)
+            names = self._names_in(own, run, number)
+            if names is not None:
+                evaluations = tuple(names[name] for name in schedule.evaluations)
+                return Found(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
+        return None
+
+    def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
+        """Planned node → node of a run with the same operators, in the same order, on values that are not larger; None
+        for other runs."""
+        key = run.region, run.sizes, number
+        if key not in self._names:
+            if len(self._names) >= _MOST:
+                self._names.clear()
+            planned, ours = self._values(number), _values(joint, run.data_sizes.seen)
+            pairs = list(zip(planned, ours, strict=False))
+            same = len(planned) == len(ours) and all(one[1] == own[1] and own[2] <= one[2] for one, own in pairs)
+            names = {one[0]: own[0] for one, own in pairs}
+            schedule = self.plan.regions[number]
+            known = same and names.keys() >= set(schedule.evaluations) and not schedule.offloads
+            self._names[key] = names if known else None
+        return self._names[key]
+
+    def _values(self, number: int) -> Values:
+        if number not in self._planned_values:
+            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
+        return self._planned_values[number]
+
+
+def _values(self, number: int) -> Values:
+        if number not in self._planned_values:
+            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
+        return self._planned_values[number]
+
+
+def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
+    with known_sizes(sizes):
+        made = {info.maker: info.bytes for info in find_storages(joint.module.graph).infos}
+    calls = (node for node in joint.module.graph.nodes if node.op == "call_function")
+    return [
+        (node.name, str(node.target), made.get(node, 0)) for node in calls if node in made or not is_pure(node)
+    ]  # fmt: skip
+
+
+def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
+    """The numbers, among the inputs of a run, of the parameters whose gradients the planned run adds to `.grad`."""
+    numbers = dict(zip(planned.parameter_ids, run.parameter_ids, strict=True))
+    return frozenset(numbers[number] for number in joint.parameter_inputs if number in numbers)
+
+
+_MOST = 4096
+"""The number of answers that are remembered."""

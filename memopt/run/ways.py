@@ -1,0 +1,79 @@
+"""The ways through a model's regions that the forwards of one kind of call were seen to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from memopt.capture.inputs import Call
+from memopt.capture.region import CapturedCall
+from memopt.capture.together import MARGIN, known_places, together, with_eager_bytes
+from memopt.run.largest_sizes import LargestSizes
+
+_MOST = 4
+"""The number of ways that are kept: those that were taken last."""
+
+
+@dataclass
+class Ways:
+    """Captured calls, the way that was taken last at first. Each has the runs of many forwards that leave some of them
+    out; forwards that run other regions on the same parameters take different ways."""
+
+    calls: list[CapturedCall]
+    sizes: LargestSizes
+    """The largest inputs with which they were captured."""
+    _margin: float = MARGIN
+    _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
+    """What a way was made of: the way before, and a capture that was put to it."""
+
+    @classmethod
+    def of(cls, captured: CapturedCall, call: Call) -> Ways:
+        """The first way that was seen."""
+        return cls([captured], LargestSizes.of(call))
+
+    def use(self, way: CapturedCall) -> None:
+        """Make a way the first."""
+        self.calls = [way, *(other for other in self.calls if other is not way)]
+
+    def add(self, captured: CapturedCall, call: Call) -> None:
+        """Put the capture of a call to the way that was taken last; where that drops some of its runs, beside it."""
+        self.sizes = self.sizes.covering(call)
+        captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
+        captured = self.sizes.scaled(captured, call)
+        before = self.calls[0]
+        roomier = with_eager_bytes(captured, self._margin) if _sizes_differ(before, captured) else captured
+        both = together(before, roomier, self._margin)
+        self._joins = {both: (before, captured)}
+        kept = len([number for number in known_places(before.runs, both.runs) if number is not None])
+        others = self.calls if kept < len(before.runs) else self.calls[1:]
+        self.calls = [both, *others][:_MOST]
+
+    def before(self, way: CapturedCall) -> CapturedCall | None:
+        """The way that was taken before the first one was captured; None where there was none."""
+        return self._joins[way][0] if way in self._joins else None
+
+    def smaller(self) -> Iterator[CapturedCall]:
+        """The first way; then, each where the one before it does not fit the budget: with its sizes as they were seen
+        and no margin above them, and the latest capture by itself."""
+        first = self.calls[0]
+        yield first
+        if first in self._joins:
+            before, captured = self._joins[first]
+            if self._margin > 1:
+                self._margin = 1.0
+                exact = together(before, captured, self._margin)
+                self._joins[exact] = before, captured
+                yield exact
+            self._joins[captured] = before, captured
+            yield captured
+
+    def take(self, way: CapturedCall) -> None:
+        """Have a way take the place of the first."""
+        self.calls[0] = way
+
+
+def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
+    """Whether a run has other sizes in one of two captures."""
+    numbers = known_places(one.runs, other.runs)
+    pairs = ((one.runs[at], run) for at, run in zip(numbers, other.runs, strict=True) if at is not None)
+    return any(ours.shapes != theirs.shapes for ours, theirs in pairs)

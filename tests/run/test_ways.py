@@ -1,0 +1,125 @@
+"""Regions behind graph breaks whose sizes or whose number change from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memopt.capture.region import CapturedCall
+from memopt.capture.together import known_places, together
+from memopt.planning.extended import METHOD
+from memopt.run.training import TrainingCalls
+from memopt.run.ways import Ways
+from tests.run.pieces import calls_of
+from tests.run.routed import Routed
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def routed(rows: Sequence[int], budget_gb: float = 1.0) -> tuple[Routed, TrainingCalls]:
+    torch.manual_seed(0)
+    model = Routed(len(rows)).train()
+    model.rows = rows
+    return model, calls_of(model, budget_gb, elsewhere_gb=0)
+
+
+def capture(model: Routed, calls: TrainingCalls, rows: Sequence[int]) -> CapturedCall:
+    model.rows = rows
+    return calls._broken.capture(((X,), {}), "a break")
+
+
+def check(model: Routed, calls: TrainingCalls, rows: Sequence[int]) -> None:
+    """Compare the gradients of a call with those of the plain model."""
+    model.rows = rows
+    compare(model, calls, X)
+
+
+def compare(model: Routed, calls: TrainingCalls, x: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    planned = torch.autograd.grad(calls(x), parameters, allow_unused=True)
+    for found, expected in zip(planned, torch.autograd.grad(model(x), parameters, allow_unused=True), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+
+
+def test_sizes_that_differ_between_runs_are_symbols_of_one_region() -> None:
+    model, calls = routed((20, 30, 14))
+    call = capture(model, calls, (20, 30, 14))
+    experts = [run for run in call.runs if len(run.parameter_ids) == 4]
+    counted = [[size for size, counts in zip(run.sizes, run.region.counted, strict=True) if counts] for run in experts]
+    assert counted == [[], [30], [14]]
+    assert experts[1].region is experts[2].region
+    again = capture(model, calls, (10, 42, 12))
+    assert {run.region for run in again.runs} <= {run.region for run in call.runs} | {experts[1].region}
+
+
+def test_larger_sizes_are_planned_with_a_margin_and_smaller_ones_run_by_the_same_plan() -> None:
+    model, calls = routed((20, 30, 14))
+    check(model, calls, (20, 30, 14))
+    check(model, calls, (16, 40, 8))
+    plans = calls.road.plans
+    assert calls.latest is not None and calls.latest.method == METHOD
+    for rows in ((20, 36, 8), (18, 41, 5), (20, 44, 0)):
+        check(model, calls, rows)
+    assert calls.road.plans == plans
+    check(model, calls, (2, 60, 2))
+    assert calls.road.plans == plans + 1
+
+
+def test_an_expert_that_was_not_hit_before_joins_the_plan_of_the_others() -> None:
+    model, calls = routed((32, 32, 0))
+    check(model, calls, (32, 32, 0))
+    check(model, calls, (32, 0, 32))
+    plans = calls.road.plans
+    assert calls.latest is not None and calls.latest.method == METHOD
+    check(model, calls, (0, 32, 32))
+    check(model, calls, (32, 32, 0))
+    assert calls.road.plans == plans
+
+
+def test_where_margins_do_not_fit_sizes_are_planned_as_they_were_seen() -> None:
+    model, calls = routed((20, 30, 14))
+    check(model, calls, (20, 30, 14))
+    assert calls.latest is not None
+    tight, planned = routed((20, 30, 14), calls.latest.smallest_gb() * 1.06)
+    for rows in ((20, 30, 14), (14, 20, 30), (30, 14, 20), (2, 60, 2)):
+        check(tight, planned, rows)
+        assert planned.latest is not None
+        assert planned.latest.ceiling_bytes <= planned.latest.budget_bytes
+
+
+def test_two_captures_together() -> None:
+    model, calls = routed((20, 30, 14))
+    call = capture(model, calls, (20, 30, 14))
+    both = together(call, capture(model, calls, (20, 40, 4)))
+    assert known_places(call.runs, both.runs) == tuple(range(len(call.runs)))
+    experts = [run for run in both.runs if run.region.changing]
+    at = experts[0].region.counted.index(True)
+    assert [run.most[at] for run in experts] == [50, 18]  # a quarter above the larger one
+    assert [run.sizes[at] for run in experts] == [40, 4]
+
+
+def test_a_forward_takes_one_of_two_ways_over_the_same_parameters() -> None:
+    model, calls = routed((20, 30, 14))
+    call = capture(model, calls, (20, 30, 14))
+    other, region = list(call.runs), call.runs[0].region
+    other[1] = replace(other[1], region=region)  # other operators on the parameters of the first expert
+    ways = Ways.of(call, ((X,), {}))
+    ways.add(replace(call, runs=tuple(other)), ((X,), {}))
+    assert [len(way.runs) for way in ways.calls] == [len(call.runs), len(call.runs)]
+    assert ways.calls[0].runs[1].region is region
+    assert ways.calls[1] is call
+
+
+@pytest.mark.parametrize("samples", [48, 80])
+def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
+    model, calls = routed((20, 30, 14))
+    check(model, calls, (20, 30, 14))
+    x = torch.randn(samples, 32, generator=torch.Generator().manual_seed(2))
+    model.rows = (20, 20, samples - 40)
+    for _ in range(2):
+        compare(model, calls, x)
+    assert len(calls._broken._ways) == 1
