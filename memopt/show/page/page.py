@@ -9,10 +9,10 @@ from pathlib import Path
 from memopt.show.page.data import PageFigures, as_json
 
 _SCRIPTS = (
-    "text", "state", "data", "moments", "theme", "summary", "axes", "timeline", "tensors", "squarify", "treemap",
-    "frontier", "types", "diff", "story", "operators", "search", "start",
+    "text", "state", "data", "moments", "theme", "summary", "axes", "timeline", "tensors", "pointing", "squarify",
+    "treemap", "frontier", "types", "diff", "story", "operators", "search", "start",
 )  # fmt: skip
-"""The scripts in the order in which they stand in the page. Each uses those before it."""
+"""The scripts in the order in which they stand in the page. All of them are defined before `start` runs."""
 
 
 def write_page(path: Path, figures: PageFigures) -> None:

@@ -3,9 +3,16 @@ const FRONTIER_HEIGHT = 340;
 
 function drawFrontier() {
   const { points, recipes, smallest } = data.frontier;
-  const own = [["this plan", plan.planned.peak, plan.added], ["nothing recomputed", plan.plain.peak, 0]];
+  const own = [
+    ["this plan", plan.planned.peak, plan.added],
+    ["nothing recomputed", plan.plain.peak, 0],
+  ];
   const byHand = recipes.filter(([, , added]) => added > 0);
-  const peaks = [...points.map((point) => point[1]), ...byHand.map((one) => one[1]), ...own.map((one) => one[1])];
+  const peaks = [
+    ...points.map((point) => point[1]),
+    ...byHand.map((one) => one[1]),
+    ...own.map((one) => one[1]),
+  ];
   const times = [...points.map((point) => point[2]), ...byHand.map((one) => one[2]), plan.added, plan.bound];
   const [least, most] = [Math.min(...peaks), Math.max(...peaks)];
   const highest = Math.max(...times, 0.01) * 1.12;
@@ -18,26 +25,72 @@ function drawFrontier() {
   const y = (added) => floor - (added / highest) * (floor - 14);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${FRONTIER_HEIGHT}`, height: FRONTIER_HEIGHT });
   for (const at of ticks(0, highest, 5)) {
-    picture.append(svg("line", { class: "grid", x1: MARGIN.left, x2: MARGIN.left + inner, y1: y(at), y2: y(at) }), svg("text", { x: MARGIN.left - 10, y: y(at) + 4, "text-anchor": "end" }, at ? `+${Number((100 * at).toPrecision(3))}%` : "0"));
+    picture.append(
+      svg("line", { class: "grid", x1: MARGIN.left, x2: MARGIN.left + inner, y1: y(at), y2: y(at) }),
+      svg(
+        "text",
+        { x: MARGIN.left - 10, y: y(at) + 4, "text-anchor": "end" },
+        at ? `+${Number((100 * at).toPrecision(3))}%` : "0",
+      ),
+    );
   }
-  for (const at of byteTicks(most, 6).filter((at) => at >= least - pad)) picture.append(svg("text", { x: x(at), y: floor + 20, "text-anchor": "middle" }, size(at)));
-  picture.append(svg("text", { x: MARGIN.left + inner / 2, y: FRONTIER_HEIGHT - 4, "text-anchor": "middle" }, "peak of the step"));
+  for (const at of byteTicks(most, 6).filter((at) => at >= least - pad))
+    picture.append(svg("text", { x: x(at), y: floor + 20, "text-anchor": "middle" }, size(at)));
+  picture.append(
+    svg(
+      "text",
+      { x: MARGIN.left + inner / 2, y: FRONTIER_HEIGHT - 4, "text-anchor": "middle" },
+      "peak of the step",
+    ),
+  );
   if (points.length) {
     // A bound for one budget holds for every smaller one, down to the budget before it.
-    const under = points.map(([budget, , , bound], at) => `L${x(points[Math.max(0, at - 1)][0])} ${y(bound)}L${x(budget)} ${y(bound)}`).join("");
-    picture.append(svg("path", { d: `M${x(points[0][0])} ${floor}${under}L${x(points.at(-1)[0])} ${floor}Z`, fill: "var(--shade)" }));
-    picture.append(svg("path", { d: `M${points.map(([, peak, added]) => `${x(peak)} ${y(added)}`).join("L")}`, fill: "none", stroke: "var(--accent)", "stroke-width": 2 }));
+    const under = points
+      .map(
+        ([budget, , , bound], at) =>
+          `L${x(points[Math.max(0, at - 1)][0])} ${y(bound)}L${x(budget)} ${y(bound)}`,
+      )
+      .join("");
+    picture.append(
+      svg("path", {
+        d: `M${x(points[0][0])} ${floor}${under}L${x(points.at(-1)[0])} ${floor}Z`,
+        fill: "var(--shade)",
+      }),
+    );
+    picture.append(
+      svg("path", {
+        d: `M${points.map(([, peak, added]) => `${x(peak)} ${y(added)}`).join("L")}`,
+        fill: "none",
+        stroke: "var(--accent)",
+        "stroke-width": 2,
+      }),
+    );
   }
   const dots = [
-    ...points.map(([budget, peak, added, bound, method]) => [`${size(budget)}: +${share(added)}, at least +${share(bound)} (${method})`, peak, added, "var(--accent)", 3]),
-    ...byHand.map(([name, peak, added]) => [`by hand, ${name}: ${size(peak)}, +${share(added)}`, peak, added, "var(--warn)", 4.5]),
+    ...points.map(([budget, peak, added, bound, method]) => [
+      `${size(budget)}: +${share(added)}, at least +${share(bound)} (${method})`,
+      peak,
+      added,
+      "var(--accent)",
+      3,
+    ]),
+    ...byHand.map(([name, peak, added]) => [
+      `by hand, ${name}: ${size(peak)}, +${share(added)}`,
+      peak,
+      added,
+      "var(--warn)",
+      4.5,
+    ]),
   ];
-  for (const [label, peak, added, colour, radius] of dots) picture.append(dot(label, x(peak), y(added), colour, radius));
+  for (const [label, peak, added, colour, radius] of dots)
+    picture.append(dot(label, x(peak), y(added), colour, radius));
   drawOwn(picture, own, x, y);
   place.replaceChildren(picture);
   byId("frontier-lead").textContent =
     `Orange dots are recipes of checkpointing by hand on the same step. ` +
-    (points.length ? `The line is the least time found for each budget, from the smallest that works, ${size(smallest)}; in the grey no schedule can be.` : "The whole curve comes with memopt report --frontier 20.");
+    (points.length
+      ? `The line is the least time found for each budget, from the smallest that works, ${size(smallest)}; in the grey no schedule can be.`
+      : "The whole curve comes with memopt report --frontier 20.");
 }
 
 function dot(label, x, y, colour, radius) {
@@ -49,15 +102,37 @@ function dot(label, x, y, colour, radius) {
 
 function drawOwn(picture, own, x, y) {
   const [, peak, added] = own[0];
-  picture.append(svg("line", { x1: x(peak), x2: x(peak), y1: y(plan.bound), y2: y(added), stroke: "var(--ink)", "stroke-width": 1.5 }));
-  picture.append(svg("line", { x1: x(peak) - 6, x2: x(peak) + 6, y1: y(plan.bound), y2: y(plan.bound), stroke: "var(--ink)", "stroke-width": 1.5 }));
+  picture.append(
+    svg("line", {
+      x1: x(peak),
+      x2: x(peak),
+      y1: y(plan.bound),
+      y2: y(added),
+      stroke: "var(--ink)",
+      "stroke-width": 1.5,
+    }),
+  );
+  picture.append(
+    svg("line", {
+      x1: x(peak) - 6,
+      x2: x(peak) + 6,
+      y1: y(plan.bound),
+      y2: y(plan.bound),
+      stroke: "var(--ink)",
+      "stroke-width": 1.5,
+    }),
+  );
   own.forEach(([name, at, time], number) => {
     picture.append(dot(`${name}: ${size(at)}, +${share(time)}`, x(at), y(time), "var(--ink)", 5.5));
     const label = number ? name : `this plan: +${share(time)}, at least +${share(plan.bound)}`;
     const long = 7.2 * label.length;
     const meets = !number && x(at) + long + 20 > x(own[1][1]); // the name of the other dot
     const left = meets && x(at) - long > MARGIN.left;
-    const place = { x: x(at) + (left ? -10 : 10), y: y(time) - (meets && !left ? 26 : 8), "text-anchor": left ? "end" : "start" };
+    const place = {
+      x: x(at) + (left ? -10 : 10),
+      y: y(time) - (meets && !left ? 26 : 8),
+      "text-anchor": left ? "end" : "start",
+    };
     picture.append(svg("text", { ...place, style: "fill:var(--ink);font-weight:600" }, label));
   });
 }

@@ -51,7 +51,8 @@ function liveAt(held, moment) {
   const { op, bytes, kind, first, last } = held.ranges;
   if (moment < held.count) {
     for (let at = 0; at < op.length && first[at] <= moment; at++) {
-      if (last[at] >= moment && bytes[at]) found.push({ op: op[at], bytes: bytes[at], kind: texts[kind[at]], range: at });
+      if (last[at] >= moment && bytes[at])
+        found.push({ op: op[at], bytes: bytes[at], kind: texts[kind[at]], range: at });
     }
     const workspace = held.workspaceAt.get(moment);
     if (workspace) found.push({ op: held.op[moment], bytes: workspace, kind: "workspace", range: -1 });

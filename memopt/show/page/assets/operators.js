@@ -41,21 +41,53 @@ function drawOperators() {
     sortedBy = at;
     drawOperators();
   };
-  const titles = COLUMNS.map(([title, , number], at) => el("th", { class: number ? "n" : null, "aria-sort": at === sortedBy ? (upwards ? "ascending" : "descending") : null }, el("button", { class: "quiet", type: "button", style: "padding:0", onclick: () => sort(at) }, title + (at === sortedBy ? (upwards ? " ↑" : " ↓") : ""))));
-  const rows = found.slice(0, rowsShown).map((op) =>
+  const titles = COLUMNS.map(([title, , number], at) =>
     el(
-      "tr",
-      { class: "can", onclick: () => change({ op }) },
-      el("td", { class: "mono" }, ops.name[op]),
-      el("td", {}, moduleOf(op) || "(model)"),
-      el("td", { class: "soft" }, text("half", op)),
-      el("td", {}, text("fate", op)),
-      el("td", { class: "mono soft" }, shorten(text("value", op))),
-      el("td", { class: "n" }, size(ops.bytes[op])),
-      el("td", { class: "n" }, duration(ops.micros[op])),
-      el("td", { class: "n" }, ops.again[op] + 1),
+      "th",
+      {
+        class: number ? "n" : null,
+        "aria-sort": at === sortedBy ? (upwards ? "ascending" : "descending") : null,
+      },
+      el(
+        "button",
+        { class: "quiet", type: "button", style: "padding:0", onclick: () => sort(at) },
+        title + (at === sortedBy ? (upwards ? " ↑" : " ↓") : ""),
+      ),
     ),
   );
-  const more = found.length > rowsShown ? el("button", { class: "more", type: "button", onclick: () => { rowsShown += 10 * SHOWN; drawOperators(); } }, `Show more of ${found.length.toLocaleString("en")}`) : "";
-  byId("table").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...titles)), el("tbody", {}, ...rows)), more);
+  const rows = found
+    .slice(0, rowsShown)
+    .map((op) =>
+      el(
+        "tr",
+        { class: "can", onclick: () => change({ op }) },
+        el("td", { class: "mono" }, ops.name[op]),
+        el("td", {}, moduleOf(op) || "(model)"),
+        el("td", { class: "soft" }, text("half", op)),
+        el("td", {}, text("fate", op)),
+        el("td", { class: "mono soft" }, shorten(text("value", op))),
+        el("td", { class: "n" }, size(ops.bytes[op])),
+        el("td", { class: "n" }, duration(ops.micros[op])),
+        el("td", { class: "n" }, ops.again[op] + 1),
+      ),
+    );
+  const more =
+    found.length > rowsShown
+      ? el(
+          "button",
+          {
+            class: "more",
+            type: "button",
+            onclick: () => {
+              rowsShown += 10 * SHOWN;
+              drawOperators();
+            },
+          },
+          `Show more of ${found.length.toLocaleString("en")}`,
+        )
+      : "";
+  byId("table").replaceChildren(
+    el("table", {}, el("thead", {}, el("tr", {}, ...titles)), el("tbody", {}, ...rows)),
+    more,
+  );
 }

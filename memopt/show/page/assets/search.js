@@ -4,12 +4,38 @@ const LISTED = 8;
 function hits(query) {
   const found = matching(query);
   const words = query.toLowerCase();
-  const modules = step ? [...new Set(step.ops.module)].map((number) => texts[number]).filter((path) => path.toLowerCase().includes(words)) : [];
+  const modules = step
+    ? [...new Set(step.ops.module)]
+        .map((number) => texts[number])
+        .filter((path) => path.toLowerCase().includes(words))
+    : [];
   const rows = data.diff.flatMap((section) => section.rows).filter((row) => rowMatches(row, words));
   return [
-    [`Operators, ${found.length.toLocaleString("en")}`, found.map((op) => [ops.name[op], moduleOf(op) || "(model)", text("fate", op), () => change({ op })])],
-    [`Modules, ${modules.length.toLocaleString("en")}`, modules.map((path) => [path, "", "", () => { change({ module: path }); byId("modules").scrollIntoView(); }])],
-    [`Changes, ${rows.length.toLocaleString("en")}`, rows.map((row) => [row.names.slice(0, 60), row.module, row.label, () => byId("changes").scrollIntoView()])],
+    [
+      `Operators, ${found.length.toLocaleString("en")}`,
+      found.map((op) => [ops.name[op], moduleOf(op) || "(model)", text("fate", op), () => change({ op })]),
+    ],
+    [
+      `Modules, ${modules.length.toLocaleString("en")}`,
+      modules.map((path) => [
+        path,
+        "",
+        "",
+        () => {
+          change({ module: path });
+          byId("modules").scrollIntoView();
+        },
+      ]),
+    ],
+    [
+      `Changes, ${rows.length.toLocaleString("en")}`,
+      rows.map((row) => [
+        row.names.slice(0, 60),
+        row.module,
+        row.label,
+        () => byId("changes").scrollIntoView(),
+      ]),
+    ],
   ].filter(([, list]) => list.length);
 }
 
@@ -23,7 +49,19 @@ function drawHits() {
     ...groups.flatMap(([title, list]) => [
       el("h3", {}, title),
       ...list.slice(0, LISTED).map(([name, where, end, choose]) =>
-        el("button", { type: "button", onclick: () => { place.hidden = true; choose(); } }, el("span", { class: "mono" }, name), el("span", { class: "soft grow" }, where), el("span", { class: "end" }, end)),
+        el(
+          "button",
+          {
+            type: "button",
+            onclick: () => {
+              place.hidden = true;
+              choose();
+            },
+          },
+          el("span", { class: "mono" }, name),
+          el("span", { class: "soft grow" }, where),
+          el("span", { class: "end" }, end),
+        ),
       ),
     ]),
     groups.length ? "" : el("p", {}, `Nothing matches “${query}”.`),
@@ -36,7 +74,8 @@ function startSearch() {
   box.addEventListener("focus", drawHits);
   box.addEventListener("keydown", (event) => {
     const listed = [...byId("hits").querySelectorAll("button")];
-    if (event.key === "Enter" && listed.length) (listed.find((one) => one.classList.contains("on")) ?? listed[0]).click();
+    if (event.key === "Enter" && listed.length)
+      (listed.find((one) => one.classList.contains("on")) ?? listed[0]).click();
     else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
       const now = listed.findIndex((one) => one.classList.contains("on"));
       const next = Math.max(0, Math.min(listed.length - 1, now + (event.key === "ArrowDown" ? 1 : -1)));

@@ -11,12 +11,19 @@ function squarify(items, box) {
   while (left.length) {
     const side = Math.min(width, height);
     const row = [left.shift()];
-    while (left.length && worst([...row, left[0]], side, scale) <= worst(row, side, scale)) row.push(left.shift());
+    while (left.length && worst([...row, left[0]], side, scale) <= worst(row, side, scale))
+      row.push(left.shift());
     const thick = side ? (row.reduce((all, item) => all + item.size, 0) * scale) / side : 0;
     let along = 0;
     for (const item of row) {
       const long = thick ? (item.size * scale) / thick : 0;
-      placed.push({ item, box: width >= height ? { x, y: y + along, width: thick, height: long } : { x: x + along, y, width: long, height: thick } });
+      placed.push({
+        item,
+        box:
+          width >= height
+            ? { x, y: y + along, width: thick, height: long }
+            : { x: x + along, y, width: long, height: thick },
+      });
       along += long;
     }
     if (width >= height) [x, width] = [x + thick, width - thick];
@@ -29,5 +36,8 @@ function squarify(items, box) {
 function worst(row, side, scale) {
   const areas = row.map((item) => item.size * scale);
   const sum = areas.reduce((all, area) => all + area, 0);
-  return Math.max((side * side * Math.max(...areas)) / (sum * sum), (sum * sum) / (side * side * Math.min(...areas)));
+  return Math.max(
+    (side * side * Math.max(...areas)) / (sum * sum),
+    (sum * sum) / (side * side * Math.min(...areas)),
+  );
 }

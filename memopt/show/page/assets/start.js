@@ -1,7 +1,11 @@
 // Draws the page; parts for which the plan has no figures are taken out.
 function start() {
   startTheme();
-  const has = { step: step !== null, frontier: data.frontier.points.length + data.frontier.recipes.length > 0 || step !== null, types: step !== null && step.types.name.length > 0 };
+  const has = {
+    step: step !== null,
+    frontier: data.frontier.points.length + data.frontier.recipes.length > 0 || step !== null,
+    types: step !== null && step.types.name.length > 0,
+  };
   for (const part of document.querySelectorAll("[data-needs]")) if (!has[part.dataset.needs]) part.remove();
   drawSummary();
   if (step) {
@@ -15,7 +19,8 @@ function start() {
     drawn(["query"], drawOperators);
     drawn(["query"], drawHits);
     drawn(["op"], drawStory);
-    for (const draw of [drawControls, drawTimeline, drawTensors, drawTreemap, drawDiff, drawOperators]) draw();
+    for (const draw of [drawControls, drawTimeline, drawTensors, drawTreemap, drawDiff, drawOperators])
+      draw();
     startTimeline();
     startSearch();
     new ResizeObserver(drawTreemap).observe(byId("treemap"));

@@ -15,14 +15,21 @@ function drawStory() {
     ["memory", bytes ? size(bytes) : "none of its own"],
     ["one run", duration(ops.micros[op])],
     ["fate", [el("b", {}, fate), data.why[fate] ? `: ${data.why[fate]}` : ""]],
-    ["runs", ops.again[op] ? `${ops.again[op] + 1} times, ${many(ops.again[op], "time")} of them again` : "once"],
+    [
+      "runs",
+      ops.again[op] ? `${ops.again[op] + 1} times, ${many(ops.again[op], "time")} of them again` : "once",
+    ],
     ...stays(op),
     ...changesOf(op),
   ];
   const code = text("code", op);
   place.replaceChildren(
     el("h2", { class: "mono" }, ops.name[op]),
-    el("button", { class: "close", type: "button", "aria-label": "Close", onclick: () => change({ op: null }) }, "×"),
+    el(
+      "button",
+      { class: "close", type: "button", "aria-label": "Close", onclick: () => change({ op: null }) },
+      "×",
+    ),
     el("dl", {}, ...facts.flatMap(([name, ...value]) => [el("dt", {}, name), el("dd", {}, ...value)])),
     text("source", op) ? el("div", { class: "soft" }, text("source", op)) : "",
     code ? el("pre", {}, code) : "",
@@ -31,7 +38,10 @@ function drawStory() {
 
 /** When its result is in memory, for both schedules. */
 function stays(op) {
-  return [["planned", "live, planned"], ["plain", "live, plain"]].flatMap(([name, label]) => {
+  return [
+    ["planned", "live, planned"],
+    ["plain", "live, plain"],
+  ].flatMap(([name, label]) => {
     const held = memories[name];
     const spans = rangesOf(held, op).map((range) => {
       const [first, last] = [held.ranges.first[range], held.ranges.last[range]];
@@ -48,7 +58,12 @@ function changesOf(op) {
     section.rows.flatMap((row) =>
       row.changes
         .filter((one) => texts[one[0]] === name && texts[one[1]] === moduleOf(op))
-        .map((one) => [row.kind, [texts[one[5]], texts[one[6]], texts[one[7]] ? `read in the backward of ${texts[one[7]]}` : ""].filter(Boolean).join("; ") || row.facts]),
+        .map((one) => [
+          row.kind,
+          [texts[one[5]], texts[one[6]], texts[one[7]] ? `read in the backward of ${texts[one[7]]}` : ""]
+            .filter(Boolean)
+            .join("; ") || row.facts,
+        ]),
     ),
   );
 }

@@ -7,20 +7,35 @@ function drawSummary() {
   const figures = [
     [size(plan.planned.peak), `peak, ${share(within)} of the budget`, "lead-figure"],
     captured() > plan.plain.peak
-      ? [size(captured()), `peak as captured; ${size(plan.plain.peak)} with other levers but nothing recomputed`]
+      ? [
+          size(captured()),
+          `peak as captured; ${size(plan.plain.peak)} with other levers but nothing recomputed`,
+        ]
       : [size(plan.plain.peak), "peak with nothing recomputed"],
-    [`+${share(plan.added)}`, `time added to ${duration(micros)}; no plan adds less than ${share(plan.bound)}`],
+    [
+      `+${share(plan.added)}`,
+      `time added to ${duration(micros)}; no plan adds less than ${share(plan.bound)}`,
+    ],
   ];
-  if (plan.moved) figures.push([size(plan.host), `of the host's memory; ${size(plan.moved)} a step go there and back`]);
+  if (plan.moved)
+    figures.push([size(plan.host), `of the host's memory; ${size(plan.moved)} a step go there and back`]);
   byId("figures").replaceChildren(
-    ...figures.map(([value, label, name]) => el("div", { class: name }, el("b", {}, value), el("span", {}, label))),
+    ...figures.map(([value, label, name]) =>
+      el("div", { class: name }, el("b", {}, value), el("span", {}, label)),
+    ),
   );
   drawBudget();
   drawReceipt();
   byId("notes").replaceChildren(
     plan.notes.length ? el("h2", {}, "Notes") : "",
     ...plan.notes.map((note) => el("p", { class: "note" }, note)),
-    step ? "" : el("p", { class: "note" }, "This plan was loaded from a file, without its graphs: memory over the step, modules and changes are shown for plans that memopt.plan has made."),
+    step
+      ? ""
+      : el(
+          "p",
+          { class: "note" },
+          "This plan was loaded from a file, without its graphs: memory over the step, modules and changes are shown for plans that memopt.plan has made.",
+        ),
     el("p", { class: "note" }, `Found by: ${plan.method}. Bytes are counted; times are by the time model.`),
   );
 }
@@ -34,25 +49,48 @@ function captured() {
 function drawBudget() {
   const whole = Math.max(captured(), plan.plain.peak, plan.planned.peak);
   const limit = plan.budget / whole;
-  const bars = [["nothing recomputed", plan.plain], ["planned", plan.planned]].map(([label, peak]) => [
+  const bars = [
+    ["nothing recomputed", plan.plain],
+    ["planned", plan.planned],
+  ].map(([label, peak]) => [
     el("span", { class: "soft" }, label),
     el(
       "div",
       { class: "track" },
       ...ordered(peak.rows).map(([name, bytes]) =>
-        el("i", { style: `width:${(100 * bytes) / whole}%;background:${colourOf(name)}`, title: `${name}: ${size(bytes)}`, "data-row": name }),
+        el("i", {
+          style: `width:${(100 * bytes) / whole}%;background:${colourOf(name)}`,
+          title: `${name}: ${size(bytes)}`,
+          "data-row": name,
+        }),
       ),
       limit <= 1 ? el("span", { class: "limit", style: `left:${100 * limit}%` }) : "",
     ),
     el("span", { class: "end" }, size(peak.peak)),
   ]);
   if (captured() > plan.plain.peak) {
-    const bar = el("i", { style: `width:${(100 * captured()) / whole}%;background:var(--shade)`, title: `as captured: ${size(captured())}` });
+    const bar = el("i", {
+      style: `width:${(100 * captured()) / whole}%;background:var(--shade)`,
+      title: `as captured: ${size(captured())}`,
+    });
     const across = limit <= 1 ? el("span", { class: "limit", style: `left:${100 * limit}%` }) : "";
-    bars.unshift([el("span", { class: "soft" }, "as captured"), el("div", { class: "track" }, bar, across), el("span", { class: "end" }, size(captured()))]);
+    bars.unshift([
+      el("span", { class: "soft" }, "as captured"),
+      el("div", { class: "track" }, bar, across),
+      el("span", { class: "end" }, size(captured())),
+    ]);
   }
-  const said = limit <= 1 ? el("span", { style: `left:${Math.min(94, Math.max(6, 100 * limit))}%` }, `budget ${size(plan.budget)}`) : "";
-  byId("budget").replaceChildren(el("div", { class: "stack" }, ...bars.flat(), el("div", { class: "scale" }, said)));
+  const said =
+    limit <= 1
+      ? el(
+          "span",
+          { style: `left:${Math.min(94, Math.max(6, 100 * limit))}%` },
+          `budget ${size(plan.budget)}`,
+        )
+      : "";
+  byId("budget").replaceChildren(
+    el("div", { class: "stack" }, ...bars.flat(), el("div", { class: "scale" }, said)),
+  );
 }
 
 function ordered(rows) {
@@ -65,7 +103,8 @@ function drawReceipt() {
   const names = [...new Set([...plain.keys(), ...planned.keys()])];
   const most = Math.max(...plain.values(), ...planned.values());
   const point = (name) => {
-    for (const bar of document.querySelectorAll("#budget i")) bar.classList.toggle("dim", name !== null && bar.dataset.row !== name);
+    for (const bar of document.querySelectorAll("#budget i"))
+      bar.classList.toggle("dim", name !== null && bar.dataset.row !== name);
   };
   const rows = names.map((name) =>
     el(
@@ -77,19 +116,39 @@ function drawReceipt() {
       el("td", { class: "wide" }, lengths(name, plain.get(name) ?? 0, planned.get(name) ?? 0, most)),
     ),
   );
-  const sum = el("tr", { class: "sum" }, el("td", {}, "peak"), el("td", { class: "n" }, size(plan.plain.peak)), el("td", { class: "n" }, size(plan.planned.peak)), el("td"));
-  const bytes = el("div", {}, el("h3", {}, "Every byte at the peak"), el("table", {}, head(["row", "nothing recomputed", "planned", ""]), el("tbody", {}, ...rows, sum)));
+  const sum = el(
+    "tr",
+    { class: "sum" },
+    el("td", {}, "peak"),
+    el("td", { class: "n" }, size(plan.plain.peak)),
+    el("td", { class: "n" }, size(plan.planned.peak)),
+    el("td"),
+  );
+  const bytes = el(
+    "div",
+    {},
+    el("h3", {}, "Every byte at the peak"),
+    el("table", {}, head(["row", "nothing recomputed", "planned", ""]), el("tbody", {}, ...rows, sum)),
+  );
   byId("receipt").replaceChildren(plan.receipt.length ? el("div", { class: "two" }, bytes, levers()) : bytes);
 }
 
 /** Two lengths in one bar: the planned bytes filled, those with nothing recomputed behind them. */
 function lengths(name, plain, planned, most) {
-  const bar = (bytes, part) => el("i", { class: part, style: `width:${(100 * Math.max(0, bytes)) / most}%;background:${colourOf(name)}` });
+  const bar = (bytes, part) =>
+    el("i", {
+      class: part,
+      style: `width:${(100 * Math.max(0, bytes)) / most}%;background:${colourOf(name)}`,
+    });
   return el("span", { class: "lengths" }, bar(plain, "behind"), bar(planned, "front"));
 }
 
 function head(titles, left = 1) {
-  return el("thead", {}, el("tr", {}, ...titles.map((title, at) => el("th", { class: at >= left ? "n" : null }, title))));
+  return el(
+    "thead",
+    {},
+    el("tr", {}, ...titles.map((title, at) => el("th", { class: at >= left ? "n" : null }, title))),
+  );
 }
 
 function levers() {
@@ -103,8 +162,19 @@ function levers() {
       el("td", { class: "n" }, size(peak)),
       el("td", { class: "n" }, before ? size(before[1] - peak) : ""),
       el("td", { class: "n" }, duration(seconds * 1e6)),
-      el("td", { class: "n" }, before ? `${seconds >= before[2] ? "+" : "−"}${share(Math.abs(seconds - before[2]) / (first[2] || 1))}` : ""),
+      el(
+        "td",
+        { class: "n" },
+        before
+          ? `${seconds >= before[2] ? "+" : "−"}${share(Math.abs(seconds - before[2]) / (first[2] || 1))}`
+          : "",
+      ),
     );
   });
-  return el("div", {}, el("h3", {}, "What each lever brought"), el("table", {}, head(["lever", "peak", "less", "time", "added"]), el("tbody", {}, ...rows)));
+  return el(
+    "div",
+    {},
+    el("h3", {}, "What each lever brought"),
+    el("table", {}, head(["lever", "peak", "less", "time", "added"]), el("tbody", {}, ...rows)),
+  );
 }

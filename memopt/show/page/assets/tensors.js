@@ -8,19 +8,49 @@ function showMoment(x, y) {
   if (moment === null) return hideTip();
   const held = memory();
   const live = liveAt(held, moment);
-  const rows = live.slice(0, FEW).map((one) =>
+  const rows = live
+    .slice(0, FEW)
+    .map((one) =>
+      el(
+        "tr",
+        {},
+        el(
+          "td",
+          { class: "name" },
+          swatch(one.kind),
+          ops.name[one.op],
+          el("span", { class: "soft" }, ` ${moduleOf(one.op) || "(model)"}`),
+        ),
+        el("td", { class: "n" }, size(one.bytes)),
+      ),
+    );
+  const rest = live.slice(FEW);
+  if (rest.length)
+    rows.push(
+      el(
+        "tr",
+        {},
+        el("td", { class: "soft" }, `and ${many(rest.length, "more tensor")}`),
+        el("td", { class: "n soft" }, size(total(rest))),
+      ),
+    );
+  const whole = rowsAt(held, moment).reduce((sum, [, bytes]) => sum + bytes, 0);
+  rows.push(
     el(
       "tr",
       {},
-      el("td", { class: "name" }, swatch(one.kind), ops.name[one.op], el("span", { class: "soft" }, ` ${moduleOf(one.op) || "(model)"}`)),
-      el("td", { class: "n" }, size(one.bytes)),
+      el("td", { class: "soft" }, "parameters, optimizer state and other rows"),
+      el("td", { class: "n soft" }, size(whole)),
     ),
   );
-  const rest = live.slice(FEW);
-  if (rest.length) rows.push(el("tr", {}, el("td", { class: "soft" }, `and ${many(rest.length, "more tensor")}`), el("td", { class: "n soft" }, size(total(rest)))));
-  const whole = rowsAt(held, moment).reduce((sum, [, bytes]) => sum + bytes, 0);
-  rows.push(el("tr", {}, el("td", { class: "soft" }, "parameters, optimizer state and other rows"), el("td", { class: "n soft" }, size(whole))));
-  showTip(x, y, el("b", {}, size(held.total[moment])), ` at ${nameOf(moment)} `, el("span", { class: "soft" }, whereIs(held, moment)), el("table", {}, el("tbody", {}, ...rows)));
+  showTip(
+    x,
+    y,
+    el("b", {}, size(held.total[moment])),
+    ` at ${nameOf(moment)} `,
+    el("span", { class: "soft" }, whereIs(held, moment)),
+    el("table", {}, el("tbody", {}, ...rows)),
+  );
 }
 
 function total(live) {
@@ -30,7 +60,8 @@ function total(live) {
 /** The module and the half of the step of a moment. */
 function whereIs(held, moment) {
   if (moment === held.count) return "after the backward";
-  const half = moment < held.boundary ? "forward" : held.again[moment] ? "recomputed in the backward" : "backward";
+  const half =
+    moment < held.boundary ? "forward" : held.again[moment] ? "recomputed in the backward" : "backward";
   return `${moduleOf(held.op[moment]) || "(model)"}, ${half}`;
 }
 
@@ -62,16 +93,56 @@ function drawTensors() {
       el("td", {}, el("span", { class: "mono" }, ops.name[one.op])),
       el("td", {}, moduleOf(one.op) || "(model)"),
       el("td", {}, swatch(one.kind), one.kind),
-      el("td", { class: "mono soft", title: text("value", one.op) }, one.kind === "workspace" ? "" : shorten(text("value", one.op))),
-      el("td", { class: "n" }, size(one.bytes), el("span", { class: "meter" }, el("i", { style: `width:${(100 * one.bytes) / most}%;background:${colourOf(one.kind)}` }))),
+      el(
+        "td",
+        { class: "mono soft", title: text("value", one.op) },
+        one.kind === "workspace" ? "" : shorten(text("value", one.op)),
+      ),
+      el(
+        "td",
+        { class: "n" },
+        size(one.bytes),
+        el(
+          "span",
+          { class: "meter" },
+          el("i", { style: `width:${(100 * one.bytes) / most}%;background:${colourOf(one.kind)}` }),
+        ),
+      ),
     ),
   );
   const which = state.pinned === null ? "At the peak" : "Kept";
-  const title = el("h3", {}, `${which}: ${size(held.total[moment])} at ${nameOf(moment)} `, el("span", { class: "soft" }, `${whereIs(held, moment)}; ${many(live.length, "live tensor")}, ${size(total(live))}`));
-  const more = live.length > SOME
-    ? el("button", { class: "more", type: "button", onclick: () => { allTensors = !allTensors; drawTensors(); } }, allTensors ? "Show fewer" : `Show all ${live.length}`)
-    : "";
-  byId("tensors").replaceChildren(title, live.length ? el("table", {}, head(["tensor", "module", "row", "value", "bytes"], 4), el("tbody", {}, ...rows)) : "", more);
+  const title = el(
+    "h3",
+    {},
+    `${which}: ${size(held.total[moment])} at ${nameOf(moment)} `,
+    el(
+      "span",
+      { class: "soft" },
+      `${whereIs(held, moment)}; ${many(live.length, "live tensor")}, ${size(total(live))}`,
+    ),
+  );
+  const more =
+    live.length > SOME
+      ? el(
+          "button",
+          {
+            class: "more",
+            type: "button",
+            onclick: () => {
+              allTensors = !allTensors;
+              drawTensors();
+            },
+          },
+          allTensors ? "Show fewer" : `Show all ${live.length}`,
+        )
+      : "";
+  byId("tensors").replaceChildren(
+    title,
+    live.length
+      ? el("table", {}, head(["tensor", "module", "row", "value", "bytes"], 4), el("tbody", {}, ...rows))
+      : "",
+    more,
+  );
 }
 
 function shorten(value) {

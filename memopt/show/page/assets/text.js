@@ -3,7 +3,11 @@ const GIB = 1024 ** 3;
 
 function size(bytes) {
   if (bytes < 0) return `−${size(-bytes)}`;
-  for (const [unit, scale] of [["GB", GIB], ["MB", 1024 ** 2], ["kB", 1024]]) {
+  for (const [unit, scale] of [
+    ["GB", GIB],
+    ["MB", 1024 ** 2],
+    ["kB", 1024],
+  ]) {
     if (bytes >= scale) return `${threeDigits(bytes / scale)} ${unit}`;
   }
   return bytes ? `${bytes} B` : "–";
@@ -43,7 +47,8 @@ function svg(tag, attributes = {}, ...children) {
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
   return element;
@@ -57,7 +62,11 @@ function swatch(kind) {
 function choice(place, options, chosen, choose) {
   place.replaceChildren(
     ...options.map(([value, label]) =>
-      el("button", { type: "button", "aria-pressed": String(value === chosen), onclick: () => choose(value) }, label),
+      el(
+        "button",
+        { type: "button", "aria-pressed": String(value === chosen), onclick: () => choose(value) },
+        label,
+      ),
     ),
   );
 }

@@ -54,9 +54,23 @@ function drawTimeline() {
   const y = (bytes) => floor - (bytes / most) * (floor - MARGIN.top);
   shown = { held, edges, x, y, own, from, to, inner, end, width, floor };
   const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT });
-  picture.append(...yAxis(y, most, width), ...bands(held, own, y), outline(other, others, y), ...halves(held, edges, x, inner));
+  picture.append(
+    ...yAxis(y, most, width),
+    ...bands(held, own, y),
+    outline(other, others, y),
+    ...halves(held, edges, x, inner),
+  );
   picture.append(...ribbon(held, edges, x, inner), ...xAxis(from, to, x, inner));
-  if (withBudget) picture.append(svg("line", { class: "limit", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(plan.budget), y2: y(plan.budget) }));
+  if (withBudget)
+    picture.append(
+      svg("line", {
+        class: "limit",
+        x1: MARGIN.left,
+        x2: width - MARGIN.right,
+        y1: y(plan.budget),
+        y2: y(plan.budget),
+      }),
+    );
   picture.append(svg("g", { id: "ranges" }), svg("g", { id: "marks" }));
   place.replaceChildren(picture);
   byId("reset").disabled = state.zoom === null;
@@ -95,7 +109,8 @@ function bands(held, own, y) {
       up += `L${left} ${height}L${left + 1} ${height}`;
       any ||= bytes > 0;
     }
-    if (any) areas.push(svg("path", { d: `M${up.slice(1)}${down}Z`, fill: colourOf(name), "data-kind": name }));
+    if (any)
+      areas.push(svg("path", { d: `M${up.slice(1)}${down}Z`, fill: colourOf(name), "data-kind": name }));
   });
   return areas;
 }
@@ -112,13 +127,26 @@ function outline(other, others, y) {
 
 /** Where the backward and the optimiser's step begin. */
 function halves(held, edges, x, inner) {
-  return [["backward", edges[held.boundary]], ["optimizer", edges[held.count]]].flatMap(([name, at]) => {
+  return [
+    ["backward", edges[held.boundary]],
+    ["optimizer", edges[held.count]],
+  ].flatMap(([name, at]) => {
     const left = x(at);
     if (left < 0 || left > inner) return [];
     const end = left > inner - 70;
     return [
-      svg("line", { class: "half", x1: MARGIN.left + left, x2: MARGIN.left + left, y1: 4, y2: HEIGHT - MARGIN.bottom }),
-      svg("text", { x: MARGIN.left + left + (end ? -5 : 5), y: 12, "text-anchor": end ? "end" : "start" }, name),
+      svg("line", {
+        class: "half",
+        x1: MARGIN.left + left,
+        x2: MARGIN.left + left,
+        y1: 4,
+        y2: HEIGHT - MARGIN.bottom,
+      }),
+      svg(
+        "text",
+        { x: MARGIN.left + left + (end ? -5 : 5), y: 12, "text-anchor": end ? "end" : "start" },
+        name,
+      ),
     ];
   });
 }
@@ -134,12 +162,24 @@ function ribbon(held, edges, x, inner) {
     if (right - left >= 2) parts.push([partOf(moduleOf(held.op[begin])), left, right]);
     begin = at;
   }
-  return parts.flatMap(([name, left, right], number) => [
-    svg("rect", { class: `block${number % 2 ? " odd" : ""}`, x: MARGIN.left + left, width: right - left, y: HEIGHT - MARGIN.bottom - MARGIN.ribbon + 4, height: MARGIN.ribbon - 6 }),
-    right - left > 7 * short(name).length + 8
-      ? svg("text", { x: MARGIN.left + (left + right) / 2, y: HEIGHT - MARGIN.bottom - 6, "text-anchor": "middle" }, short(name))
-      : "",
-  ]).filter(Boolean);
+  return parts
+    .flatMap(([name, left, right], number) => [
+      svg("rect", {
+        class: `block${number % 2 ? " odd" : ""}`,
+        x: MARGIN.left + left,
+        width: right - left,
+        y: HEIGHT - MARGIN.bottom - MARGIN.ribbon + 4,
+        height: MARGIN.ribbon - 6,
+      }),
+      right - left > 7 * short(name).length + 8
+        ? svg(
+            "text",
+            { x: MARGIN.left + (left + right) / 2, y: HEIGHT - MARGIN.bottom - 6, "text-anchor": "middle" },
+            short(name),
+          )
+        : "",
+    ])
+    .filter(Boolean);
 }
 
 /** The block that a module lies in, or the module itself outside of blocks. */
@@ -150,104 +190,4 @@ function partOf(path) {
 
 function short(path) {
   return path.split(".").slice(-2).join(".") || "(model)";
-}
-
-/** The live ranges of the operator whose story is told. */
-function drawRanges() {
-  if (!shown) return;
-  const { held, edges, x, inner, floor } = shown;
-  const marks = rangesOf(held, state.op).map((range) => {
-    const left = Math.max(0, x(edges[held.ranges.first[range]]));
-    const right = Math.min(inner, x(edges[held.ranges.last[range] + 1]));
-    return right <= left ? "" : svg("rect", { class: "range", x: MARGIN.left + left, width: Math.max(2, right - left), y: MARGIN.top, height: floor - MARGIN.top });
-  });
-  byId("ranges").replaceChildren(...marks.filter(Boolean));
-}
-
-function rangesOf(held, op) {
-  if (op === null) return [];
-  return held.ranges.op.flatMap((own, range) => (own === op ? [range] : []));
-}
-
-/** The moment that was kept, and the one under the pointer. */
-function drawMarks() {
-  if (!shown) return;
-  const { held, edges, x, y, inner } = shown;
-  const marks = [[state.pinned, "pin"], [state.moment, "cursor"]].flatMap(([moment, name]) => {
-    if (moment === null || moment > held.count) return [];
-    const left = x((edges[moment] + edges[moment + 1]) / 2);
-    if (left < 0 || left > inner) return [];
-    return [
-      svg("line", { class: name, x1: MARGIN.left + left, x2: MARGIN.left + left, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }),
-      svg("circle", { class: `dot${name === "pin" ? " pinned" : ""}`, cx: MARGIN.left + left, cy: y(held.total[moment]), r: 4 }),
-    ];
-  });
-  byId("marks").replaceChildren(...marks);
-}
-
-function momentAt(event) {
-  const column = Math.floor(event.clientX - byId("chart").getBoundingClientRect().left - MARGIN.left);
-  const inside = Math.max(0, Math.min(shown.own.length - 1, column));
-  return shown.own[inside] < 0 ? null : shown.own[inside];
-}
-
-function startTimeline() {
-  const place = byId("chart");
-  let drag = null;
-  const left = (event) => event.clientX - place.getBoundingClientRect().left - MARGIN.left;
-  place.addEventListener("pointerdown", (event) => {
-    drag = left(event);
-    place.setPointerCapture(event.pointerId);
-  });
-  place.addEventListener("pointermove", (event) => {
-    change({ moment: momentAt(event) });
-    showMoment(event.clientX, event.clientY);
-    if (drag !== null && Math.abs(left(event) - drag) > 4) drawZoom(drag, left(event));
-  });
-  place.addEventListener("pointerup", (event) => {
-    if (drag === null) return;
-    const [a, b] = [drag, left(event)].sort((one, two) => one - two).map((at) => Math.max(0, Math.min(shown.inner, at)));
-    drag = null;
-    if (b - a > 4) {
-      const back = (at) => shown.from + (at / shown.inner) * (shown.to - shown.from);
-      change({ zoom: [back(a), back(b)], moment: null });
-    } else change({ pinned: momentAt(event) });
-    drawMarks();
-  });
-  place.addEventListener("pointerleave", () => {
-    change({ moment: null });
-    hideTip();
-  });
-  place.addEventListener("dblclick", () => change({ zoom: null }));
-  place.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by) change({ pinned: Math.max(0, Math.min(memory().count, (state.pinned ?? memory().peak) + by)) });
-    else if (event.key === "Escape") change({ pinned: null, zoom: null });
-    else return;
-    event.preventDefault();
-  });
-  byId("reset").addEventListener("click", () => change({ zoom: null }));
-  byId("to-peak").addEventListener("click", () => change({ pinned: memory().peak, zoom: null }));
-  new ResizeObserver(drawTimeline).observe(place);
-}
-
-function drawZoom(a, b) {
-  const { floor } = shown;
-  const from = MARGIN.left + Math.max(0, Math.min(a, b));
-  byId("marks").append(svg("rect", { class: "zoom", x: from, width: Math.abs(b - a), y: MARGIN.top, height: floor - MARGIN.top }));
-}
-
-function drawControls() {
-  const count = (name) => size(memories[name].total[memories[name].peak]);
-  choice(byId("which"), [["planned", `Planned, ${count("planned")}`], ["plain", `Nothing recomputed, ${count("plain")}`]], state.which, (which) => change({ which, pinned: null, moment: null, zoom: null }));
-  choice(byId("scale"), [["time", "By time"], ["order", "By operator"]], state.scale, (scale) => change({ scale, zoom: null }));
-  const used = KINDS.filter((_, kind) => memory().bands[kind].some((bytes) => bytes > 0));
-  const outlined = state.which === "planned" ? "nothing recomputed" : "planned";
-  const colours = new Map();
-  for (const [name, colour] of used) colours.set(colour, [...(colours.get(colour) ?? []), name === "other" ? "other rows" : name]);
-  byId("legend").replaceChildren(
-    ...[...colours].map(([colour, names]) => el("span", {}, el("i", { class: "swatch", style: `background:var(--k-${colour})` }), names.join(", "))),
-    el("span", {}, el("i", { class: "outline" }), outlined),
-    el("span", {}, el("i", { class: "dash" }), `budget ${size(plan.budget)}`),
-  );
 }

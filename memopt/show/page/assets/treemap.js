@@ -11,7 +11,14 @@ function moduleTree(bytes) {
     const whole = [...rows.values()].reduce((sum, one) => sum + one, 0);
     node.size += whole;
     parts.forEach((part, depth) => {
-      if (!node.children.has(part)) node.children.set(part, { name: part, path: parts.slice(0, depth + 1).join("."), children: new Map(), own: new Map(), size: 0 });
+      if (!node.children.has(part))
+        node.children.set(part, {
+          name: part,
+          path: parts.slice(0, depth + 1).join("."),
+          children: new Map(),
+          own: new Map(),
+          size: 0,
+        });
       node = node.children.get(part);
       node.size += whole;
     });
@@ -44,7 +51,8 @@ function drawTreemap() {
   fillBox(picture, node, { x: 0, y: 0, width, height: MAP_HEIGHT }, 0);
   place.replaceChildren(picture);
   const when = state.pinned === null ? "the peak" : nameOf(moment);
-  byId("modules-at").textContent = `${size(held.total[moment])} at ${when}, ${state.which === "planned" ? "as planned" : "with nothing recomputed"}: what each module holds, and parameters with their optimizer state where they are.`;
+  byId("modules-at").textContent =
+    `${size(held.total[moment])} at ${when}, ${state.which === "planned" ? "as planned" : "with nothing recomputed"}: what each module holds, and parameters with their optimizer state where they are.`;
   drawCrumbs(node);
 }
 
@@ -62,17 +70,36 @@ function fillBox(picture, node, box, depth) {
 
 function leaf(picture, node, item, box) {
   const rect = svg("rect", { ...box, class: "leaf", fill: colourOf(item.kind) });
-  rect.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, el("b", {}, size(item.size)), ` ${item.kind}`, el("div", { class: "soft" }, node.path || "(model)")));
+  rect.addEventListener("pointermove", (event) =>
+    showTip(
+      event.clientX,
+      event.clientY,
+      el("b", {}, size(item.size)),
+      ` ${item.kind}`,
+      el("div", { class: "soft" }, node.path || "(model)"),
+    ),
+  );
   rect.addEventListener("pointerleave", hideTip);
-  if (node.path && node.path !== state.module) rect.addEventListener("click", () => change({ module: node.path }));
+  if (node.path && node.path !== state.module)
+    rect.addEventListener("click", () => change({ module: node.path }));
   picture.append(rect);
-  const label = [`${item.kind} ${size(item.size)}`, item.kind, size(item.size)].find((text) => box.width > 7 * text.length + 10);
+  const label = [`${item.kind} ${size(item.size)}`, item.kind, size(item.size)].find(
+    (text) => box.width > 7 * text.length + 10,
+  );
   if (label && box.height > 26) picture.append(svg("text", { x: box.x + 7, y: box.y + 17 }, label));
 }
 
 function group(picture, node, box, depth) {
   const named = box.width > 60 && box.height > 34;
-  const inside = named && depth < 3 ? { x: box.x + 2, y: box.y + HEAD, width: Math.max(0, box.width - 4), height: Math.max(0, box.height - HEAD - 2) } : box;
+  const inside =
+    named && depth < 3
+      ? {
+          x: box.x + 2,
+          y: box.y + HEAD,
+          width: Math.max(0, box.width - 4),
+          height: Math.max(0, box.height - HEAD - 2),
+        }
+      : box;
   if (inside !== box) {
     picture.append(svg("rect", { ...box, class: "head" }));
     const label = state.module ? node.path.slice(state.module.length + 1) : node.path;
@@ -80,13 +107,21 @@ function group(picture, node, box, depth) {
     const room = Math.floor((box.width - 10) / 6.6);
     const bytes = ` ${size(node.size)}`;
     const name = text.length > room ? `${text.slice(0, Math.max(1, room - 1))}…` : text;
-    picture.append(svg("text", { x: box.x + 6, y: box.y + 14 }, name + (name === text && text.length + bytes.length <= room ? bytes : "")));
+    picture.append(
+      svg(
+        "text",
+        { x: box.x + 6, y: box.y + 14 },
+        name + (name === text && text.length + bytes.length <= room ? bytes : ""),
+      ),
+    );
   }
   fillBox(picture, node, inside, depth + 1);
   if (inside === box) return;
   const frame = svg("rect", { x: box.x, y: box.y, width: box.width, height: HEAD, class: "group" });
   frame.addEventListener("click", () => change({ module: node.path }));
-  frame.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, el("b", {}, size(node.size)), ` ${node.path}`));
+  frame.addEventListener("pointermove", (event) =>
+    showTip(event.clientX, event.clientY, el("b", {}, size(node.size)), ` ${node.path}`),
+  );
   frame.addEventListener("pointerleave", hideTip);
   picture.append(frame);
 }
@@ -95,7 +130,14 @@ function drawCrumbs(node) {
   const parts = node.path ? node.path.split(".") : [];
   const steps = parts.map((part, depth) => [part, parts.slice(0, depth + 1).join(".")]);
   byId("crumbs").replaceChildren(
-    ...[["model", ""], ...steps].flatMap(([name, path], at) => [at ? el("span", { class: "soft" }, " › ") : "", path === node.path ? el("span", {}, name) : el("button", { type: "button", onclick: () => change({ module: path }) }, name)]).filter(Boolean),
+    ...[["model", ""], ...steps]
+      .flatMap(([name, path], at) => [
+        at ? el("span", { class: "soft" }, " › ") : "",
+        path === node.path
+          ? el("span", {}, name)
+          : el("button", { type: "button", onclick: () => change({ module: path }) }, name),
+      ])
+      .filter(Boolean),
     el("span", { class: "soft" }, `  ${size(node.size)}`),
   );
 }
