@@ -15,6 +15,7 @@ import pytest
 import memopt
 import memopt.solver
 from tests.docs.page_examples import NOT_RUN, PAGES, ROOT, given, marked_blocks, python_blocks
+from tests.elsewhere import counted  # noqa: F401, a fixture
 
 WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 # README's program runs in a process of its own in tests/test_readme.py.
@@ -27,6 +28,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", HERE, ids=name_of)
+@pytest.mark.usefixtures("counted")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
