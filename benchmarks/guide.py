@@ -3,10 +3,11 @@
     python -m benchmarks.guide [--only Llama-3.1-8B] [--upto 8]
 
 Planned on the meta device with the shapes of the published models, nothing is run: one sequence of 2,048 tokens at a
-time (TrainStep accumulates), bf16 compute, AdamW, logits computed on demand only, no activation offloaded. In full: fp32
-parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16. For each
-model the smallest budget is found, with the levers that are on by default and with each combination of proposals about
-the optimiser. Writes `results/guide.json` model by model, and from all that is in there `docs/guide.md`.
+time (TrainStep accumulates), bf16 compute, AdamW, logits computed on demand only, no activation offloaded. In full:
+fp32 parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16.
+For each model the smallest budget is found, with the levers that are on by default and with each combination of
+proposals about the optimiser. Writes `results/guide.json` model by model, and from all that is in there
+`docs/guide.md`.
 """
 
 from __future__ import annotations

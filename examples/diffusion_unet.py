@@ -1,7 +1,7 @@
 """A diffusion model: a U-Net with attention that predicts the noise in pictures of digits, trained within a budget.
 
-The network is laid out as diffusers' `UNet2DModel`: residual blocks that are told the time, attention where pictures are
-small, skips from the way down to the way up. The pictures ship with scikit-learn.
+The network is laid out as diffusers' `UNet2DModel`: residual blocks that are told the time, attention where pictures
+are small, skips from the way down to the way up. The pictures ship with scikit-learn.
 `python examples/diffusion_unet.py --small` takes seconds on a CPU.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,10 @@ def _line() -> Iterator[None]:
         yield
         return
     text = TextColumn("memopt: {task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    with Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=_console, transient=True) as line:
+    columns = SpinnerColumn(), TimeElapsedColumn(), text
+    # What the model prints meanwhile stays in the file that standard output is redirected to.
+    apart = sys.stdout is not None and sys.stdout.isatty()
+    with Progress(*columns, console=_console, transient=True, redirect_stdout=apart) as line:
         _shown.append((line, line.add_task("", total=None)))
         _show()
         try:

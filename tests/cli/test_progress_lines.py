@@ -60,6 +60,21 @@ def test_on_a_terminal_one_line() -> None:
     assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h"), "the cursor is hidden and shown again"
 
 
+def test_what_a_model_prints_stays_on_standard_output(tmp_path: Path) -> None:
+    """While the line is on the terminal, and standard output is a file."""
+    script = "from memopt.progress import stage\nwith stage('planning'):\n    print('from the model')"
+    ours, theirs = pty.openpty()
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with (tmp_path / "out.txt").open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=theirs, env=surroundings)
+    os.close(theirs)
+    printed = read_all(ours)
+    assert process.wait() == 0
+    assert "planning" in printed
+    assert "from the model" not in printed
+    assert (tmp_path / "out.txt").read_text() == "from the model\n"
+
+
 def read_all(terminal: int) -> str:
     """Return what is written to a pseudo-terminal until its other end is closed."""
     parts: list[bytes] = []

@@ -15,10 +15,12 @@ import pytest
 import memopt
 import memopt.solver
 from tests.docs.page_examples import NOT_RUN, PAGES, ROOT, given, marked_blocks, python_blocks
+from tests.elsewhere import counted  # noqa: F401, a fixture
 
 WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
-# README's program runs in a process of its own in tests/test_readme.py.
-HERE = [page for page in WITH_PYTHON if page.name != "README.md"]
+# README's program runs in a process of its own in tests/test_readme.py, as those of docs/integrations do in
+# tests/integrations.
+HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
 BASES = ("Pass", "Pipeline", "RewritePattern")
 
 
@@ -27,6 +29,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", HERE, ids=name_of)
+@pytest.mark.usefixtures("counted")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
