@@ -94,6 +94,13 @@ class BrokenCalls:
         self._plans.clear()
         self._emitted.clear()
 
+    def forget_plans(self, but: Plan | None) -> None:
+        """Drop all plans but one; emitted regions are kept."""
+        kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
+        self._plans.clear()
+        for key, planned in kept:
+            self._plans[key] = planned
+
     def run(self, under_way: UnderWay, capture: Callable[[], CapturedCall]) -> Any:
         """Run a call by its plan. Where there is none, `capture` records the regions, and the plan is made first.
 
