@@ -73,7 +73,7 @@ class BrokenCalls:
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
-        self._rehearsal = Rehearsal()
+        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast)
         try:
             with undone(self.model):
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)

@@ -104,9 +104,9 @@ class PlannedRuns:
 
 
 def _values(self, number: int) -> Values:
-        if number not in self._planned_values:
-            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
-        return self._planned_values[number]
+    if number not in self._planned_values:
+        self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
+    return self._planned_values[number]
 
 
 def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
