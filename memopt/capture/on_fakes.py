@@ -33,8 +33,8 @@ def capture_on_fakes(
 ) -> CapturedCall:
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
-    `low` is as for `Rehearsal`. With `narrowed`, parameters and inputs are captured in another dtype than they have. Where the forward breaks into
-    regions, its Python code runs once on fakes. Raises `CaptureError`.
+    `low` is as for `Rehearsal`. With `narrowed`, parameters and inputs are captured in another dtype than they have.
+    Where the forward breaks into regions, its Python code runs once on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
     to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)

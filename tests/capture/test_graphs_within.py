@@ -62,5 +62,6 @@ def test_a_region_that_passes_cannot_edit_runs_under_autocast_and_says_so(make: 
     assert any("is not rewritten by passes, since it" in note for note in memopt.plan_of(model).notes)
     torch.testing.assert_close(loss.float(), expected, rtol=0.02, atol=0.0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert gradient is not None and parameter.grad is not None
+        assert gradient is not None
+        assert parameter.grad is not None
         assert (parameter.grad - gradient).norm() < 0.05 * gradient.norm()

@@ -62,7 +62,8 @@ def test_larger_sizes_are_planned_with_a_margin_and_smaller_ones_run_by_the_same
     check(model, calls, (20, 30, 14))
     check(model, calls, (16, 40, 8))
     plans = calls.road.plans
-    assert calls.latest is not None and calls.latest.method == METHOD
+    assert calls.latest is not None
+    assert calls.latest.method == METHOD
     for rows in ((20, 36, 8), (18, 41, 5), (20, 44, 0)):
         check(model, calls, rows)
     assert calls.road.plans == plans
@@ -75,7 +76,8 @@ def test_an_expert_that_was_not_hit_before_joins_the_plan_of_the_others() -> Non
     check(model, calls, (32, 32, 0))
     check(model, calls, (32, 0, 32))
     plans = calls.road.plans
-    assert calls.latest is not None and calls.latest.method == METHOD
+    assert calls.latest is not None
+    assert calls.latest.method == METHOD
     for rows in ((32, 32, 0), (32, 0, 32), (32, 32, 0)):
         check(model, calls, rows)
     assert calls.road.plans == plans
