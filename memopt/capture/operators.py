@@ -250,12 +250,8 @@ def _check_transforms(graph: fx.Graph) -> None:
 
 
 def _check_targets(graph: fx.Graph) -> None:
-    """Raise `Untraceable` for a call that is neither an operator nor arithmetic on sizes, or that runs graphs of its
-    own as `torch.autograd.Function` does."""
+    """Raise `Untraceable` for a call that is neither an operator nor arithmetic on sizes."""
     for node in graph.nodes:
-        graphs = [given for given in node.all_input_nodes if given.op == "get_attr" and "val" not in given.meta]
-        if isinstance(node.target, HigherOrderOperator) and graphs:
-            raise Untraceable(f"it calls {node.target}, which runs graphs of its own")
         if node.op == "call_function" and not _is_operator(node):
             name = getattr(node.target, "__name__", str(node.target))
             raise Untraceable(f"it calls {name}, which is no operator")
