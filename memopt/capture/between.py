@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -95,17 +95,21 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             super().count(tensors)
 
 
-def stand_in(region: fx.GraphModule, between: Between, number: int, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def stand_in(
+    region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, arguments: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
     passes on are counted. `number` is that
     of the run."""
     run: Any = _StandIn.apply
-    return run(region, between, number, *arguments)
+    return run(region, between, number, low, *arguments)
 
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: fx.GraphModule, between: Between, number: int, *arguments: Any) -> Any:
+    def forward(
+        ctx: Any, region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, *arguments: Any
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
         # Leaves get no gradient: autograd would copy it into `.grad`, since Python code holds it too.
@@ -116,7 +120,8 @@ class _StandIn(torch.autograd.Function):
                 else None
                 for argument in arguments
             ]
-            outputs = region.forward(*arguments)
+            with _computing_in(low, arguments):
+                outputs = region.forward(*arguments)
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
             # An output without a gradient in the model has none here either: later regions are captured as they run.
@@ -127,7 +132,13 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.between.begin_backward(ctx.number, gradients)
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
-        return None, None, None, *made
+        return None, None, None, None, *made
+
+
+def _computing_in(low: torch.dtype | None, arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Autocast to a dtype, on the device of the arguments; nothing where it is on already, or `low` is None."""
+    device = next((value.device.type for value in arguments if isinstance(value, torch.Tensor)), "cpu")
+    return nullcontext() if low is None or torch.is_autocast_enabled(device) else torch.autocast(device, dtype=low)
 
 
 def _undifferentiated(region: fx.GraphModule) -> list[int]:

@@ -29,11 +29,12 @@ def capture_on_fakes(
     *,
     differentiate_all: bool,
     narrowed: Narrowed | None = None,
+    low: torch.dtype | None = None,
 ) -> CapturedCall:
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
-    With `narrowed`, parameters and inputs are captured in another dtype than they have. Where the forward breaks into
-    regions, its Python code runs once on fakes. Raises `CaptureError`.
+    `low` is as for `Rehearsal`. With `narrowed`, parameters and inputs are captured in another dtype than they have.
+    Where the forward breaks into regions, its Python code runs once on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
     to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)
@@ -54,18 +55,24 @@ def capture_on_fakes(
             reason = str(broken)
         else:
             reason = PASSED_OVER
-        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
+        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode, low)
 
 
 PASSED_OVER = "torch.compile passes it over"
 
 
 def _capture_regions(
-    model: nn.Module, forward: Callable[..., Any], call: Call, ids: dict[int, int], reason: str, mode: FakeTensorMode
+    model: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    ids: dict[int, int],
+    reason: str,
+    mode: FakeTensorMode,
+    low: torch.dtype | None,
 ) -> CapturedCall:
     """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code once."""
     args, kwargs = call
-    rehearsal = Rehearsal(ids)
+    rehearsal = Rehearsal(ids, low)
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with rehearsal.between.planned():

@@ -179,6 +179,7 @@ def operator_graph(
 
     Autocast casts as on the device type `planned_for`. Raises `Untraceable` where the region's meaning would be lost.
     """
+    _check_transforms(graph_module.graph)
     module = trace_operators(graph_module, inputs, planned_for)
     _check_targets(module.graph)
     return OperatorGraph(module, parameter_inputs, author_typed=_take_marks(module.graph))
@@ -237,6 +238,15 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
 def traced_from(node: fx.Node) -> str:
     """The name of the operator graph's node that a joint graph's node was traced from; empty where there is none."""
     return str(node.meta.get("custom", {}).get(_OPERATOR, ""))
+
+
+def _check_transforms(graph: fx.Graph) -> None:
+    """Raise `Untraceable` for a region that enters a transform of torch.func: the values inside of it are of no use
+    outside, where passes edit the graph."""
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name.endswith("_increment_nesting"):
+            raise Untraceable(f"it runs under torch.{name.removesuffix('_increment_nesting').lstrip('_')}")
 
 
 def _check_targets(graph: fx.Graph) -> None:

@@ -28,10 +28,11 @@ class Rehearsal:
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
     gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are.
+    With `low`, regions compute in that dtype, so that what they pass on has the dtype that it will have.
     """
 
-    def __init__(self, real_ids: Mapping[int, int] | None = None) -> None:
-        self.real_ids = real_ids
+    def __init__(self, real_ids: Mapping[int, int] | None = None, low: torch.dtype | None = None) -> None:
+        self.real_ids, self.low = real_ids, low
         self.between = Between()
         self.runs: list[RegionRun] = []
         self._passed: list[tuple[tuple[bool, ...], list[Any]]] = []
@@ -46,7 +47,7 @@ class Rehearsal:
         if not region.differentiable:
             return region.graph_module(*inputs)
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
-        outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), inputs)
+        outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
         self._passed.append((tuple(map(_given_on, inputs)), [_weak_storage(value, given) for value in outputs]))
         return outputs

@@ -150,14 +150,18 @@ class Traces:
     """The joint graphs of regions that were traced last, so that a region is traced once however many calls have it."""
 
     def __init__(self) -> None:
-        self._joints: Recent[tuple[RecordedRegion, Rewriting, str], JointGraph] = Recent(_MOST_TRACES)
+        self._joints: Recent[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = Recent(_MOST_TRACES)
+        """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
     def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
         """The joint graph of a region under a rewriting. Raises as `trace`."""
-        key = region, rewriting, backend
-        if key not in self._joints:
-            self._joints[key] = trace(region, rewriting, backend)
-        return self._joints[key]
+        known = self._joints.get((region, backend)) or []
+        for other, joint in known:
+            if other is rewriting or other == rewriting:
+                return joint
+        joint = trace(region, rewriting, backend)
+        self._joints[region, backend] = [*known, (rewriting, joint)]
+        return joint
 
 
 def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[RegionRun, ...]:

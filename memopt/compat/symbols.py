@@ -85,7 +85,8 @@ def shape_symbols(value: Any) -> set[str]:
         return set().union(*map(shape_symbols, value))
     if not isinstance(value, torch.Tensor):
         return set()
-    expressions: list[Any] = [size.node.expr for size in value.shape if not isinstance(size, int)]
+    sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
+    expressions = [size.node.expr for size in sizes]
     return {symbol.name for expression in expressions for symbol in expression.free_symbols}
 
 

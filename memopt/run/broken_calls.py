@@ -73,7 +73,7 @@ class BrokenCalls:
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
-        self._rehearsal = Rehearsal()
+        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast)
         try:
             with undone(self.model):
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
@@ -93,6 +93,13 @@ class BrokenCalls:
         """Drop all plans and emitted regions, so that every call is planned again."""
         self._plans.clear()
         self._emitted.clear()
+
+    def forget_plans(self, but: Plan | None) -> None:
+        """Drop all plans but one; emitted regions are kept."""
+        kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
+        self._plans.clear()
+        for key, planned in kept:
+            self._plans[key] = planned
 
     def run(self, under_way: UnderWay, capture: Callable[[], CapturedCall]) -> Any:
         """Run a call by its plan. Where there is none, `capture` records the regions, and the plan is made first.

@@ -103,12 +103,6 @@ class PlannedRuns:
         return self._planned_values[number]
 
 
-def _values(self, number: int) -> Values:
-        if number not in self._planned_values:
-            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
-        return self._planned_values[number]
-
-
 def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
     with known_sizes(sizes):
         made = {info.maker: info.bytes for info in find_storages(joint.module.graph).infos}

@@ -313,7 +313,8 @@ class TrainingCalls:
         state of the optimiser for them from then on."""
         reached = self.planner.reached
         if self._reached and reached != self._reached:
-            self._forget_plans()
+            self._whole.forget()
+            self._broken.forget_plans(but=self._latest)
         self._reached = reached
 
     def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -56,9 +58,31 @@ def state_of(step: Stateful) -> StateDict:
 def restore(step: Stateful, state: StateDict) -> None:
     """Set `step` to `state`.
 
-    Raises `ValueError` where the state is of a TrainStep built otherwise, before anything is changed.
+    Raises `ValueError` where the state is damaged, or of a TrainStep built otherwise; the step is then as before.
     """
-    _check(step, state)
+    try:
+        _check(step, state)
+    except (TypeError, KeyError, AttributeError) as failure:
+        raise ValueError(_DAMAGED.format(_said(failure))) from failure
+    before, gradients = copy.copy(state_of(step)), [parameter.grad for parameter in step.parameters]
+    before["fp8_histories"] = copy.deepcopy(before["fp8_histories"])
+    try:
+        _set(step, state)
+    except Exception as failure:
+        _set(step, before)
+        for parameter, gradient in zip(step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        raise ValueError(_DAMAGED.format(_said(failure))) from failure
+
+
+_DAMAGED = "this is no state of a TrainStep, or it is damaged ({}); load one that state_dict() returned"
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+
+def _set(step: Stateful, state: StateDict) -> None:
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
@@ -81,6 +105,8 @@ def restore(step: Stateful, state: StateDict) -> None:
 
 
 def _check(step: Stateful, state: StateDict) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
     if missing:
         raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")

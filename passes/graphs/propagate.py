@@ -35,9 +35,10 @@ def propagating(mode: Any) -> Iterator[None]:
 def refresh(node: Node) -> None:
     """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
 
-    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument. A call
+    that runs graphs of its own, as `torch.autograd.Function` does, keeps its value: its arguments keep their dtypes.
     """
-    if node.op != "call_function":
+    if node.op != "call_function" or any("val" not in given.meta for given in node.all_input_nodes):
         return
     if binds_new_symbols(node):
         source = next(tensors(node.all_input_nodes[0].meta["val"]))

@@ -86,3 +86,23 @@ def test_everything_that_a_forward_changes_is_undone_also_where_it_raises() -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python
     assert model.steps == 0
+
+
+def test_no_gradient_that_is_held_changes_and_no_hook_on_one_is_called() -> None:
+    """Hooks on the nodes that accumulate gradients, as torch's `_apply_optimizer_in_backward` has them, are the
+    user's: they belong to steps and not to captures."""
+    model, x, called = Branches().train(), torch.randn(32, 16), []
+    model.loose = nn.Parameter(torch.ones(16))  # type: ignore[assignment]
+    node: Any = model.loose.view_as(model.loose).grad_fn.next_functions[0][0]  # type: ignore[union-attr, operator]
+    node.register_hook(lambda *_: called.append(1))
+    model.loose.grad = held = torch.ones(16)
+    model.first.register_forward_hook(lambda module, given, result: _scaled(result, model.loose))
+    memopt.optimize(model, 1, example_inputs=(x,), **EXACT)
+    assert not called
+    assert model.loose.grad is held
+    assert torch.equal(held, torch.ones(16))
+
+
+@torch._dynamo.disable
+def _scaled(value: torch.Tensor, factor: Any) -> torch.Tensor:
+    return value * factor

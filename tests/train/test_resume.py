@@ -161,3 +161,42 @@ def test_what_is_no_state_is_refused() -> None:
         step.load_state_dict(
             {"generators": {}, "schedulers": [], "accumulate": 1, "effective_batch": {}, "scaler": None}
         )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizers": [{"state": {}, "param_groups": []}]},
+        {"optimizers": [7]},
+        {"optimizers": 7},
+        {"effective_batch": {}},
+        {"gradients": [1, 2]},
+        {"generators": {"torch": torch.zeros(3)}},
+        {"number": None, "generators": None},
+    ],
+)
+def test_a_damaged_state_is_refused_and_leaves_the_step_as_it_was(change: dict[str, Any]) -> None:
+    model = regression()
+    step = TrainStep(model, torch.optim.Adam(model.parameters(), lr=0.5), accumulate=2)
+    for _ in range(3):
+        step(pieces.points())
+    state = copy.deepcopy(step.state_dict())
+    held = [parameter.grad for parameter in model.parameters()]
+    damaged = copy.deepcopy(state) | change
+    with pytest.raises(ValueError, match="no state of a TrainStep, or it is damaged"):
+        step.load_state_dict(damaged)
+    assert step.number == state["number"]
+    assert step.effective_batch.calls == state["effective_batch"]["calls"]
+    for parameter, gradient in zip(model.parameters(), held, strict=True):
+        assert parameter.grad is gradient
+    now = step.state_dict()
+    assert same(now["gradients"], state["gradients"])
+    for number, saved in state["optimizers"][0]["state"].items():
+        assert same(list(now["optimizers"][0]["state"][number].values()), list(saved.values()))
+
+
+@pytest.mark.parametrize("state", [None, 7, [], "state"])
+def test_what_is_no_mapping_is_refused(state: Any) -> None:
+    model = regression()
+    with pytest.raises(ValueError, match="no state of a TrainStep"):
+        TrainStep(model, torch.optim.SGD(model.parameters())).load_state_dict(state)

@@ -1,0 +1,52 @@
+"""Optimiser state of parameters that a call does not reach, such as the image encoder of a model that reads text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import memopt
+
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": torch.optim.AdamW, "elsewhere_gb": 0}
+
+
+class TwoEncoders(nn.Module):
+    """Reads text, an image, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(64, 64), nn.Linear(256, 64)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        h = torch.tanh(self.text(text))
+        if image is not None:
+            h = h + torch.tanh(self.image(image))
+        return h.pow(2).mean()
+
+
+def test_only_parameters_with_gradients_have_state_until_another_call_reaches_more() -> None:
+    model = TwoEncoders().train()
+    text, image = torch.randn(32, 64), torch.randn(32, 256)
+    memopt.optimize(model, 1, example_inputs=(text,), **EXACT)
+    own = sum(parameter.nbytes for parameter in model.text.parameters())
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    assert 2 * own <= memopt.plan_of(model).account.optimizer_state < 3 * own
+    model(text).backward()
+    model.zero_grad()
+    model(text, image).backward()
+    assert memopt.plan_of(model).account.optimizer_state >= 2 * every
+    model.zero_grad()
+    model(text).backward()
+    assert memopt.plan_of(model).account.optimizer_state >= 2 * every, "the state is there from the call before"
+
+
+def test_gradients_that_are_held_may_be_of_any_parameter() -> None:
+    model = TwoEncoders().train()
+    text = torch.randn(32, 64)
+    memopt.optimize(model, 1, example_inputs=(text,), **EXACT)
+    model(text).backward()
+    model(text).backward()
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    assert memopt.plan_of(model).account.gradients == every
