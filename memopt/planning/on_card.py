@@ -18,8 +18,8 @@ from memopt.planning.captured import Joined
 from memopt.solver import Schedule
 
 
-SPARE = 0.015
-"""The share of the allocator's bytes that is left for what no replay knows: the order of an operator's own blocks, and
+SPARE = 15, 1000
+"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's own blocks, and
 small ones that no graph has. Processes held to what the replay needs ran out of memory for the lack of up to 0.5%."""
 
 
@@ -48,7 +48,7 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     bare = without_allocator(account)
     if not account.context:
         return bare
-    limit = int((budget_bytes - account.context - account.lowering) / (1 + SPARE))
+    limit = _without_spare(budget_bytes - account.context - account.lowering)
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
     try:
         peaks = replay(joined.problem, schedule, blocks, expandable_segments=setting, limit_bytes=limit)
@@ -59,7 +59,14 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
 
 
 def _with_spare(nbytes: int) -> int:
-    return int(nbytes * (1 + SPARE))
+    """The least bytes of which `_without_spare` leaves `nbytes`."""
+    share, whole = SPARE
+    return -(-nbytes * (whole + share) // whole)
+
+
+def _without_spare(nbytes: int) -> int:
+    share, whole = SPARE
+    return nbytes * whole // (whole + share)
 
 
 def without_allocator(account: Account) -> Account:
