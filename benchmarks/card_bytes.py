@@ -1,13 +1,13 @@
-"""Bytes of training steps at real size on a CUDA card: predicted and allocated, then steps in a process that has no more
-than the budget.
+"""Bytes of training steps at real size on a CUDA card: predicted and allocated, in a process that has no more than the
+budget.
 
     python -m benchmarks.card_bytes [--only "GPT-2 medium"] [--backends aten inductor] [--optimizers adamw fused]
     .venv-card/bin/python tests/card/stand_in/run.py -m benchmarks.card_bytes      # where there is no card
 
-For each model, optimiser and backend: budgets from the smallest that works to the plain step's peak, and one that is half
-a percent below the smallest, which must be refused. The steps run, from the first
-one on, while torch's allocator may hold the budget less the context, and nothing else; "allocated" is
-`torch.cuda.max_memory_allocated` over the steps after the first, which compiles.
+For each model, optimiser and backend: budgets from the smallest that works to the plain step's peak, and one that is
+half a percent below the smallest, which must be refused. The steps run, from the first one on, while torch's allocator
+may hold the budget less the context, and nothing else; "allocated" is `torch.cuda.max_memory_allocated` over the steps
+after the first, which compiles.
 
 Each job is a process of its own, and each record is written as it comes; what the file has is not run again. With the
 stand-in (docs/card.md) bytes are those of a card and everything else is not.

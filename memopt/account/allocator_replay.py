@@ -46,8 +46,8 @@ def replay(
     expandable_segments: bool,
     limit_bytes: int | None = None,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run by `schedule`, until one leaves
-    the allocator as the one before did.
+    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run by `schedule`, until one
+    leaves the allocator as the one before did.
 
     Results of a step live until the optimiser is done.
 

@@ -17,10 +17,10 @@ from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
 from memopt.solver import Schedule
 
-
 SPARE = 15, 1000
-"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's own blocks, and
-small ones that no graph has. Processes held to what the replay needs ran out of memory for the lack of up to 0.5%."""
+"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's
+own blocks, and small ones that no graph has. Processes held to what the replay needs ran out of memory for lack of
+0.5%."""
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
