@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import memopt
-from benchmarks.gpu_methods import Method, peers, within
+from benchmarks.gpu_methods import Method, adamw, peers, within
 from benchmarks.gpu_models import Candidate, candidates
 from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
@@ -85,18 +85,23 @@ def train(method: Method, candidate: Candidate, size: int, steps: int, warm: int
     with torch.device(DEVICE):
         model, batch = candidate.make(), candidate.batch(size)
     method.prepare(model, candidate)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
+    optimizer = adamw(model)
 
     def step() -> None:
         optimizer.zero_grad()
-        output = model(**batch)
+        with method.autocast(DEVICE):
+            output = model(**batch)
         (output if isinstance(output, torch.Tensor) else output.loss).backward()
         optimizer.step()
 
     seconds = []
-    with method.settings(DEVICE):
+    with method.settings():
         for _ in range(warm):
             step()
+        if DEVICE == "cuda":  # what compiling reserved is no part of a step
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         with memopt.measure_peak(DEVICE) as peak:
             step()
         reserved = torch.cuda.max_memory_reserved() if DEVICE == "cuda" else peak.bytes

@@ -26,19 +26,24 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: `prepare` changes the model in place, and `settings` are in force while it trains."""
+    """A way to train: `prepare` changes the model in place, `settings` are in force while it trains, and each forward
+    runs within `autocast`: one for all steps would keep its casts of the first step's weights."""
 
     name: str
     prepare: Callable[[nn.Module, Candidate], Any]
     activation_memory_budget: float | None = None
     memopt: bool = False
 
+    def autocast(self, device: str) -> torch.autocast:
+        """The context of one forward: the peers' autocast in bf16 on a GPU; memopt chooses dtypes itself."""
+        return torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and not self.memopt)
+
     @contextmanager
-    def settings(self, device: str) -> Iterator[None]:
-        autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and not self.memopt)
+    def settings(self) -> Iterator[None]:
+        """The settings of torch while the model trains."""
         share = self.activation_memory_budget
         patched = nullcontext() if share is None else functorch_config.patch(activation_memory_budget=share)
-        with autocast, patched:
+        with patched:
             yield
 
 
@@ -62,9 +67,15 @@ def within(budget_gb: float, backend: str, precision: str) -> Method:
     """Return the method that trains by memopt within a budget."""
 
     def prepare(model: nn.Module, candidate: Candidate) -> None:
-        memopt.optimize(model, budget_gb, precision=precision, backend=backend)
+        memopt.optimize(model, budget_gb, precision=precision, backend=backend, optimizer=adamw(model))
 
     return Method(f"memopt ({backend})", prepare, memopt=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser of every method: fused kernels on a GPU."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(model.parameters(), fused=on_gpu)
 
 
 def per_block(model: nn.Module, candidate: Candidate, *, selective: bool = False) -> None:

@@ -10,8 +10,8 @@ from memopt.account.caching_allocator import CachingAllocator, CardFullError
 from memopt.solver import RematProblem, Schedule
 from memopt.solver.simulator import lifetimes
 
-# The first step makes the optimiser's state, in the gaps that it left; the second has it from its start.
-_STEPS = 2
+# The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
+_STEPS = 8
 # The least limit is found to this share of the bytes allocated.
 _SHARE = 1 / 256
 
@@ -46,7 +46,8 @@ def replay(
     expandable_segments: bool,
     limit_bytes: int | None = None,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator, which may hold `limit_bytes`, while two training steps run by `schedule`.
+    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run by `schedule`, until one
+    leaves the allocator as the one before did.
 
     Results of a step live until the optimiser is done.
 
@@ -57,6 +58,7 @@ def replay(
     calls = _calls(problem, schedule)
     for nbytes in blocks.resident:
         allocator.malloc(nbytes)
+    left: list[tuple[int, int, bool]] = []
     for step in range(_STEPS):
         alive = _run(allocator, calls)
         if step == 0:
@@ -66,6 +68,9 @@ def replay(
             allocator.free(address)
         for address in alive:
             allocator.free(address)
+        before, left = left, sorted(allocator.blocks())
+        if left == before:
+            break
     return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.releases)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.elsewhere import Around
 from memopt.account.optimizer_state import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
 from memopt.checks.account_check import AccountCheck, AccountRow
@@ -60,11 +61,17 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     check_device(call, model)
     around = calls.planner.around(call)
     with calls.planner.elsewhere.held_still(around), calls.plain_calls.not_allowed(), stage("metering steps"):
-        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
+        return _checked_step(calls, model, optimizer, call, around, set_to_none=set_to_none)
 
 
 def _checked_step(
-    calls: TrainingCalls, model: nn.Module, optimizer: torch.optim.Optimizer, call: Call, *, set_to_none: bool
+    calls: TrainingCalls,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    call: Call,
+    around: Around,
+    *,
+    set_to_none: bool,
 ) -> AccountCheck:
     start, kept = TrainingState.of(model), OptimizerState.of(optimizer)
     try:
@@ -73,7 +80,8 @@ def _checked_step(
             for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
                 on_demand = _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
-            measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call)
+            elsewhere = calls.planner.elsewhere.about(around)
+            measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
     finally:
         start.restore()
         start.restore_gradients()
@@ -114,8 +122,11 @@ def predicted_rows(plan: Plan, *, on_demand: bool = False) -> Rows:
     }
 
 
-def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call) -> Rows:
-    """The bytes of each row in one metered step, which begins with the optimiser's state present."""
+def _measure(
+    call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call, elsewhere: int
+) -> Rows:
+    """The bytes of each row in one metered step, which begins with the optimiser's state present; `elsewhere` are the
+    bytes on the device beside the step."""
     device = next(model.parameters()).device
     parameters = list(model.parameters())
     given = [tensor for tensor in tensors_in(inputs) if tensor.device == device]
@@ -126,8 +137,10 @@ def _measure(call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.O
         "optimizer state": _bytes_on(device, state_tensors(optimizer)),
     }
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    resident = sum(fixed.values()) + _bytes_on(device, held)
     gc.collect()
+    resident = sum(fixed.values()) + _bytes_on(device, held)
+    if device.type == "cuda":  # the allocator also counts the workspaces of libraries, which are no tensor's
+        resident = max(resident, torch.cuda.memory_allocated(device) - elsewhere)
     with PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)
     forward, backward, step = meter.phases

@@ -139,16 +139,34 @@ _B200 = {
     scaled_rate("1x32"): 4500.0,
 }
 _GPUS = (
-    _gpu("a100-40", 1.555, 40, 4, 8, Chip(108, 2048), "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100),
-    _gpu("a100-80", 2.039, 80, 4, 8, Chip(108, 2048), "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100),
-    _gpu("h100", 3.35, 80, 5, 9, Chip(132, 2048), "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER),
-    _gpu("h200", 4.8, 141, 5, 9, Chip(132, 2048), "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER),
-    _gpu("b200", 8.0, 180, 5, 10, Chip(148, 2048), "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200),
+    _gpu(
+        "a100-40", 1.555, 40, 4, 8, Chip(108, 2048),
+        "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100,
+    ),
+    _gpu(
+        "a100-80", 2.039, 80, 4, 8, Chip(108, 2048),
+        "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100,
+    ),
+    _gpu(
+        "h100", 3.35, 80, 5, 9, Chip(132, 2048),
+        "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER,
+    ),
+    _gpu(
+        "h200", 4.8, 141, 5, 9, Chip(132, 2048),
+        "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER,
+    ),
+    _gpu(
+        "b200", 8.0, 180, 5, 10, Chip(148, 2048),
+        "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200,
+    ),
     _gpu(
         "l4", 0.3, 24, 4, 8, Chip(58, 1536), "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5,
     ),
-    _gpu("t4", 0.32, 16, 3, 7, Chip(40, 1024), "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0),
+    _gpu(
+        "t4", 0.32, 16, 3, 7, Chip(40, 1024),
+        "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0,
+    ),
     _gpu(
         "rtx-3060", 0.36, 12, 4, 8, Chip(28, 1536),
         "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "

@@ -196,7 +196,25 @@ CUDA: dict[str, Rule] = {
 
 CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {
     **dict.fromkeys(
-        "sum nansum mean var var_mean std std_mean prod linalg_vector_norm amax amin argmax argmin max min any all".split(),
+        [
+            "sum",
+            "nansum",
+            "mean",
+            "var",
+            "var_mean",
+            "std",
+            "std_mean",
+            "prod",
+            "linalg_vector_norm",
+            "amax",
+            "amin",
+            "argmax",
+            "argmin",
+            "max",
+            "min",
+            "any",
+            "all",
+        ],
         reduction_bytes,
     ),
     **dict.fromkeys(

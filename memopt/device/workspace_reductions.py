@@ -161,7 +161,9 @@ def _accumulated(call: OpCall, element: int) -> int:
     given, made = call.inputs[0], call.outputs[0]
     narrow = given.dtype == made.dtype and made.dtype.itemsize < 4
     apart = narrow or schema_of(call.op).name.split("::")[-1] in _ACCUMULATORS
-    return _in_blocks(element * made.numel) if apart and element > made.dtype.itemsize and given.bytes > _INDEXABLE else 0
+    return (
+        _in_blocks(element * made.numel) if apart and element > made.dtype.itemsize and given.bytes > _INDEXABLE else 0
+    )
 
 
 def _in_blocks(nbytes: int) -> int:

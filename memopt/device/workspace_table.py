@@ -16,8 +16,9 @@ from memopt.device.workspace_rules import COMMON, MB, SCALARS, all_bytes
 def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
     """Temporary bytes that the kernel of a call holds at most, beyond inputs and outputs.
 
-    `device_type` is "cuda", a card with that `chip`; any other is the CPU. An op without a rule is assumed to copy all its tensors once. Views
-    and pointwise ops hold nothing, except on the CPU copies of arguments whose dtype must change.
+    `device_type` is "cuda", a card with that `chip`; any other is the CPU. An op without a rule is assumed to copy all
+    its tensors once. Views and pointwise ops hold nothing, except on the CPU copies of arguments whose dtype must
+    change.
     """
     cuda = device_type == "cuda"
     name = schema_of(call.op).name.split("::")[-1].removesuffix("_")

@@ -17,6 +17,11 @@ from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
 from memopt.solver import Schedule
 
+SPARE = 15, 1000
+"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's
+own blocks, and small ones that no graph has. Processes held to what the replay needs ran out of memory for lack of
+0.5%."""
+
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
     """The account with the least overhead of the allocator with which the step completes; without any on the CPU.
@@ -32,7 +37,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     if key not in joined.on_cards:
         blocks = _step_blocks(joined, bare)
         least, peaks = least_limit(joined.problem, schedule, blocks, expandable_segments=setting)
-        joined.on_cards[key] = _with_overhead(joined, schedule, bare, peaks, least)
+        joined.on_cards[key] = _with_overhead(joined, schedule, bare, peaks, _with_spare(least))
     found = joined.on_cards[key]
     return replace(bare, rounding=found.rounding, fragmentation=found.fragmentation)
 
@@ -43,14 +48,25 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     bare = without_allocator(account)
     if not account.context:
         return bare
-    limit = budget_bytes - account.context - account.lowering
+    limit = _without_spare(budget_bytes - account.context - account.lowering)
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
     try:
         peaks = replay(joined.problem, schedule, blocks, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
-    fitted = _with_overhead(joined, schedule, bare, peaks, peaks.reserved_bytes)
+    fitted = _with_overhead(joined, schedule, bare, peaks, _with_spare(peaks.reserved_bytes))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
+
+
+def _with_spare(nbytes: int) -> int:
+    """The least bytes of which `_without_spare` leaves `nbytes`."""
+    share, whole = SPARE
+    return -(-nbytes * (whole + share) // whole)
+
+
+def _without_spare(nbytes: int) -> int:
+    share, whole = SPARE
+    return nbytes * whole // (whole + share)
 
 
 def without_allocator(account: Account) -> Account:
@@ -73,7 +89,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
-        state=_split_into(account.optimizer_state, joined.given),
+        state=_for_each(account.optimizer_state, joined.given),
         temporaries=_split_into(account.optimizer_temporaries, joined.given),
     )
 
@@ -84,6 +100,13 @@ def _with_overhead(joined: Joined, schedule: Schedule, bare: Account, peaks: All
     asked = breakdown(joined.problem, schedule, replace(bare, lowering=0)).peak_bytes - bare.context
     allocated = max(asked, peaks.allocated_bytes)
     return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
+
+
+def _for_each(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """`total` bytes as blocks of the positive `sizes`: as many of each size, one after the other, as the total has of
+    all of them. An optimiser makes the state of one parameter after that of the one before."""
+    copies = round(total / max(1, sum(sizes)))
+    return _split_into(total, [size for size in sizes for _ in range(max(1, copies))])
 
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
+from memopt.device.libraries import start_libraries
 from memopt.emit.emit import emit_plan
 from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
@@ -126,6 +127,7 @@ class Road:
 
     def _travel(self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None) -> EmittedCall:
         self.plans += 1
+        start_libraries(self.planner.device())
         # A plan made ahead is kept already, but for one with proposals: those are part of the key once they are used.
         settled = planned is not None and not planned.proposals and not self.planner.fuses
         key = None if settled else self._key(captured, call, situation)

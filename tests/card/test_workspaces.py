@@ -61,7 +61,13 @@ def reductions(seed: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 def test_the_rule_for_reductions_is_what_torch_allocates(seed: int) -> None:
     for op, args in reductions(seed):
         real, rule = checked(op, args)
-        assert real - UNSPLIT <= rule <= real + 4096 + real // 4, (op, args[0].shape, args[0].stride(), args[0].dtype, args[1:])
+        assert real - UNSPLIT <= rule <= real + 4096 + real // 4, (
+            op,
+            args[0].shape,
+            args[0].stride(),
+            args[0].dtype,
+            args[1:],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

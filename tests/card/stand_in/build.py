@@ -67,7 +67,9 @@ def _written() -> set[str]:
     names: set[str] = set()
     for source in SOURCES[1:]:
         folders = [f"-I{found}" for found in (HERE, *_headers())]
-        text = subprocess.run(["gcc", "-E", "-P", *folders, str(HERE / source)], capture_output=True, text=True, check=True)
+        text = subprocess.run(
+            ["gcc", "-E", "-P", *folders, str(HERE / source)], capture_output=True, text=True, check=True
+        )
         names |= set(re.findall(r"^(?:cudaError_t|CUresult|int|size_t) (\w+)\([^;{]*\) ?\{", text.stdout, re.MULTILINE))
     return names
 

@@ -1,0 +1,74 @@
+"""Steps in a process whose allocator may hold the budget, less the context, and nothing more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import memopt
+from memopt.errors import GIB
+from tests.card.card import cap
+
+STEPS = 8
+BACKENDS = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def job() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=1024, n_layer=2, n_head=16, use_cache=False, bos_token_id=0, eos_token_id=0)
+    with torch.device("cuda"):
+        model = GPT2LMHeadModel(config).train()
+        tokens = torch.randint(0, config.vocab_size, (4, 1024))
+    model.loss_type = "ForCausalLM"
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def smallest_gb(model: nn.Module, batch: Any, **options: Any) -> float:
+    with pytest.raises(memopt.BudgetError) as refusal:
+        memopt.plan(model, 0.001, batch, **options)
+    return refusal.value.smallest_gb
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_run_in_a_process_that_has_the_budget_alone(backend: Any, share: float, fused: bool | None) -> None:
+    model, batch = job()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": backend}
+    least = smallest_gb(model, batch, **options)
+    plain = memopt.plan(model, 1000.0, batch, **options).plain_peak_gb
+    budget_gb = least + share * (plain - least)
+    memopt.optimize(model, budget_gb, example_inputs=batch, **options)
+    cap(budget_gb * GIB - memopt.plan_of(model).account.context)
+    for number in range(STEPS):
+        if number == 1:
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    plan = memopt.plan_of(model)
+    allocated = torch.cuda.max_memory_allocated() / GIB
+    predicted = plan.predicted_peak_gb - plan.account.uncounted_bytes / GIB
+    assert allocated <= predicted <= 1.02 * allocated
+
+
+def test_less_than_the_smallest_budget_is_refused() -> None:
+    model, batch = job()
+    options: dict[str, Any] = {"precision": "bf16", "backend": "aten"}
+    least = smallest_gb(model, batch, **options)
+    with pytest.raises(memopt.BudgetError, match="is too small for this step"):
+        memopt.optimize(model, 0.98 * least, example_inputs=batch, **options)
+    assert memopt.plan(model, least, batch, **options).predicted_peak_gb <= least
+
+
+def test_the_account_of_a_step_is_what_the_card_holds() -> None:
+    model, batch = job()
+    optimizer = torch.optim.AdamW(model.parameters())
+    memopt.optimize(model, 100.0, example_inputs=batch, optimizer=optimizer, precision="bf16", backend="aten")
+    total = memopt.check(model, optimizer, batch).total
+    assert 0 <= total.difference <= 0.01
