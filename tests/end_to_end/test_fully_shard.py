@@ -13,14 +13,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import memopt
-from examples.models.ddp import batch, fingerprint, gpt2_of
+from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
+from examples.models.families import integers
 from memopt.compat.subclasses import shard_of
 from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow  # processes that plan several times
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-BUDGETS_GB = (0.40, 0.36)
+BUDGETS_GB = (0.36, 0.33, 0.3)
 make = gpt2_of(320, 4, 4)
+
+
+def batch(rank: int, number: int) -> dict[str, torch.Tensor]:
+    """Texts whose activations are more than the parameters of all blocks."""
+    tokens = integers(VOCABULARY, 24, 64, seed=100 * rank + number)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def trained(rank: int, budget_gb: float | None) -> tuple[list[list[str]], float]:
@@ -64,7 +71,7 @@ def test_numbers_are_those_of_plain_fsdp2_within_budgets() -> None:
         for (found, peak_gb), budget_gb in zip(planned, BUDGETS_GB, strict=True):
             assert found == plain
             assert peak_gb <= budget_gb
-        assert planned[-1][1] < plain_peak_gb
+        assert max(BUDGETS_GB) < plain_peak_gb
 
 
 def refusals(rank: int) -> list[str]:
