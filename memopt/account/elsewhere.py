@@ -195,7 +195,8 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     block = ROUNDING_BYTES if device.type == "cuda" else 1
     named = around.addresses()
     own = blocks_of(with_memory([*parameters, *model.buffers(), *around.inputs]), device)
-    state = blocks_of((tensor for optimizer in optimizers for tensor in state_tensors(optimizer)), device)
+    states = (tensor for optimizer in optimizers for tensor in state_tensors(optimizer))
+    state = blocks_of(with_memory(states), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}
     tensors = [one for one in found if not isinstance(one, torch.optim.Optimizer)]
     beside = {

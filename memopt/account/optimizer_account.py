@@ -15,6 +15,7 @@ from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.subclasses import shard_of
 from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
@@ -61,7 +62,8 @@ def optimizer_account(
     trained = [parameter for parameter in given if parameter.requires_grad]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
     if isinstance(optimizer, (str, type)):
-        layouts = tuple((parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained)
+        shards = map(shard_of, trained)
+        layouts = tuple((shard.shape, shard.stride(), shard.dtype) for shard in shards)
         return _account_of_class(optimizer, layouts, device_type, torch.get_num_threads())
     return _account_of(optimizer, trained, device_type)
 

@@ -18,6 +18,7 @@ from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.optim import eager_optimizers
 from memopt.compat.pytree import tree_map
+from memopt.compat.subclasses import shard_of
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
 
@@ -101,8 +102,9 @@ def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> 
 
 
 def _fake_with_gradient(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter of the same shape, strides and dtype, with a gradient."""
-    fake = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+    """A parameter of the same shape, strides and dtype, with a gradient; of a sharded one the part on this rank."""
+    shard = shard_of(parameter)
+    fake = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=device)
     standing_in = torch.nn.Parameter(fake)
     standing_in.grad = torch.empty_like(fake)
     return standing_in
@@ -137,7 +139,7 @@ def _without_storage(values: dict[str, Any]) -> dict[str, Any]:
             return copy.copy(value)
         if value.device.type == "cpu" and value.numel() == 1:
             return torch.tensor(value.item(), dtype=value.dtype).reshape(value.shape)
-        return torch.empty_like(value)
+        return torch.empty_like(shard_of(value))
 
     return {key: tree_map(stand_in, value) for key, value in values.items() if key != "params"}
 

@@ -1,7 +1,7 @@
 """Tensor subclasses without memory of their own, and which functions on tensors read no values.
 
 Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`,
-`torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
+`torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["as_implemented", "is_wrapper", "needs_memory", "reads_no_values", "with_memory", "wrapper_tensor"]
+__all__ = [
+    "as_implemented",
+    "is_sharded",
+    "is_wrapper",
+    "needs_memory",
+    "reads_no_values",
+    "shard_of",
+    "with_memory",
+    "wrapper_tensor",
+]
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
@@ -61,9 +70,21 @@ def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if is_wrapper(tensor):
             anything: Any = tensor
             names: Sequence[str] = anything.__tensor_flatten__()[0]
-            yield from with_memory(getattr(tensor, name) for name in names)
+            parts = (getattr(tensor, name) for name in names)
+            yield from with_memory(part for part in parts if isinstance(part, torch.Tensor))
         else:
             yield tensor
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a sharded tensor (`DTensor`) that lies on this rank; any other tensor itself."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over ranks (`DTensor`)."""
+    return hasattr(tensor, "_local_tensor")
 
 
 def as_implemented() -> AbstractContextManager[Any]:

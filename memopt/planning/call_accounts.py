@@ -13,6 +13,7 @@ from memopt.account.account import Account, account_of
 from memopt.account.elsewhere import Around, Elsewhere
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
+from memopt.compat.subclasses import is_sharded
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -69,7 +70,9 @@ class CallAccounts(ModelTerms):
         """Counts what lies on the model's device; nothing for a plan for another device, unless the user says."""
         options = self.options
         here = options.hardware is None and all(map(is_real, self.model.parameters()))
-        fixed_bytes = options.elsewhere_bytes if here or options.elsewhere_bytes is not None else 0
+        # What fully_shard gathers and frees lies between the regions, and would be found elsewhere as well.
+        looked_for = here and not any(map(is_sharded, self.model.parameters()))
+        fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         with_state = options.optimizer is not None
         return Elsewhere(
             self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major

@@ -22,6 +22,7 @@ from memopt.capture.inputs import Call, on_meta, tensors_in
 from memopt.compat.modules import modules_of, parameters_in, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
+from memopt.compat.subclasses import is_sharded
 from memopt.errors import CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
@@ -205,8 +206,8 @@ class PlainCalls:
         return self._kinds[key]
 
     def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> _Fitting | None:
-        if not all(map(is_real, self.model.parameters())):
-            return None
+        if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
+            return None  # without values, or gathered by hooks that a count cannot run
         for batch in (*_grown(call, kind), call):
             step = self._count_step(batch, situation)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:

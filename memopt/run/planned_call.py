@@ -20,6 +20,7 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.run.data_parallel import DataParallel
+from memopt.run.sharding import check_sharding
 from memopt.run.training import TrainingCalls
 from memopt.run.unplanned import UnplannedWatch
 
@@ -163,6 +164,7 @@ def check_model(model: nn.Module) -> None:
             f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
             "set requires_grad=True on those to train"
         )
+    check_sharding(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

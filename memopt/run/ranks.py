@@ -67,14 +67,26 @@ class Ranks:
         if self._group is None:
             return failed
         count = torch.tensor([int(failed)])
-        distributed.all_reduce(count, group=self._group)
+        with _all_there():
+            distributed.all_reduce(count, group=self._group)
         return bool(count.item())
 
     def _from_all(self, value: Any) -> list[Any]:
         found: list[Any] = [value] * len(self.numbers)
         if self._group is not None:
-            distributed.all_gather_object(found, value, group=self._group)
+            with _all_there():
+                distributed.all_gather_object(found, value, group=self._group)
         return found
+
+
+@contextmanager
+def _all_there() -> Iterator[None]:
+    """A block in which ranks wait for each other. Raises `RankError` where one of them does not come."""
+    try:
+        yield
+    except RuntimeError as lost:
+        reason = str(lost).splitlines()[0]
+        raise RankError(f"a rank of this training has ended or does not answer: {reason}") from lost
 
 
 _STOP = "so it is on rank {}, and all ranks stop"

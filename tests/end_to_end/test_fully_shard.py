@@ -1,0 +1,93 @@
+"""FSDP2 on two ranks, planned region by region between its hooks: bitwise plain FSDP2's numbers, within the budget."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import memopt
+from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
+from examples.models.families import integers
+from memopt.compat.subclasses import shard_of
+from tests.two_ranks import on_two_ranks
+
+pytestmark = pytest.mark.slow  # processes that plan several times
+EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+BUDGETS_GB = (0.36, 0.33, 0.3)
+make = gpt2_of(320, 4, 4)
+
+
+def batch(rank: int, number: int) -> dict[str, torch.Tensor]:
+    """Texts whose activations are more than the parameters of all blocks."""
+    tokens = integers(VOCABULARY, 24, 64, seed=100 * rank + number)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(rank: int, budget_gb: float | None) -> tuple[list[list[str]], float]:
+    """Hashes of the loss and of all sharded gradients of each of three steps, and the peak of those after the first."""
+    model: Any = make()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, optimizer=optimizer, **EXACT)
+    found, peak_gb = [], 0.0
+    for step in range(3):
+        gc.collect()
+        torch.manual_seed(step + rank)
+        with memopt.measure_peak("cpu") as peak:
+            loss = model(**batch(rank, step)).loss
+            loss.backward()
+        gradients = [shard_of(value.grad) for value in model.parameters()]
+        found.append([fingerprint(loss), *map(fingerprint, gradients)])
+        del gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        peak_gb = max(peak_gb, peak.gb if step else 0.0)
+    if budget_gb is not None:
+        account = memopt.plan_of(model).account
+        own = sum(shard_of(value).nbytes for value in model.parameters())
+        assert account.parameters == account.gradients == own
+        assert 2 * own <= account.optimizer_state <= 2.1 * own
+    return found, peak_gb
+
+
+def budgets(rank: int) -> list[Any]:
+    return [trained(rank, budget_gb) for budget_gb in (None, *BUDGETS_GB)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_are_those_of_plain_fsdp2_within_budgets() -> None:
+    for (plain, plain_peak_gb), *planned in on_two_ranks(budgets):
+        for (found, peak_gb), budget_gb in zip(planned, BUDGETS_GB, strict=True):
+            assert found == plain
+            assert peak_gb <= budget_gb
+        assert max(BUDGETS_GB) < plain_peak_gb
+
+
+def refusals(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    split = nn.Linear(8, 8)
+    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh, [Shard(0)]))
+    texts = []
+    for model in (FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")), split):
+        with pytest.raises(ValueError, match="memopt does not plan") as error:
+            memopt.optimize(model, 1.0)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_other_ways_of_sharding_are_refused_in_words() -> None:
+    for first, second in on_two_ranks(refusals):
+        assert "by FullyShardedDataParallel" in first
+        assert "fully_shard" in first
+        assert "tensor parallelism" in second
