@@ -104,8 +104,11 @@ def test_sizes_of_plain_calls_are_known_to_change(captures: list[RecordedRegion]
     budget = 1.1 * plain_peak(model, family.batch("usual"))
     captures.clear()
     memopt.optimize(model, budget, **FP32)
-    longer = family.batch("longer")
-    longest = {name: torch.cat([tensor, tensor[:, :7]], 1) for name, tensor in longer.items()}
+    # Not 144, the family's own longer length: 4 · 144 tokens are as many as an attention's 3 · 192 columns.
+    longer, longest = (
+        {name: torch.cat([tensor, tensor[:, :more]], 1) for name, tensor in family.batch("longer").items()}
+        for more in (5, 12)
+    )
     train(model, [family.batch("usual"), longer, longest])
     assert len(captures) == 1
     assert captures[0].changing

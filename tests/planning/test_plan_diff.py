@@ -153,7 +153,7 @@ def test_text_of_each_stage(stage: str) -> None:
     text = plan.diff().text(stage)
     assert text == str(plan.diff(stage))
     assert text.startswith("# ")
-    assert "\n+ " in text
+    assert "\n+ " in text or stage == "forward"  # there, recomputed nodes may only be missing
     assert ("addmm_again" in text) == (stage in ("scheduled", "backward"))
 
 
