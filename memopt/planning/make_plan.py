@@ -71,13 +71,17 @@ def plan_by(
         method=solution.method,
         regions=regions,
         modules=module_rows(joined, solution.schedule),
-        host_seconds=host_seconds(len(captured.regions), sum(region.gradients for region in captured.regions)),
+        host_seconds=0.0 if account.context else _host_seconds(captured),
         notes=captured.all_notes,
         effort=effort,
         **_offloading(joined, solution),
         source=CapturedStep(lambda: captured),
         schedule=solution.schedule,
     )
+
+
+def _host_seconds(captured: Captured) -> float:
+    return host_seconds(len(captured.regions), sum(region.gradients for region in captured.regions))
 
 
 def with_graphs(plan: Plan, capture: Callable[[], Captured]) -> Plan:

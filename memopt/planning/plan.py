@@ -101,8 +101,8 @@ class Plan(PlanViews):
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
-    """Time of a planned step on the host beside its operators, such as guards and the account; not part of
-    `added_seconds`, since a GPU computes meanwhile."""
+    """Time of a planned step beside its operators, such as guards and the account; not part of `added_seconds`. 0 on a
+    GPU, which computes meanwhile."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """The captured step; None if loaded."""

@@ -1,4 +1,4 @@
-"""The time that a planned step takes on the host beside its operators."""
+"""The time that a planned step takes beside its operators."""
 
 from __future__ import annotations
 

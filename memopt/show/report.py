@@ -68,8 +68,8 @@ def _offload_line(plan: PlanFigures) -> str:
 def _host_line(plan: PlanFigures) -> str:
     """The time that the step takes beside its operators, which a small model notices."""
     return (
-        f"beside the operators: about {duration(plan.host_seconds)} of guards and accounting on the host, "
-        f"{plan.host_seconds / plan.step_seconds:.0%} of the step unless a GPU computes meanwhile"
+        f"beside the operators: about {duration(plan.host_seconds)} of guards and accounting, "
+        f"{plan.host_seconds / plan.step_seconds:.0%} of the step"
     )
 
 
