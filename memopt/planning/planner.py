@@ -21,7 +21,7 @@ from passes import HostStay
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
 LITTLE = 5e-3
 # The maximal number of times that a step is solved while torch's allocator would exceed the budget.
-_ROUNDS = 4
+_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,31 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
     """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
-    overhead. It is solved again with fewer bytes while torch's allocator would exceed the budget.
+    overhead. It is solved again with fewer bytes while torch's allocator would exceed the budget, and with more again
+    where that leaves too few.
 
     Raises `BudgetError`.
     """
     account, budget_bytes = request.account, request.budget_bytes
-    allowance = 0
+    step = budget_bytes // 256
+    allowance, too_small, too_large = 0, -1, 2 * budget_bytes
     for _ in range(_ROUNDS):
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
             taken, solution = solve_settled(joined, replace(request, account=tighter))
         except BudgetError:
+            too_large = allowance
+        else:
+            fitted = within(taken, solution.schedule, account, budget_bytes)
+            if fitted is not None:
+                return taken, solution, fitted
+            needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
+            too_small = allowance
+            allowance += max(needed - budget_bytes, step)
+        if too_large - too_small <= step:
             break
-        fitted = within(taken, solution.schedule, account, budget_bytes)
-        if fitted is not None:
-            return taken, solution, fitted
-        needed = breakdown(taken.problem, solution.schedule, on_card(taken, solution.schedule, account)).peak_bytes
-        allowance += max(needed - budget_bytes, budget_bytes // 256)
+        if allowance >= too_large:
+            allowance = (too_small + too_large) // 2
     taken, solution = _smallest_peak(joined, offload=request.offload)
     fitted = within(taken, solution.schedule, account, budget_bytes)
     if fitted is None or breakdown(taken.problem, solution.schedule, fitted).peak_bytes > budget_bytes:

@@ -6,10 +6,14 @@ import itertools
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import memopt
 from examples.models.problems import random_schedule
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
@@ -200,3 +204,18 @@ def test_bytes_held_after_the_forward() -> None:
     problem = joined(captured(region(2))).problem
     # The backward reads both products and the first gelu; the loss is the output.
     assert held_after_forward(problem, Schedule.save_all(problem)) == 3 * 64 * 16 * 4 + 512
+
+
+def test_bytes_between_too_many_and_too_few_are_tried_on_a_card() -> None:
+    """With the allocator's overhead taken off, the first schedule exceeds the budget and the next budget has none: what
+    fits in between is faster than the schedule with the smallest peak."""
+    with torch.device("meta"):
+        config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=128, vocab_size=128)
+        model = GPT2LMHeadModel(config).train()
+        ids = torch.zeros(64, 128, dtype=torch.long)
+    options: dict[str, Any] = {"device": "h100", "precision": "fp32", "backend": "aten", "effort": "fast"}
+    batch = {"input_ids": ids, "labels": ids}
+    roomy = memopt.plan(model, 100, batch, allow={"recompute", "reinplace"}, **options)
+    plan = roomy.at(roomy.smallest_gb())
+    assert plan.joined is not None
+    assert plan.added_seconds < 0.8 * plan.joined.smallest.added_seconds
