@@ -238,7 +238,8 @@ class _Pricer:
         info = self.storages.infos[index]
         self.number[index] = len(self.listed)
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
-        fixed = written or info.bytes < self.least_moved_bytes
+        lent = index in self.lent or index in self.given_on  # a copy on the host frees nothing: eager code holds them
+        fixed = written or lent or info.bytes < self.least_moved_bytes
         value = "" if fixed else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
         self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))

@@ -145,7 +145,7 @@ def test_settings_of_the_trainer(
     plain, _ = trained(tmp_path, None, **(settings if "bf16" in settings else {}))
     model = gpt2()
     lines: list[str] = []
-    monkeypatch.setattr(logging.getLogger("memopt"), "info", lines.append)
+    monkeypatch.setattr(logging.getLogger("memopt"), "info", lambda text, *values: lines.append(text % values))
     run, log = trained(tmp_path, BUDGET_GB, model=model, **settings)
     assert said in "".join(lines)
     assert_same(run, plain)
