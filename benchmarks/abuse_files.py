@@ -91,7 +91,7 @@ def judge(model: Any, batch: Batch, expected: Any, plan: memopt.Plan, file: Path
         return f"{BAD}other figures"
     if file.read_bytes() == before:
         return "taken" if now.regions == plan.regions else "taken with another valid schedule"
-    return "planned anew" if json.loads(file.read_text()) == json.loads(whole) else f"{BAD}another file is kept"
+    return "planned again" if json.loads(file.read_text()) == json.loads(whole) else f"{BAD}another file is kept"
 
 
 def fresh_start(folder: Path, file: Path, budget_gb: float, batch: Batch, expected: Any, rng: random.Random) -> str:

@@ -18,10 +18,10 @@ class TanhAsSigmoid(RewritePattern[tuple[Node, Node]]):
     """Writes 0.5 x (1 + tanh(u)) as x sigmoid(2 u); equal but for rounding."""
 
     def match(self, node: Node) -> tuple[Node, Node] | None:
-        calls = [(each.target, *each.args[1:]) for each in (node, *node.all_input_nodes)]
+        calls = [(call.target, *call.args[1:]) for call in (node, *node.all_input_nodes)]
         if len(calls) != 3 or calls[0][0] is not MUL or calls[1:] != [(MUL, 0.5), (ADD, 1.0)]:
             return None
-        (x,), (bounded,) = (each.all_input_nodes for each in node.all_input_nodes)
+        (x,), (bounded,) = (factor.all_input_nodes for factor in node.all_input_nodes)
         return (x, bounded.all_input_nodes[0]) if bounded.target is TANH else None
 
     def replace(self, node: Node, found: tuple[Node, Node]) -> Node:

@@ -211,7 +211,7 @@ def text(problem: RematProblem, schedule: Schedule) -> str:
 
 
 def random_schedule(random_state: random.Random, problem: RematProblem) -> Schedule:
-    """Every op once in order, with forward ops evaluated again at random places after their first time."""
+    """Every op once in order, with forward ops recomputed at random places after they first ran."""
     evaluations: list[int] = []
     for index in range(len(problem.ops)):
         evaluations.append(index)

@@ -56,7 +56,7 @@ def _matched(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> Sequence
 
 
 def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
-    """A captured call with so many times the bytes of eager code."""
+    """A copy of `call` with the bytes of the code between regions multiplied by `factor`."""
     held_bytes, after_bytes = math.ceil(factor * call.held_bytes), math.ceil(factor * call.after_bytes)
     runs = tuple(replace(run, eager=run.eager.scaled(factor)) for run in call.runs)
     return replace(call, runs=runs, held_bytes=held_bytes, after_bytes=after_bytes)

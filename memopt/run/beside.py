@@ -113,7 +113,7 @@ class Beside:
         return self.elsewhere_bytes(plan) <= room_bytes
 
     def may_hold(self, held_bytes: int) -> bool:
-        """Whether the backwards of the forwards that wait have room beside a call that holds so many bytes."""
+        """Whether the waiting forwards have room for their backwards beside a call that holds `held_bytes`."""
         return self.spare_bytes is None or held_bytes <= self.spare_bytes
 
     def reserved_bytes(self, held_bytes: int) -> int:

@@ -41,7 +41,7 @@ class LargestSizes:
         )
 
     def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
-        """A captured call with so many more bytes of eager code as these sizes exceed those of `call`."""
+        """A copy of `captured` whose bytes of eager code grow in proportion to these sizes over those of `call`."""
         own = LargestSizes.of(call).shapes
         if own == self.shapes:
             return captured

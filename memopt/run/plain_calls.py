@@ -42,7 +42,7 @@ GROWTHS = (2.0, 1.25)
 """Sizes above all that were counted are counted with this much in reserve, so that lengths which grow are not counted
 one by one: the first that is likely to fit."""
 _MOST_COUNTS = 12
-"""Counts of one kind of call: after so many, sizes that none of them answers for are planned."""
+"""The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)

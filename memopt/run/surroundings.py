@@ -150,7 +150,7 @@ class Surroundings:
             earlier_bytes += forward.held_bytes
 
     def _check_plain(self, more_bytes: int) -> None:
-        """Raise `BudgetError` where a plain call that waits has no room for so many bytes more in its backward."""
+        """Raise `BudgetError` where a plain call that waits has no room for `more_bytes` in its backward."""
         for forward in self.pending.plain_waiting():
             others = self.pending.held_bytes - forward.held_bytes
             if (lacking := others + more_bytes - forward.left_bytes) > 0:

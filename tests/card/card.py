@@ -37,7 +37,7 @@ def temporary_bytes(run: Callable[[], Any]) -> int:
 
 
 def cap(limit_bytes: float) -> None:
-    """Hold the process to so many bytes of torch's allocator."""
+    """Limit the process to a number of bytes of torch's allocator."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
     torch.cuda.reset_peak_memory_stats()

@@ -115,7 +115,7 @@ def test_microbatches() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         step(batch(samples))
-    assert any(f"{samples} microbatches" in str(each.message) for each in said)
+    assert any(f"{samples} microbatches" in str(warning.message) for warning in said)
 
 
 def test_nothing_hopeless_is_said() -> None:

@@ -173,7 +173,7 @@ def test_a_plan_of_a_larger_budget_under_this_key_is_planned_again(
 
 def test_a_whole_plan_is_taken(job: Any, again: Callable[[bytes], memopt.Plan]) -> None:
     _, file, whole, _ = job
-    data = json.dumps(json.loads(whole)).encode()  # without the indentation of a file that is written anew
+    data = json.dumps(json.loads(whole)).encode()  # without the indentation of the file that is written instead
     again(data)
     assert file.read_bytes() == data
 

@@ -55,7 +55,7 @@ def test_exact_for_any_growth(fixed: int, slope: int, power: float, size: int, s
         return fixed + int(slope * size ** (0.5 + power)) + (size % 3) * (slope // 8 if size > 5 else 0)
 
     def grows(number: int) -> int:
-        return max(needs(each) for each in range(max(1, number - 3), number + 1))
+        return max(needs(batch) for batch in range(max(1, number - 3), number + 1))
 
     wanted = size * step
     budget = grows(wanted)

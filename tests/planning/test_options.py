@@ -136,7 +136,7 @@ def test_a_plan_for_a_card_that_is_not_here_says_its_backend() -> None:
     note = "planned for plain operators (backend 'aten')"
 
     def says(**more: Any) -> bool:
-        return any(note in each for each in memopt.plan(model, 1, batch, **options, **more).notes)
+        return any(note in text for text in memopt.plan(model, 1, batch, **options, **more).notes)
 
     assert says(device="h100") is not torch.cuda.is_available()
     assert not says()

@@ -87,7 +87,7 @@ def _wrong_input(model: nn.Module) -> tuple[str, str, float]:
 
 
 def one_is_lost(rank: int, path: str) -> None:
-    """Rank 1 is gone after two steps (DDP orders its buckets anew before the second); rank 0 notes how its next one
+    """Rank 1 is gone after two steps (DDP rebuilds its buckets before the second); rank 0 notes how its next one
     ends."""
     model = wrapped()
     ended(model)

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _built() -> Path:
-    """The library, built anew where its sources are younger."""
+    """The library, rebuilt where its sources are newer."""
     library = FOLDER / "libcuda.so.1"
     newest = max(source.stat().st_mtime for source in (*HERE.glob("*.[ch]"), HERE / "build.py"))
     if not library.exists() or library.stat().st_mtime < newest:
