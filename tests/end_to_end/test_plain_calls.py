@@ -24,6 +24,8 @@ from memopt.run.planned_call import planned_call_of
 from tests.run.pieces import make
 
 FP32: dict[str, Any] = {"precision": "fp32"}
+RECOMPUTING: dict[str, Any] = {**FP32, "allow": {"recompute"}}
+"""Plans that take one trace of the model, where the test is not about levers."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,7 @@ def test_a_call_that_does_not_fit_is_planned(captures: list[RecordedRegion]) -> 
     model = family.make()
     budget = 1.1 * plain_peak(model, family.batch("usual"))
     captures.clear()
-    memopt.optimize(model, budget, **FP32)
+    memopt.optimize(model, budget, **RECOMPUTING)
     train(model, [family.batch("usual"), family.batch("shorter")])
     assert not captures
     train(model, [family.batch("longer")])
@@ -103,7 +105,7 @@ def test_sizes_of_plain_calls_are_known_to_change(captures: list[RecordedRegion]
     model = family.make()
     budget = 1.1 * plain_peak(model, family.batch("usual"))
     captures.clear()
-    memopt.optimize(model, budget, **FP32)
+    memopt.optimize(model, budget, **RECOMPUTING)
     # Not 144, the family's own longer length: 4 · 144 tokens are as many as an attention's 3 · 192 columns.
     longer, longest = (
         {name: torch.cat([tensor, tensor[:, :more]], 1) for name, tensor in family.batch("longer").items()}
@@ -195,7 +197,7 @@ def test_two_forwards_before_their_backwards_stay_within_the_budget(
     alone = max(resident + 1.025 * step.peak_bytes for resident, step in zip(beside, steps, strict=True))
     held, gradients = min(step.held_bytes for step in steps), distinct_bytes(model.parameters())
     budget = alone + held + share * gradients
-    memopt.optimize(model, budget / GIB, **FP32)
+    memopt.optimize(model, budget / GIB, **RECOMPUTING)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -266,7 +268,7 @@ def test_a_compiled_model_runs_what_is_counted(captures: list[RecordedRegion]) -
     assert not captures
 
 
-def test_settings_of_modules_are_counted_anew(captures: list[RecordedRegion]) -> None:
+def test_changed_settings_of_modules_are_counted_again(captures: list[RecordedRegion]) -> None:
     model, batch = gpt2(), tokens(16, 128)
     twin = copy.deepcopy(model)
     twin.gradient_checkpointing_enable()
@@ -275,7 +277,7 @@ def test_settings_of_modules_are_counted_anew(captures: list[RecordedRegion]) ->
     assert torch.equal(torch.get_rng_state(), generator)
     assert peaks[1] < 0.8 * peaks[0]
     budget = resident_bytes(model, batch) + sum(peaks) / 2
-    memopt.optimize(model, budget / GIB, **FP32)
+    memopt.optimize(model, budget / GIB, **RECOMPUTING)
     model.gradient_checkpointing_enable()
     train(model, [batch])
     assert not captures
