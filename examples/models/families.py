@@ -195,10 +195,13 @@ def image_batch(scale: Scale) -> Batch:
 
 
 def t5_batch(scale: Scale) -> Batch:
+    """The last quarter of the second source is padding."""
     source, target = int(96 * LENGTH[scale]), int(48 * LENGTH[scale])
+    attention = torch.ones(3, source, dtype=torch.int64)
+    attention[1, 3 * source // 4 :] = 0
     return {
         "input_ids": integers(VOCABULARY, 3, source),
-        "attention_mask": torch.ones(3, source, dtype=torch.int64),
+        "attention_mask": attention,
         "labels": integers(VOCABULARY, 3, target, seed=3),
     }
 
