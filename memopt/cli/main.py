@@ -7,9 +7,8 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 
-from memopt.cli.failures import ended_by_interrupts, quiet, report_failure
+from memopt.cli.failures import described, ended_by_interrupts, quiet
 from memopt.progress import lines_on_stderr
-
 
 _COLLECTIONS = 50_000, 50, 100
 """How many new objects, and collections of younger ones, Python waits for before it looks for reference cycles. Nearly
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
 
     Long work says on stderr how far it has come: on a terminal in one line, elsewhere in a line for each stage. With
-    "--debug" among the arguments, failures are raised with their traceback.
+    "--debug" among the arguments, failures are raised with their traceback; with "--json" they are printed as JSON too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
@@ -35,7 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with quiet(), lines_on_stderr(), _rare_collections():
                 return _run(given)
         except Exception as error:
-            return report_failure(error)
+            return _report(error, as_json="--json" in given)
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Write one sentence about an error to stderr, `as_json` its figures to stdout, and return its exit code."""
+    from memopt.cli.output import failure_figures, show_json
+
+    code, sentence = described(error)
+    print(f"memopt: {sentence}", file=sys.stderr)
+    if as_json:
+        show_json(failure_figures(error, code, sentence))
+    return code
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from memopt.planning.captured import Joined
 from memopt.planning.planner import Request, smallest, solve_on_card
 from memopt.planning.situation import Situation
 
-
 _NEAR = 1.25
 """A lever set that needs up to this many times the budget is solved for it: another schedule may leave fewer gaps."""
 
