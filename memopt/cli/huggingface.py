@@ -44,7 +44,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"models by name, such as {name!r}, need transformers: pip install 'memopt[huggingface]'"
+            f"models by name, such as {name!r}, need transformers: pip install 'memopt[transformers]'"
         ) from error
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     make_config, kind = _configuration(transformers, name)
