@@ -33,7 +33,7 @@ def command(job: Job, to: str, form: str | None) -> None:
 
     \b
     Examples:
-      memopt export gpt2 --set n_layer=2 --device h100 --budget-gb 2 --to step.pickle
+      memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
     """
     from memopt.show.exports.write import format_of

@@ -23,7 +23,7 @@ def command(job: Job, to: str, frontier: int | None) -> None:
 
     \b
     Example:
-      memopt report gpt2 --set n_layer=2 --device h100 --budget-gb 2 --to gpt2.html
+      memopt report gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to gpt2.html
     """
     if Path(to).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
