@@ -24,3 +24,19 @@ def test_reference_cycles_are_looked_for_rarely_and_as_before_afterwards(
     entry.main(arguments)
     assert seen[0] > before
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("memopt ma", ["max-batch"]), ("memopt plan gpt2 --device rtx-3", ["rtx-3060", "rtx-3090"])],
+)
+def test_the_shell_completes(
+    words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_MEMOPT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    with pytest.raises(SystemExit) as ended:
+        entry.main([])
+    assert ended.value.code == 0
+    assert [line.partition(",")[2] for line in capsys.readouterr().out.splitlines()] == completed
