@@ -58,6 +58,17 @@ def api_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def members() -> list[str]:
+    """The public methods of memopt's public classes, as "Class.method"."""
+    classes = [value for value in (getattr(memopt, name) for name in memopt.__all__) if inspect.isclass(value)]
+    return [
+        f"{one.__name__}.{name}"
+        for one in classes
+        for name, value in inspect.getmembers(one, inspect.isfunction)
+        if not name.startswith("_") and value.__module__.startswith("memopt.")
+    ]
+
+
 def _directive(package: str, name: str) -> str:
     """mkdocstrings' directive for a name, by the module that defines it."""
     value = getattr(importlib.import_module(package), name)

@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # mkdocs runs this file 
 
 import from_docstrings  # noqa: E402
 import from_examples  # noqa: E402
+from mkdocs.exceptions import PluginError  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 
 COPIED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -55,6 +56,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"[{text}]({target}{heading})" if target else text
 
     return _LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Check that the API page has the public members of every public class, those of its base classes too."""
+    if page.file.src_uri == "api.md":
+        missing = [name for name in from_docstrings.members() if not re.search(rf'id="[\w.]*\b{name}"', html)]
+        if missing:
+            raise PluginError(f"the API page lacks {', '.join(missing)}; see inherited_members in mkdocs.yml")
+    return html
 
 
 def _target(file: Path, up: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ _ONE_LABEL = re.compile(r"For(Sequence|Image|Video|Audio)Classification")
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     """The shapes that are given, and those of the model's main input and labels where they are left out.
 
-    Raises `UsageError` for names that the model's forward does not take, and where nothing is known of its inputs.
+    Raises `UsageError` for inputs that the model's forward does not take, for those that it needs and that are not
+    given, and where nothing is known of them.
     """
     parameters = inspect.signature(model.forward).parameters
     # Those of transformers take keywords for their kernels, which are no inputs.
@@ -34,11 +35,39 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
             raise UsageError(f"{type(model).__name__} takes no {name!r}; its forward takes {', '.join(parameters)}")
     shapes = dict(given) or _main_input(model)
     if any(name.isdigit() for name in shapes):
+        _check_positional(model, sum(name.isdigit() for name in shapes))
         return shapes
     for name in ("labels", "start_positions", "end_positions"):
         if name in parameters and name not in shapes and (labels := _labels(model, name, shapes)) is not None:
             shapes[name] = labels
+    missing = [name for name in _needed(parameters.values()) if name not in shapes]
+    if missing:
+        give = " ".join(f"--shape {name}=SIZES:DTYPE" for name in missing)
+        raise UsageError(f"the forward of {type(model).__name__} also needs {', '.join(missing)}; give {give}")
     return shapes
+
+
+def _check_positional(model: nn.Module, given: int) -> None:
+    """Raise `UsageError` where the model's forward takes fewer inputs by position, or needs more."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    taken = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if given > len(taken) and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        raise UsageError(
+            f"the forward of {type(model).__name__} takes {len(taken)} inputs at most ({', '.join(taken)}), not {given}"
+        )
+    missing = [name for name in _needed(parameters) if name not in taken[:given]]
+    if missing:
+        needed = f"the forward of {type(model).__name__} also needs {', '.join(missing)}"
+        raise UsageError(f"{needed}; give --shape once for each, in order")
+
+
+def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """The names of the parameters without which a function cannot be called."""
+    return [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:

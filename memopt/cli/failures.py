@@ -20,15 +20,14 @@ class UsageError(ValueError):
     """An argument of the command that cannot be used; the message says which one and what is expected."""
 
 
-def report_failure(error: Exception) -> int:
-    """Write one sentence about an error to stderr and return the exit code for it."""
+def described(error: Exception) -> tuple[int, str]:
+    """The exit code for an error, and one sentence about it."""
     code, sentence = _failure(error)
-    print(f"memopt: {' '.join(sentence.split())}", file=sys.stderr)
-    return code
+    return code, " ".join(sentence.split())
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and the sentence about it."""
+    """As `described`, with line breaks."""
     import click
 
     from memopt.errors import BudgetError, CaptureError

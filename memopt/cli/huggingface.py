@@ -44,7 +44,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
         import transformers
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"models by name, such as {name!r}, need transformers: pip install 'memopt[huggingface]'"
+            f"models by name, such as {name!r}, need transformers: pip install 'memopt[transformers]'"
         ) from error
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     make_config, kind = _configuration(transformers, name)
@@ -71,7 +71,7 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], An
     """A function that makes the configuration from the fields to change, and the class of the model where the
     name says it, else None."""
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json":
         if not path.is_file():
@@ -88,9 +88,10 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], An
     close = difflib.get_close_matches(name.lower(), types, n=3)
     if close:
         raise UsageError(f"no model is named {name!r}; did you mean {' or '.join(close)}?")
+    unknown = f"no model is named {name!r}" if name else "MODEL is empty"
     raise UsageError(
-        f"no model is named {name!r}: name a model type of transformers (gpt2, llama, bert, …), a config.json, "
-        "package.module:function or file.py:function"
+        f"{unknown}; name a model type of transformers (gpt2, llama, bert, …), a config.json, package.module:function "
+        "or file.py:function"
     )
 
 

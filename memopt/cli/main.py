@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from memopt.cli.failures import ended_by_interrupts, quiet, report_failure
+from memopt.cli.failures import described, ended_by_interrupts, quiet
 from memopt.progress import lines_on_stderr
+
+_COLLECTIONS = 50_000, 50, 100
+"""How many new objects, and collections of younger ones, Python waits for before it looks for reference cycles. Nearly
+all that planning makes lives to its end: looking through it as often as by default takes an eighth of the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,19 +22,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
 
     Long work says on stderr how far it has come: on a terminal in one line, elsewhere in a line for each stage. With
-    "--debug" among the arguments, failures are raised with their traceback.
+    "--debug" among the arguments, failures are raised with their traceback; with "--json" they are printed as JSON too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if debug:
-        with lines_on_stderr():
+        with lines_on_stderr(), _rare_collections():
             return _run(given)
     with ended_by_interrupts():
         try:
-            with quiet(), lines_on_stderr():
+            with quiet(), lines_on_stderr(), _rare_collections():
                 return _run(given)
         except Exception as error:
-            return report_failure(error)
+            return _report(error, as_json="--json" in given)
+
+
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Write one sentence about an error to stderr, `as_json` its figures to stdout, and return its exit code."""
+    from memopt.cli.output import failure_figures, show_json
+
+    code, sentence = described(error)
+    print(f"memopt: {sentence}", file=sys.stderr)
+    if as_json:
+        show_json(failure_figures(error, code, sentence))
+    return code
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Context in which Python looks for reference cycles rarely."""
+    before = gc.get_threshold()
+    gc.set_threshold(*_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _run(arguments: list[str]) -> int:

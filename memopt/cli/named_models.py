@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,15 +36,35 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
         module, colon, attribute = name, ":", ""
     if not colon:
         return architecture(name, values)
+    if not module:
+        raise UsageError(
+            f"{name!r} names no file or module before the colon; write file.py{name} or package.module{name}"
+        )
     with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
         loaded = _load_file(Path(module)) if module.endswith(".py") else _import(module)
     found = _attribute(loaded, attribute, name)
+    _check_arguments(found, values, name)
 
     def build() -> nn.Module:
         with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
             return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
 
     return build
+
+
+def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> None:
+    """Raise `UsageError` where a function needs arguments that `--set` does not give."""
+    if isinstance(function, nn.Module) or not callable(function):
+        return
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # one in C that says nothing of its arguments
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind not in optional]
+    if missing := [one.name for one in needed if one.name not in values]:
+        give = " ".join(f"--set {argument}=VALUE" for argument in missing)
+        raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
 
 def on_meta(build: Factory) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,31 @@ def show_json(figures: Any) -> None:
     print(json.dumps(figures, indent=2, ensure_ascii=False))
 
 
-def check_folder(option: str, file: str) -> None:
-    """Raise `UsageError`, before anything is planned, where the folder of a file to be written is not there."""
+def check_file(option: str, file: str | None) -> None:
+    """Raise `UsageError`, before anything is planned, where a file cannot be written; None is no file."""
+    if file is None:
+        return
     folder = Path(file).parent
     if not folder.is_dir():
         raise UsageError(f"{option}: there is no folder {folder}")
+    if Path(file).is_dir():
+        raise UsageError(f"{option}: {file} is a folder; name a file")
+    if Path(file).exists():  # perhaps a device or a pipe in a folder where no file can be made
+        return
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{option}: nothing can be written in {folder} ({error.strerror}); name another folder"
+        ) from error
+
+
+def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
+    """What JSON says of a failure: the figures of a refusal, for others the sentence and the exit code."""
+    from memopt.errors import BudgetError
+
+    return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# A number is at most this many times the largest one known to fit.
+# A number is at most this many times as far from where the search began as the largest one known to fit.
 _GROWTH = 8
 
 
@@ -53,17 +53,21 @@ class Bracket:
         for number in self.first:
             if self.fits < number < self.refused:
                 return number
+        start = self.first[0]
+        if not self.fits:  # twice as far below where the search began
+            return max(1, self.refused - max(start - self.refused, 1))
         # Limited growth: inputs of a size may take memory, and a line through small numbers may be too flat.
-        most = min(self.refused - 1, _GROWTH * max(self.fits, 1))
-        if self.is_closed and (self._lines_fail or not self.fits or len(self.needs) % 2):
+        farther = max(self.fits - start, 1)
+        most = min(self.refused - 1, self.fits + _GROWTH * farther)
+        if self.is_closed and (self._lines_fail or len(self.needs) % 2):
             return (self.fits + self.refused) // 2  # bisection, where lines predict badly
         if len(self.needs) < 2:
             return most
-        low, high = (self.fits, self.refused) if self.is_closed and self.fits else self._nearest()
+        low, high = (self.fits, self.refused) if self.is_closed else self._nearest()
         slope = (self.needs[high] - self.needs[low]) / (high - low)
-        guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else most
-        if guess <= self.fits:  # where the needs predict too much: twice as far from where the search began
-            guess = self.fits + (1 if self.is_closed else max(self.fits - self.first[0], 1))
+        guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else self.fits
+        if guess <= self.fits:  # where the needs predict too much, or nothing: twice as far from the start
+            guess = most if not slope else self.fits + (1 if self.is_closed else farther)
         return min(guess, most)
 
     def _nearest(self) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from memopt.units import duration, size
 WIDTH = 120
 _MOST_LINES, _MOST_LINES_OF_MANY, _MANY = 57, 76, 12
 """Lines that a diff is folded to where that is possible: for models of up to `_MANY` blocks, and of more."""
+_HEADING = 2
+"""The lines of a heading beside these; a longer one leaves as many less."""
 _COLOURS = {RECOMPUTED: "yellow", OFFLOADED: "magenta", SAVED: "blue", DTYPE: "cyan", CAST: "cyan", MOVED: "dim"}
 _NAMES = 4
 _LABELS = {DTYPE: "in another dtype", CAST: "with operands cast only", SAVED: "saved in fewer bits"}
@@ -24,19 +26,24 @@ _CONSOLE = Console(width=WIDTH, color_system=None)
 
 def render(heading: str, changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH) -> Text:
     """The heading, and the changes by module in the order of `modules`, as coloured text of `width` columns."""
-    made, found, sections = fold(changes, modules)
-    page = Text("\n").join([*_wrapped(Text(heading, style="bold"), 2, width), *_lines(made, found, sections, width)])
+    head = _wrapped(Text(heading, style="bold"), 2, width)
+    made, found, sections = fold(changes, modules, width, len(head))
+    page = Text("\n").join([*head, *_lines(made, found, sections, width)])
     page.rstrip()
     return page
 
 
-def fold(changes: Sequence[Change], modules: Sequence[str]) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
-    """The rows to which the changes are folded, the entries that they are made of, and the blocks of each section."""
+def fold(
+    changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
+) -> tuple[list[Row], list[Entry], dict[str, list[str]]]:
+    """The rows to which the changes are folded for lines of `width` columns, of which the heading has `taken`; the
+    entries that the rows are made of; and the blocks of each section."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)
     sections = blocks_of(where)
     most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
-    return folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, WIDTH)), most), found, sections
+    most -= max(taken - _HEADING, 0)
+    return folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, width)), most), found, sections
 
 
 def summary(changes: Sequence[Change]) -> str:

@@ -18,6 +18,18 @@ from memopt.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SMALL = "import torch\nfrom torch import nn\n\ndef small(width=64):\n    return nn.Linear(width, 8)\n"
+TWO = """from torch import nn
+
+class Two(nn.Linear):
+    def __init__(self, width=64):
+        super().__init__(width, 8)
+
+    def forward(self, left, right, scale=1.0):
+        return super().forward(left + right)
+
+def sized(width):
+    return Two(width)
+"""
 STEP = ("--shape", "4x64", "--shape", "target=4:int64", "--loss", "cross_entropy", "--device", "cpu")
 
 
@@ -30,7 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(7)\n")
     (tmp_path / "raises.py").write_text("def make():\n    raise KeyError('weights')\n")
     (tmp_path / "number.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "two.py").write_text(TWO)
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "folder.html").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -55,6 +69,12 @@ WRONG = {
     ("small.py:small", "--shape", "input=4x64:int65"): "no dtype 'int65'",
     ("small.py:small", "--shape", "other=4x64"): "Linear takes no 'other'; its forward takes input",
     ("small.py:small", "--shape", "input=4x64", "--shape", "4x64"): "name all shapes or none",
+    ("two.py:sized", *STEP): "two.py:sized needs 'width'; give it with --set width=VALUE",
+    ("two.py:Two", "--shape", "left=4x64"): "the forward of Two also needs right; give --shape right=SIZES:DTYPE",
+    ("two.py:Two", "--shape", "4x64"): "the forward of Two also needs right; give --shape once for each, in order",
+    ("two.py:Two", *["--shape", "4x64"] * 4): "the forward of Two takes 3 inputs at most (left, right, scale), not 4",
+    ("",): "MODEL is empty; name a model type of transformers",
+    (":small",): "':small' names no file or module before the colon",
     ("small.py:small",): "give the shapes of the inputs of Linear",
     ("small.py:small", "--shape", "4x64", "--loss", "cross_entropy"): "--loss needs --shape target",
     ("small.py:small", *STEP[:-2], "--device", "rtx-9999"): "no card is named 'rtx-9999'",
@@ -90,6 +110,11 @@ def test_one_sentence_and_code_2(arguments: tuple[str, ...], capsys: pytest.Capt
     [
         (("report", "small.py:small", *STEP, "--to", "page.pdf"), "--to takes a file named *.html, not 'page.pdf'"),
         (("export", "small.py:small", *STEP, "--to", "step.txt"), "no format goes with the name 'step.txt'"),
+        (("report", "small.py:small", *STEP, "--to", "folder.html"), "--to: folder.html is a folder"),
+        (("plan", "small.py:small", *STEP, "--save", "folder.html"), "--save: folder.html is a folder"),
+        (("plan", "small.py:small", *STEP, "--save", "/proc/plan.json"), "--save: nothing can be written in /proc"),
+        (("frontier", "small.py:small", *STEP, "--save", "no/curve.json"), "--save: there is no folder no"),
+        (("frontier", "small.py:small", *STEP, "--picture", "no/curve.svg"), "--picture: there is no folder no"),
         (("export", "small.py:small", *STEP), "Missing option '--to'"),
         (("export", "small.py:small", *STEP, "--to", "a.dot", "--format", "onnx"), "'onnx' is not one of"),
     ],
@@ -158,6 +183,18 @@ def test_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     figures = json.loads(capsys.readouterr().out)
     assert figures["fits"] is False
     assert figures["smallest_gb"] > figures["budget_gb"]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", ["plan", "explain", "diff", "frontier", "report", "max-batch", "check"])
+def test_what_goes_wrong_is_json_too_for_scripts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal has its figures, anything else the sentence that is on stderr; `frontier` has no budget to refuse."""
+    if command != "frontier":
+        assert main([command, "small.py:small", *STEP, "--budget-gb", "0.00001", "--json"]) == 3
+        assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main([command, "small.py:big", *STEP, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"error": printed.err.removeprefix("memopt: ").strip(), "exit_code": 2}
 
 
 @pytest.mark.usefixtures("folder")

@@ -7,8 +7,9 @@ import inspect
 import linecache
 import re
 import sys
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -21,6 +22,9 @@ WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 # README's program runs in a process of its own in tests/test_readme.py, as those of docs/integrations do in
 # tests/integrations.
 HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
+MEMBERS = (FunctionType, property, cached_property, classmethod, staticmethod)
+FOR_OUR_OWN_LAYERS = {"BudgetError.adding"}
+"""Members that pass values between memopt's own layers."""
 BASES = ("Pass", "Pipeline", "RewritePattern")
 
 
@@ -66,6 +70,29 @@ USED = names_used("\n".join(block for page in WITH_PYTHON for block in python_bl
 @pytest.mark.parametrize("name", public_names())
 def test_every_public_name_has_an_example_that_runs(name: str) -> None:
     assert name in USED, f"no example in README or docs uses {name}"
+
+
+def public_members() -> list[str]:
+    """Return the public methods and properties of memopt's public classes, as "Class.member"."""
+    classes = [value for value in (getattr(memopt, name) for name in memopt.__all__) if inspect.isclass(value)]
+    return [
+        f"{one.__name__}.{member}"
+        for one in classes
+        for member in dir(one)
+        if not member.startswith("_")
+        and isinstance(inspect.getattr_static(one, member), MEMBERS)
+        and defined_by_memopt(one, member)
+    ]
+
+
+def defined_by_memopt(one: type, member: str) -> bool:
+    home = next(base for base in one.__mro__ if member in vars(base))
+    return home.__module__.partition(".")[0] == "memopt"
+
+
+@pytest.mark.parametrize("member", sorted({*public_members()} - FOR_OUR_OWN_LAYERS))
+def test_every_public_member_has_an_example_that_runs(member: str) -> None:
+    assert member.partition(".")[2] in USED, f"no example in README or docs uses {member}"
 
 
 def test_the_examples_in_docstrings_are_doctests_that_run() -> None:

@@ -147,6 +147,22 @@ def test_nothing_far_above_the_largest_is_planned() -> None:
     assert len(estimated) <= 10
 
 
+def test_where_needs_fall_as_the_size_grows_no_plan_is_made_far_above_the_largest() -> None:
+    """What fragmentation adds differs from size to size: the needs of neighbours say nothing about those far away."""
+    tried: list[int] = []
+
+    def plan(size: int) -> Planned:
+        tried.append(size)
+        if size > 56:
+            raise BudgetError(4000, 4001, "activations")
+        return Planned(3990 - size)
+
+    assert LargestSize(plan, 4000, estimate=lambda size: 87 * size).find() == 56
+    assert tried[:3] == [45, 46, 47]
+    assert max(tried) <= 2 * 56
+    assert len(tried) <= 10
+
+
 def test_a_size_that_cannot_be_captured_ends_the_estimates() -> None:
     tried: list[int] = []
 

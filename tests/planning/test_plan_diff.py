@@ -91,6 +91,14 @@ def test_nothing_recomputed_is_missing(kind: str, share: float) -> None:
     check_recomputed(plan, {"2": "h.0.", "gpt2": "transformer.h.0.", "llama": "model.layers.0."}[kind])
 
 
+@pytest.mark.parametrize("width", [80, 110])
+def test_as_short_in_narrow_columns(width: int) -> None:
+    """A terminal often has 80 columns, a file 110."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(tight("llama", 0.2).diff())
+    assert len(console.file.getvalue().splitlines()) < 60
+
+
 def check_recomputed(plan: Plan, block: str) -> None:
     """Check that the diff has each recomputed op, with its reason, and that its text names each one of a block."""
     diff = plan.diff()

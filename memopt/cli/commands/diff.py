@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.cli.failures import DOES_NOT_FIT
 from memopt.cli.job import Job, takes_job
 from memopt.cli.output import show, show_json
 from memopt.cli.planned import planned
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     help="Show what only this plan changes, and what only the plan within this other budget does.",
 )
 @click.option("--order", is_flag=True, help="Show also what only moved or was renamed.")
-def command(job: Job, stage: str | None, against: str | None, order: bool) -> int | None:
+def command(job: Job, stage: str | None, against: str | None, order: bool) -> None:
     """Show what the plan changes in MODEL, by module, and why; or how it differs from the plan for another budget.
 
     \b
@@ -41,18 +40,15 @@ def command(job: Job, stage: str | None, against: str | None, order: bool) -> in
     if against is not None:
         _check_gigabytes(against)
     plan = planned(job)
-    other = planned(replace(job, budget_gb=against)) if plan and against is not None else None
-    if plan is None or (against is not None and other is None):
-        return DOES_NOT_FIT
+    other = planned(replace(job, budget_gb=against)) if against is not None else None
     if stage is not None:
         _show_stage(plan.diff(other).of_stage(stage) if other else plan.diff(stage, order=order), stage, job)
-        return None
+        return
     diff = plan.diff(other, order=order)
     if job.json:
         show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
     else:
         show(diff)
-    return None
 
 
 def _check_gigabytes(against: str) -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.failures import DOES_NOT_FIT
 from memopt.cli.job import Job, takes_job
 from memopt.cli.output import plan_figures, show, show_json
 from memopt.cli.planned import planned
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Tell the story of one op: a name that the tables show, or a part of an operator's or a module's name.",
 )
-def command(job: Job, op: str | None) -> int | None:
+def command(job: Job, op: str | None) -> None:
     """Say where the bytes of MODEL go, what memopt changed and why, or the story of one op.
 
     \b
@@ -35,20 +34,17 @@ def command(job: Job, op: str | None) -> int | None:
     from memopt.cli.op_story import story_of, values_table
 
     plan = planned(job)
-    if plan is None:
-        return DOES_NOT_FIT
     if op is not None:
         story = story_of(plan, op)
         if job.json:
             show_json(story.figures)
         else:
             show(*story.parts)
-        return None
+        return
     if job.json:
         show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})
     else:
         show(*_explained(plan, values_table(plan)))
-    return None
 
 
 def _explained(plan: Plan, values: RenderableType) -> list[RenderableType]:

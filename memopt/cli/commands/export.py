@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from memopt.cli.failures import DOES_NOT_FIT, UsageError
+from memopt.cli.failures import UsageError
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import check_folder, plan_figures, show, show_json
+from memopt.cli.output import check_file, plan_figures, show, show_json
 from memopt.cli.planned import planned
 
 FORMATS = ("snapshot", "trace", "dot")
@@ -23,7 +23,7 @@ _OPENED_BY = {
 @takes_job
 @click.option("--to", metavar="FILE", required=True, help="The file to write; its name says the format.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="The format, for other names.")
-def command(job: Job, to: str, form: str | None) -> int | None:
+def command(job: Job, to: str, form: str | None) -> None:
     """Write the planned step of MODEL into a file for another tool.
 
     \b
@@ -33,7 +33,7 @@ def command(job: Job, to: str, form: str | None) -> int | None:
 
     \b
     Examples:
-      memopt export gpt2 --set n_layer=2 --device h100 --budget-gb 2 --to step.pickle
+      memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
     """
     from memopt.show.exports.write import format_of
@@ -42,10 +42,8 @@ def command(job: Job, to: str, form: str | None) -> int | None:
         chosen = format_of(Path(to), form)
     except ValueError as error:
         raise UsageError(f"--to: {error}") from error
-    check_folder("--to", to)
+    check_file("--to", to)
     plan = planned(job)
-    if plan is None:
-        return DOES_NOT_FIT
     plan.export(to, chosen)
     if job.json:
         show_json({**plan_figures(plan), "file": to, "format": chosen})
@@ -54,4 +52,3 @@ def command(job: Job, to: str, form: str | None) -> int | None:
         from memopt.units import size
 
         show(headline(plan), f"written: {to}, {size(Path(to).stat().st_size)}; {_OPENED_BY[chosen]}")
-    return None

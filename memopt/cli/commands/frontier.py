@@ -7,7 +7,7 @@ import dataclasses
 import click
 
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import show, show_json
+from memopt.cli.output import check_file, show, show_json
 
 
 @click.command("frontier")
@@ -27,6 +27,8 @@ def command(job: Job, points: int, picture: str | None, save: str | None) -> Non
     import memopt
     from memopt.show.table import parts
 
+    check_file("--picture", picture)
+    check_file("--save", save)
     prepared = job.prepare()
     frontier = memopt.frontier(prepared.model, prepared.meta_batch(), points=points, **prepared.options)
     if picture is not None:

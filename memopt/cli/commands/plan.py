@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import click
 
-from memopt.cli.failures import DOES_NOT_FIT
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import plan_figures, show, show_json
+from memopt.cli.output import check_file, plan_figures, show, show_json
 from memopt.cli.planned import planned
 
 
 @click.command("plan")
 @takes_job
 @click.option("--save", metavar="FILE", help="Also write the plan to a file that memopt.Plan.load reads.")
-def command(job: Job, save: str | None) -> int | None:
+def command(job: Job, save: str | None) -> None:
     r"""Plan a training step of MODEL within a budget, and show where every byte goes.
 
     \b
@@ -25,13 +24,11 @@ def command(job: Job, save: str | None) -> int | None:
     """
     from memopt.show.report import parts
 
+    check_file("--save", save)
     plan = planned(job)
-    if plan is None:
-        return DOES_NOT_FIT
     if save is not None:
         plan.save(save)
     if job.json:
         show_json(plan_figures(plan))
     else:
         show(*parts(plan))
-    return None
