@@ -157,12 +157,13 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
         state.restore_gradients()
 
 
+RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"
+"""The mend that the message of a `CaptureError` ends with; the command line, which runs nothing, names another."""
+
+
 def cannot_capture(model: nn.Module, reason: str) -> str:
     """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's."""
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and not re.search(r":\d+, in ", reason):
         reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"
-    return (
-        f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; change the model there, or "
-        "add 'plain' to allow to run it unplanned"
-    )
+    return f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; {RUN_UNPLANNED}"

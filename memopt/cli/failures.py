@@ -40,7 +40,9 @@ def _failure(error: Exception) -> tuple[int, str]:
     if isinstance(error, BudgetError):
         return DOES_NOT_FIT, str(error)
     if isinstance(error, CaptureError):
-        return FAILED, str(error)
+        from memopt.capture.rehearsal import RUN_UNPLANNED
+
+        return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or what --shape says of its inputs")
     if isinstance(error, (ValueError, TypeError)) and _raised_by_memopt(error):
         return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:

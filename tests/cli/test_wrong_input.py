@@ -204,6 +204,8 @@ def test_a_shape_that_the_forward_cannot_take(capfd: pytest.CaptureFixture[str])
     error = capfd.readouterr().err
     assert len(sentences(error)) == 1, error
     assert "[4, 65]" in error
+    assert "--shape" in error
+    assert "allow" not in error
 
 
 def test_an_interrupt_in_the_middle(folder: Path) -> None:
