@@ -3,8 +3,8 @@
     python -m benchmarks.outputs_on_demand [--only GPT-2] [--before]
 
 For each model, two steps of AdamW in the smallest budget: by `TrainStep` (also half-way to the plain peak), by a plain
-loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers, where its package
-accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of the plain model, and its
+loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers with both kinds of
+AdamW, where its package accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of the plain model, and its
 losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree (this file run by its
 path, with PYTHONPATH set to that tree) beside those that are known.
 """
@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,13 @@ def by_train_step(model: nn.Module, batch: Batch) -> Callable[[], None]:
     return steps
 
 
-def by_trainer(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """Hugging Face's `Trainer`, whose data loader gives the batch again and again."""
+def by_trainer(model: nn.Module, batch: Batch, optim: str = "adamw_torch") -> Callable[[], None]:
+    """Hugging Face's `Trainer`, whose data loader gives the batch again and again, and whose optimiser decays matrices
+    alone."""
     samples = [{key: value[row] for key, value in batch.items()} for row in range(4)] * STEPS
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_grad_norm=0,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, optim="adamw_torch",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, optim=optim,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=samples)
     return lambda: trainer.train() and None
@@ -145,6 +147,7 @@ def rows_of(name: str) -> list[Row]:
         loops[loop] = lambda model, batch, step=step: by_loop(step, model, batch)
     if find_spec("accelerate"):
         loops["Trainer"] = by_trainer
+        loops["Trainer, fused AdamW"] = partial(by_trainer, optim="adamw_torch_fused")
     rows = []
     for budget_gb, some in ((1.001 * least, loops), ((least + plain) / 2, {"TrainStep": by_train_step})):
         for loop, steps_of in some.items():
