@@ -4,9 +4,9 @@
 
 For each model, two steps of AdamW in the smallest budget: by `TrainStep` (also half-way to the plain peak), by a plain
 loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers with both kinds of
-AdamW, where its package accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of the plain model, and its
-losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree (this file run by its
-path, with PYTHONPATH set to that tree) beside those that are known.
+AdamW, where its package accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of
+the plain model, and its losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree
+(this file run by its path, with PYTHONPATH set to that tree) beside those that are known.
 """
 
 from __future__ import annotations

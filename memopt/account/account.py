@@ -96,7 +96,9 @@ def account_of(
     on_cuda = card.name != "cpu"
     block = _block_bytes(card)
     parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad and trains(parameter)]
+    trained: list[torch.Tensor] = [
+        parameter for parameter in parameters if parameter.requires_grad and trains(parameter)
+    ]  # fmt: skip
     if live is not None:
         optimizer, trained = live.like(optimizer), live.in_order(trained)
     optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")

@@ -32,7 +32,10 @@ class LiveOptimizer:
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
         """The class `optimizer`, with fused kernels where this one uses them."""
-        return partial(self.kind, fused=True) if self.fused else optimizer
+        if not self.fused:
+            return optimizer
+        make: Any = self.kind
+        return partial(make, fused=True)
 
     def in_order(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters in the order in which they are stepped; those that it does not step are last."""
