@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memopt
 from examples.models import language_models
 from examples.models.language_models import SMALL_CONFIGS, Batch, dropping, holding, peak_bytes
+from tests.elsewhere import counted  # noqa: F401
 from tests.smallest import smallest_gb
 
 SLOW = pytest.mark.slow
@@ -51,7 +52,7 @@ def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=SLOW)])
-def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool) -> None:
+def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool, counted: None) -> None:
     """As the Trainer of transformers makes it: matrices alone are decayed, so that the head is stepped after another
     matrix, whose temporaries are still there, and by default fused."""
     model, batch = make("qwen3")
