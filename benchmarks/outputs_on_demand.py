@@ -17,7 +17,7 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -74,6 +74,12 @@ def smallest_gb(name: str) -> float:
     except memopt.BudgetError as refused:
         return refused.smallest_gb
     raise AssertionError("a budget of a thousandth of a GB was met")
+
+
+def plain_gb(name: str) -> float:
+    """The peak with nothing recomputed. The model is gone afterwards, and not counted as memory elsewhere."""
+    model, batch = make(name)
+    return memopt.plan(model, 1000, batch).plain_peak_gb
 
 
 def measured_gb(model: nn.Module, batch: Batch, steps: Callable[[], None]) -> float:
@@ -138,10 +144,9 @@ def reads_bitwise(name: str) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def rows_of(name: str) -> list[Row]:
-    least = smallest_gb(name)
-    model, batch = make(name)
-    plain = memopt.plan(model, 1000, batch).plain_peak_gb
+def rows_of(name: str, least: float, chosen: Sequence[str]) -> list[Row]:
+    """The rows of a model whose smallest budget is `least`, for the loops that are chosen; for all if none is."""
+    plain = plain_gb(name)
     loops: dict[str, Callable[[nn.Module, Batch], Callable[[], None]]] = {"TrainStep": by_train_step}
     for loop, step in LOOPS.items():
         loops[loop] = lambda model, batch, step=step: by_loop(step, model, batch)
@@ -151,6 +156,8 @@ def rows_of(name: str) -> list[Row]:
     rows = []
     for budget_gb, some in ((1.001 * least, loops), ((least + plain) / 2, {"TrainStep": by_train_step})):
         for loop, steps_of in some.items():
+            if chosen and loop not in chosen:
+                continue
             rows.append(row_of(name, loop, budget_gb, steps_of))
             print(rows[-1], flush=True)
     return rows
@@ -159,18 +166,23 @@ def rows_of(name: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--loops", nargs="+", default=[], help="only these loops, in the smallest budget that is known")
     parser.add_argument("--before", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     smallest = known.get("smallest_gb", {})
     measured = () if arguments.before else arguments.only
-    rows = [row for row in known.get("rows", []) if row["model"] not in measured]
+    again = [*measured] if not arguments.loops else [(name, loop) for name in measured for loop in arguments.loops]
+    rows = [row for row in known.get("rows", []) if not {row["model"], (row["model"], row["loop"])} & {*again}]
     for name in arguments.only:
+        if arguments.loops:
+            rows += [asdict(row) for row in rows_of(name, smallest[name]["now"], arguments.loops)]
+            continue
         smallest.setdefault(name, {})["before" if arguments.before else "now"] = smallest_gb(name)
         if not arguments.before:
             smallest[name]["reads_bitwise"] = reads_bitwise(name)
-            rows += [asdict(row) for row in rows_of(name)]
+            rows += [asdict(row) for row in rows_of(name, smallest[name]["now"], ())]
         print(name, smallest[name], flush=True)
     write_result(RESULT, {**stamp(), "smallest_gb": smallest, "rows": rows})
 
