@@ -2,16 +2,19 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.fits [--only GPT-2] [--steps 200]
 
-Two copies of a model train on the same batches of changing lengths, padded to the longest of each batch, the last one
-smaller: one plain, one optimised with default options and a budget that is large enough. They take turns, a block of
-steps each, so that other work on the machine slows both; which one begins a pair of blocks changes. Everything that
-memopt does is in its time: the first call, counts, checks at each call. Process time is that of this process alone.
+Two copies of a model train on the same batches, texts of changing lengths, padded to the longest of each batch, or
+images, the last one of an epoch smaller: one plain, one optimised in fp32 (by default memopt computes in bf16 on a
+processor with instructions for it, which a plain step does not) and with a budget that is large enough. They take
+turns, a block of steps each, so that other work on the machine slows both; which one begins a pair of blocks changes.
+Everything that memopt does is in its time: the first call, counts, checks at each call. Process time is that of this
+process alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +36,9 @@ BLOCK = 5
 ROWS, LAST_ROWS, EPOCH = 3, 2, 50
 LENGTHS = 16, 64
 VOCABULARY = 8000
+SIDE, CLASSES = 64, 10
 Batch = dict[str, torch.Tensor]
-MODELS: dict[str, Callable[[], Any]] = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: transformers.GPT2Config(
         n_embd=768, n_layer=3, n_head=12, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
     ),
@@ -44,6 +48,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Llama": lambda: transformers.LlamaConfig(
         hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ),
+    "BERT": lambda: transformers.BertConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCABULARY
+    ),
+    "ViT": lambda: transformers.ViTConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, image_size=SIDE,
+        patch_size=8, num_labels=CLASSES,
     ),
 }  # fmt: skip
 
@@ -68,7 +79,7 @@ class Row:
     million_parameters: float
     steps: int
     lengths: int
-    """The number of different padded lengths."""
+    """The number of different padded lengths; 1 for images."""
     budget_gb: float
     plain_s: float
     """Process time of all steps."""
@@ -82,13 +93,32 @@ class Row:
     same_losses: bool
 
 
-def batches(steps: int) -> list[Batch]:
-    """Batches of changing lengths with padding, of which the last one of each epoch is smaller."""
-    chance = random.Random(0)
+def make(name: str) -> nn.Module:
+    """A model of `CONFIGS` in train mode, with random weights."""
+    kinds = {"BERT": transformers.AutoModelForMaskedLM, "ViT": transformers.AutoModelForImageClassification}
+    model: nn.Module = kinds.get(name, transformers.AutoModelForCausalLM).from_config(CONFIGS[name]()).train()
+    return model
+
+
+def batches(name: str, steps: int) -> list[Batch]:
+    """Batches for a model, of which the last one of each epoch is smaller."""
     torch.manual_seed(0)
+    rows = [LAST_ROWS if step % EPOCH == EPOCH - 1 else ROWS for step in range(steps)]
+    return images(rows) if name == "ViT" else texts(rows)
+
+
+def images(rows_of_batches: Sequence[int]) -> list[Batch]:
+    return [
+        {"pixel_values": torch.randn(rows, 3, SIDE, SIDE), "labels": torch.randint(CLASSES, (rows,))}
+        for rows in rows_of_batches
+    ]
+
+
+def texts(rows_of_batches: Sequence[int]) -> list[Batch]:
+    """Batches of changing lengths with padding."""
+    chance = random.Random(0)
     made = []
-    for step in range(steps):
-        rows = LAST_ROWS if step % EPOCH == EPOCH - 1 else ROWS
+    for rows in rows_of_batches:
         lengths = [chance.randint(*LENGTHS) for _ in range(rows)]
         longest = max(lengths)
         tokens = torch.randint(1, VOCABULARY, (rows, longest))
@@ -138,13 +168,13 @@ def counting(owner: Any, name: str) -> list[str]:
 
 def compare(name: str, steps: int, captures: list[str], counts: list[str]) -> Row:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train()
+    model = make(name)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     plain, ours = Job(model), Job(copy.deepcopy(model))
     budget = 16 * parameters / GIB + 4.0
     before = len(captures), len(counts)
-    memopt.optimize(ours.model, budget)
-    given = batches(steps)
+    memopt.optimize(ours.model, budget, precision="fp32")
+    given = batches(name, steps)
     warm_up(name)
     for number, start in enumerate(range(0, steps, BLOCK)):
         for job in (plain, ours) if number % 2 else (ours, plain):
@@ -154,7 +184,7 @@ def compare(name: str, steps: int, captures: list[str], counts: list[str]) -> Ro
         name,
         parameters / 1e6,
         steps,
-        len({batch["input_ids"].shape[1] for batch in given}),
+        len({next(iter(batch.values())).shape[1:] for batch in given}),
         budget,
         a.process_s,
         b.process_s,
@@ -169,13 +199,12 @@ def compare(name: str, steps: int, captures: list[str], counts: list[str]) -> Ro
 
 def warm_up(name: str) -> None:
     """Two steps of a third copy, so that neither job pays for what the process does once."""
-    job = Job(transformers.AutoModelForCausalLM.from_config(MODELS[name]()).train())
-    job.run(batches(2))
+    Job(make(name)).run(batches(name, 2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--note", default="", help="what else the machine was doing, for the JSON file")
     parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
@@ -184,11 +213,12 @@ def main() -> None:
     import memopt.run.plain_calls as plain_calls  # its name in this module is what is counted
 
     captures, counts = counting(RecordedRegion, "record"), counting(plain_calls, "count_plain_step")
-    rows = []
+    known = json.loads(chosen.to.read_text())["rows"] if chosen.to.exists() else []
+    rows = [row for row in known if row["model"] not in chosen.only]
     for name in chosen.only:
-        rows.append(compare(name, chosen.steps, captures, counts))
+        rows.append(asdict(compare(name, chosen.steps, captures, counts)))
         print(rows[-1], flush=True)
-        write_result(chosen.to, {**stamp(), "note": chosen.note, "rows": [*map(asdict, rows)]})
+        write_result(chosen.to, {**stamp(), "note": chosen.note, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ in a process of its own:
     checkpoint  torch.utils.checkpoint around every block, on the first batches
 
 Seconds are processor time. `compiling_s` is that of the batches in which something was captured, compiled or planned,
-less the median of batches of that way; for memopt that is all planning.
+less the median of batches of that way; for memopt that is all planning. `growth` is that of resident memory from batch
+52 on, `growth_since_last` since the last capture or plan.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ from memopt.errors import GIB
 RESULTS = Path(__file__).parent / "results"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
-FIRST = {"torch": 120, "checkpoint": 60}
-"""The number of batches of ways that are run for their speed alone."""
+FIRST = {"peaks": 202, "torch": 120, "checkpoint": 60}
+"""The number of batches of ways that are run for their peaks or their speed alone; two epochs have 202."""
 SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 144, 4, 201
-SETTLED = 50
-"""The batch after which resident memory should not grow."""
+SETTLED = 52
+"""The batch after which resident memory should not grow. Like the last batch, it ends an accumulation: no gradients are
+held."""
 Batch = dict[str, torch.Tensor]
 
 
@@ -155,7 +157,7 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
     elif way == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters())
-    losses, seconds, eventful, peaks, settled = [], [], [], [], 0
+    losses, seconds, eventful, peaks, resident = [], [], [], [], dict[int, int]()
     torch.manual_seed(1)
     for number, batch in enumerate(batches(count), 1):
         before, began = events.seen, time.process_time()
@@ -168,8 +170,9 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
             optimizer.zero_grad()
         seconds.append(time.process_time() - began)
         eventful.append(events.seen != before)
-        if number == SETTLED:
-            settled = resident_bytes()
+        late = any(eventful[max(resident, default=0) :])
+        if number % ACCUMULATED == 0 and (number in (SETTLED, count) or (number > SETTLED and late)):
+            resident[number] = resident_bytes()
     quiet = statistics.median(second for second, event in zip(seconds, eventful, strict=True) if not event)
     compiling = sum(second - quiet for second, event in zip(seconds, eventful, strict=True) if event)
     return {
@@ -179,9 +182,15 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
         "seconds": seconds,
         "compiling_s": compiling,
         "losses": losses,
-        "growth": resident_bytes() / settled - 1 if settled else None,
+        "growth": growth(resident, SETTLED),
+        "growth_since_last": growth(resident, max([n for n in resident if n < count], default=SETTLED)),
         "largest_peak_gb": max(peaks, default=None),
     }
+
+
+def growth(resident: dict[int, int], since: int) -> float | None:
+    """By which part resident memory has grown from a batch to the last one where it was read; None where it was not."""
+    return resident[max(resident)] / resident[since] - 1 if since in resident else None
 
 
 def backward(model: nn.Module, batch: Batch) -> float:

@@ -3,10 +3,10 @@
     python -m benchmarks.outputs_on_demand [--only GPT-2] [--before]
 
 For each model, two steps of AdamW in the smallest budget: by `TrainStep` (also half-way to the plain peak), by a plain
-loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers, where its package
-accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of the plain model, and its
-losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree (this file run by its
-path, with PYTHONPATH set to that tree) beside those that are known.
+loop that drops the model's outputs, by one that holds them, and by the `Trainer` of transformers with both kinds of
+AdamW, where its package accelerate is installed. `reads_bitwise`: whether a loop that reads the logits gets those of
+the plain model, and its losses, in fp32 with recomputation alone. `--before` notes the smallest budgets of another tree
+(this file run by its path, with PYTHONPATH set to that tree) beside those that are known.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,12 @@ def smallest_gb(name: str) -> float:
     raise AssertionError("a budget of a thousandth of a GB was met")
 
 
+def plain_gb(name: str) -> float:
+    """The peak with nothing recomputed. The model is gone afterwards, and not counted as memory elsewhere."""
+    model, batch = make(name)
+    return memopt.plan(model, 1000, batch).plain_peak_gb
+
+
 def measured_gb(model: nn.Module, batch: Batch, steps: Callable[[], None]) -> float:
     gc.collect()
     return peak_bytes(model, batch, [steps]) / GIB
@@ -100,12 +107,13 @@ def by_train_step(model: nn.Module, batch: Batch) -> Callable[[], None]:
     return steps
 
 
-def by_trainer(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """Hugging Face's `Trainer`, whose data loader gives the batch again and again."""
+def by_trainer(model: nn.Module, batch: Batch, optim: str = "adamw_torch") -> Callable[[], None]:
+    """Hugging Face's `Trainer`, whose data loader gives the batch again and again, and whose optimiser decays matrices
+    alone."""
     samples = [{key: value[row] for key, value in batch.items()} for row in range(4)] * STEPS
     arguments = transformers.TrainingArguments(
         tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to=[], max_grad_norm=0,
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, optim="adamw_torch",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, optim=optim,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=samples)
     return lambda: trainer.train() and None
@@ -136,18 +144,20 @@ def reads_bitwise(name: str) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def rows_of(name: str) -> list[Row]:
-    least = smallest_gb(name)
-    model, batch = make(name)
-    plain = memopt.plan(model, 1000, batch).plain_peak_gb
+def rows_of(name: str, least: float, chosen: Sequence[str]) -> list[Row]:
+    """The rows of a model whose smallest budget is `least`, for the loops that are chosen; for all if none is."""
+    plain = plain_gb(name)
     loops: dict[str, Callable[[nn.Module, Batch], Callable[[], None]]] = {"TrainStep": by_train_step}
     for loop, step in LOOPS.items():
         loops[loop] = lambda model, batch, step=step: by_loop(step, model, batch)
     if find_spec("accelerate"):
         loops["Trainer"] = by_trainer
+        loops["Trainer, fused AdamW"] = partial(by_trainer, optim="adamw_torch_fused")
     rows = []
     for budget_gb, some in ((1.001 * least, loops), ((least + plain) / 2, {"TrainStep": by_train_step})):
         for loop, steps_of in some.items():
+            if chosen and loop not in chosen:
+                continue
             rows.append(row_of(name, loop, budget_gb, steps_of))
             print(rows[-1], flush=True)
     return rows
@@ -156,18 +166,23 @@ def rows_of(name: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--loops", nargs="+", default=[], help="only these loops, in the smallest budget that is known")
     parser.add_argument("--before", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     smallest = known.get("smallest_gb", {})
     measured = () if arguments.before else arguments.only
-    rows = [row for row in known.get("rows", []) if row["model"] not in measured]
+    again = [*measured] if not arguments.loops else [(name, loop) for name in measured for loop in arguments.loops]
+    rows = [row for row in known.get("rows", []) if not {row["model"], (row["model"], row["loop"])} & {*again}]
     for name in arguments.only:
+        if arguments.loops:
+            rows += [asdict(row) for row in rows_of(name, smallest[name]["now"], arguments.loops)]
+            continue
         smallest.setdefault(name, {})["before" if arguments.before else "now"] = smallest_gb(name)
         if not arguments.before:
             smallest[name]["reads_bitwise"] = reads_bitwise(name)
-            rows += [asdict(row) for row in rows_of(name)]
+            rows += [asdict(row) for row in rows_of(name, smallest[name]["now"], ())]
         print(name, smallest[name], flush=True)
     write_result(RESULT, {**stamp(), "smallest_gb": smallest, "rows": rows})
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import optimizer_account
 from memopt.compat.storages import storage_key
 from memopt.compat.subclasses import with_memory
@@ -82,10 +83,12 @@ def account_of(
     optimizer: Any,
     card: Hardware,
     trains: Callable[[torch.Tensor], bool] = lambda parameter: True,
+    live: LiveOptimizer | None = None,
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others.
+    `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others. `live` is
+    the optimiser of that class that will step them, where it is there already.
 
     On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
     once there is a schedule (`memopt.planning.on_card`).
@@ -93,7 +96,11 @@ def account_of(
     on_cuda = card.name != "cpu"
     block = _block_bytes(card)
     parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad and trains(parameter)]
+    trained: list[torch.Tensor] = [
+        parameter for parameter in parameters if parameter.requires_grad and trains(parameter)
+    ]  # fmt: skip
+    if live is not None:
+        optimizer, trained = live.like(optimizer), live.in_order(trained)
     optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")
     home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()], block)

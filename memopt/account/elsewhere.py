@@ -16,6 +16,7 @@ from torch import nn
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import allocated_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
 from memopt.device.workspace_cuda import library_workspaces
@@ -41,6 +42,8 @@ class Found:
     """The state of the model's optimisers."""
     largest: tuple[str, ...] = field(default=(), compare=False)
     """The largest tensors of `other`, in words."""
+    optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
+    """The optimisers that step parameters of the model."""
 
     def beside(self, planned_state: int) -> int:
         """The bytes beside a step whose account has `planned_state` bytes of optimiser state; 0 where the account's row
@@ -103,6 +106,11 @@ class Elsewhere:
             f"{', '.join(self._found.largest)}; what is freed before the next step leaves it more room, and "
             "elsewhere_gb=0 leaves them out of the budget"
         )
+
+    @property
+    def optimizers(self) -> tuple[LiveOptimizer, ...]:
+        """The model's optimisers that the latest look found."""
+        return self._found.optimizers
 
     @property
     def _notable(self) -> int:
@@ -210,7 +218,8 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     if device.type == "cuda":
         known = sum(-(-nbytes // block) * block for nbytes in own.values()) + state_bytes + around.waiting_bytes
         other = max(other, torch.cuda.memory_allocated(device) - known - libraries)
-    return Found(other, state_bytes, _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device))
+    largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
+    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)))
 
 
 def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:

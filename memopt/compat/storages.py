@@ -29,15 +29,21 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WeakStorage:
-    """The address of a storage, for as long as some tensor lives in it; it does not keep the storage alive."""
+    """The address and the bytes of a storage, for as long as some tensor lives in it; it does not keep it alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._nbytes = storage.nbytes()
 
     @property
     def address(self) -> int:
         """The address of the memory, 0 once the storage is gone."""
         return 0 if self._reference.expired() else self._address  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memory, 0 once the storage is gone."""
+        return self._nbytes if self.address else 0
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

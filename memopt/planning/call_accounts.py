@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.account.account import Account, account_of
 from memopt.account.elsewhere import Around, Elsewhere
+from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.subclasses import is_sharded
@@ -33,23 +34,30 @@ class CallAccounts(ModelTerms):
     def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
         """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
         parameters get gradients (`reached`)."""
+        found = self.elsewhere.now(self.around(call)) if situation.elsewhere is None else None
         account = account_of(
             self.model,
             tensors_in(call),
             self.options.optimizer,
             self.card,
             self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
+            self.live_optimizer,
         )
         held, others = situation.gradients_held, situation.other_forwards
         account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)
-        elsewhere = situation.elsewhere
-        if elsewhere is None:
-            elsewhere = self.elsewhere.now(self.around(call)).beside(account.optimizer_state)
+        elsewhere = situation.elsewhere or 0
+        if found is not None:
+            elsewhere = found.beside(account.optimizer_state)
             if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
                 elsewhere = max(0, elsewhere - account.buckets)
         return replace(account, elsewhere=elsewhere)
+
+    @property
+    def live_optimizer(self) -> LiveOptimizer | None:
+        """The optimiser of the class that is planned for, where one steps the model already."""
+        return the_live_one(self.options.optimizer, self.elsewhere.optimizers)
 
     def _is_reached(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self.reached

@@ -218,7 +218,8 @@ class CallPlanner(CallAccounts):
         """Everything that the plan of a call depends on, which makes the key that it is kept under."""
         chosen = self.proposing.chosen.names if self.proposing.chosen else ()
         elsewhere = in_steps(self.account(call, situation).elsewhere, self.options.budget_bytes)
-        further = self.backend, chosen, sorted(self.proposing.allowed), elsewhere
+        live = self.live_optimizer.departure(self.model.parameters()) if self.live_optimizer else ""
+        further = self.backend, chosen, sorted(self.proposing.allowed), elsewhere, live
         return Job(self.model, call, situation, self.options, self.card, self.loss_fn, further)
 
     @property

@@ -74,6 +74,15 @@ class PendingForward:
         """The tensors that its regions have saved and not freed yet."""
         return [tensor for node in self.nodes for tensor in saved_tensors(node())]
 
+    def present_bytes(self) -> int:
+        """The bytes of what its regions have saved and returned that are there now, which may be fewer than were
+        planned for, where sizes change; without parameters and buffers."""
+        model = self.model()
+        own = [*model.parameters(), *model.buffers()] if model is not None else []
+        resident = {storage.address for storage in weak_storages(own)}
+        found = (*weak_storages(self.held()), *self.outputs)
+        return sum({one.address: one.nbytes for one in found if one.address not in resident}.values())
+
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
         would exceed the budget in the present state."""
@@ -218,7 +227,12 @@ class PendingForwards:
     @property
     def held_bytes(self) -> int:
         """The bytes that forwards hold which wait for their backward, those of plain calls too."""
-        return _held(self.waiting()) + _held(self.plain_waiting())
+        return _held(self.waiting()) + self.plain_held_bytes
+
+    @property
+    def plain_held_bytes(self) -> int:
+        """The bytes that forwards of plain calls hold which wait for their backward."""
+        return _held(self.plain_waiting())
 
     @property
     def others_held_bytes(self) -> int:

@@ -99,7 +99,11 @@ class Surroundings:
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
         """The bytes that the device holds beside the backward of a forward, which begins with these gradients."""
-        around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
+        waiting = {forward, *self.pending.waiting()}
+        around = replace(
+            self.around(((), {}), forward.plan.account.gradients_held, "backward"),
+            waiting_bytes=sum(one.present_bytes() for one in waiting) + self.pending.plain_held_bytes,
+        )
 
         def addresses() -> frozenset[int]:
             # Once one of its regions has run its backward, a forward no longer waits; the others still hold theirs.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memopt
 from examples.models import language_models
 from examples.models.language_models import SMALL_CONFIGS, Batch, dropping, holding, peak_bytes
+from tests.elsewhere import counted  # noqa: F401
 from tests.smallest import smallest_gb
 
 SLOW = pytest.mark.slow
@@ -48,6 +49,19 @@ def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
         plan = memopt.plan_of(model)
         assert "chunked_loss" in plan.levers
         assert measured <= plan.predicted_peak_bytes <= 1.01 * measured
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=SLOW)])
+def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool) -> None:
+    """As the Trainer of transformers makes it: matrices alone are decayed, so that the head is stepped after another
+    matrix, whose temporaries are still there, and by default fused."""
+    model, batch = make("qwen3")
+    memopt.optimize(model, 1.01 * smallest_gb(model, batch))
+    groups = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=fused)
+    measured = peak_bytes(model, batch, [partial(dropping, model, batch, optimizer)] * 2)
+    assert measured <= memopt.plan_of(model).predicted_peak_bytes <= 1.01 * measured
 
 
 @pytest.mark.parametrize("name", EACH)
