@@ -3,11 +3,11 @@ holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
-from memopt.solver import RematProblem, Schedule
+from memopt.solver import BlockCall, Op, RematProblem, Schedule
 from memopt.solver.simulator import lifetimes
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
@@ -92,33 +92,53 @@ def least_limit(
     return high, free
 
 
-Call = tuple[bool, int, int]
-"""Whether a block is allocated (else freed), its number, and its bytes."""
-
-
-def _calls(problem: RematProblem, schedule: Schedule) -> list[Call]:
+def _calls(problem: RematProblem, schedule: Schedule) -> list[BlockCall]:
     """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
     allocated."""
     evaluations = schedule.evaluations
-    born: list[list[tuple[int, int]]] = [[] for _ in evaluations]
+    born: list[dict[int, int]] = [{} for _ in evaluations]
     dying: list[list[int]] = [[] for _ in evaluations]
     last = len(evaluations) - 1
     versions = lifetimes(problem, evaluations, schedule.offloads)
     for number, (storage, made, dies) in enumerate(versions):
-        born[made].append((number, problem.storages[storage].bytes))
+        born[made][storage] = number
         if dies < last or not problem.storages[storage].kept:
             dying[dies].append(number)
-    calls: list[Call] = []
-    for position, op in enumerate(evaluations):
-        calls += ((True, number, nbytes) for number, nbytes in born[position])
-        if problem.ops[op].workspace_bytes:
-            workspace = len(versions) + position
-            calls += ((True, workspace, problem.ops[op].workspace_bytes), (False, workspace, 0))
-        calls += ((False, number, 0) for number in dying[position])
+    calls: list[BlockCall] = []
+    unused = len(versions)
+    for position, index in enumerate(evaluations):
+        op = problem.ops[index]
+        within = _renumbered(problem, op, born[position], unused)
+        unused += 1 + max((block for _, block, _ in op.calls), default=0)
+        allocated = {number for allocates, number, _ in within if allocates}
+        for storage, number in born[position].items():
+            if number not in allocated:
+                calls.append(BlockCall(True, number, problem.storages[storage].bytes))
+        calls += within or _workspace(op, unused - 1)
+        calls += (BlockCall(False, number, 0) for number in dying[position])
     return calls
 
 
-def _run(allocator: CachingAllocator, calls: Sequence[Call]) -> list[int]:
+def _workspace(op: Op, number: int) -> list[BlockCall]:
+    """The calls for a workspace of which no more is known than its bytes."""
+    nbytes = op.workspace_bytes
+    return [BlockCall(True, number, nbytes), BlockCall(False, number, nbytes)] if nbytes else []
+
+
+def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unused: int) -> list[BlockCall]:
+    """The calls within an operator, with the numbers of the versions of the storages that it makes, and with numbers
+    from `unused` on for the blocks of its workspace."""
+    found = []
+    for allocates, block, nbytes in op.calls:
+        if block >= len(op.makes):
+            found.append(BlockCall(allocates, unused + block, nbytes))
+        elif allocates and op.makes[block] in versions:
+            storage = op.makes[block]
+            found.append(BlockCall(True, versions[storage], problem.storages[storage].bytes))
+    return found
+
+
+def _run(allocator: CachingAllocator, calls: Sequence[BlockCall]) -> list[int]:
     """Make the calls, and return the addresses of the blocks that are left allocated."""
     addresses: dict[int, int] = {}
     for makes, number, nbytes in calls:
