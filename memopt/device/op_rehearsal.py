@@ -80,7 +80,9 @@ class _Record(LiveBytes):  # type: ignore[no-untyped-call]
 
     def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:
         """The calls with the results' blocks first in number, and without the workspace's small ones."""
-        made = {self._number[storage]: at for at, storage in enumerate(map(_storage, results)) if storage in self._number}
+        made = {
+            self._number[storage]: at for at, storage in enumerate(map(_storage, results)) if storage in self._number
+        }
         named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]
         shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > _NOTABLE)
         alive = accumulate(nbytes if makes else -nbytes for makes, _, nbytes in self.calls)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from examples.models.problems import random_problem, random_schedule
 from memopt.account.allocator_replay import StepBlocks, least_limit, replay
 from memopt.account.caching_allocator import CardFullError
-from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
+from memopt.solver import BlockCall, Op, RematProblem, Schedule, Storage, simulate
 
 MB = 1024**2
 # x (8 MB) → y (30 MB, with 4 MB of workspace) → gradient (8 MB, kept), each of what is before it.
@@ -49,6 +49,22 @@ def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_n
 def test_gradients_live_until_the_optimizer_is_done() -> None:
     kept = replay(CHAIN, Schedule.save_all(CHAIN), StepBlocks((), (), (60 * MB,)), expandable_segments=False)
     assert kept.allocated_bytes == 68 * MB
+
+
+def test_the_calls_within_an_operator_are_followed_in_order() -> None:
+    """A copy (30 MB) comes before the result (40 MB), and two parts (12 MB) lie in the copy's place when it is freed:
+    the result's segment is the third one's neighbour in time, not in memory."""
+    copy = [BlockCall(True, 1, 30 * MB), BlockCall(True, 0, 40 * MB), BlockCall(False, 1, 30 * MB)]
+    parts = [
+        call for number in (2, 3) for call in (BlockCall(True, number, 12 * MB), BlockCall(False, number, 12 * MB))
+    ]
+    op = Op("loss", 1, (), (0,), workspace_bytes=30 * MB, calls=(*copy, *parts))
+    problem = RematProblem((op,), (Storage("gradient", 40 * MB, kept=True),), 1)
+    peaks = replay(problem, Schedule.save_all(problem), StepBlocks(()), expandable_segments=False)
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (70 * MB, 70 * MB)
+    together = replace(problem, ops=(replace(op, calls=(*copy[:2], *parts, copy[2])),))
+    peaks = replay(together, Schedule.save_all(together), StepBlocks(()), expandable_segments=False)
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (82 * MB, 82 * MB)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 1000, 300_000]), st.booleans())
