@@ -12,9 +12,10 @@ import torch
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, whatever for.
 
-    On CUDA they are those that were asked for. Blocks may be up to a megabyte larger where the allocator does not split
-    one, which the account has in its row for the rounding of blocks. On the CPU only differences are of use, and a few kB of them are Python's own. None where it is not known: with
-    another C library than glibc 2.33 or later, and on other devices.
+    On CUDA they are those that were asked for: blocks that the allocator does not split are up to a megabyte larger,
+    which is in the account's row for the rounding of blocks. On the CPU only differences are of use, and a few kB of
+    them are Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other
+    devices.
     """
     if device.type == "cuda":
         figures = torch.cuda.memory_stats(device)

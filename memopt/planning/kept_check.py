@@ -43,7 +43,11 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
     waiting = own.other_forwards + to_come * plan.held_bytes
-    account = on_card(joined, schedule, replace(own, lowering=lowering, other_forwards=waiting))
+    bare = replace(own, lowering=lowering, other_forwards=waiting)
+    if footprint is None:
+        account = on_card(joined, schedule, bare)
+    else:
+        account = as_compiled(replace(plan, account=bare), footprint).account
     found = plan.account
     same = replace(
         account,

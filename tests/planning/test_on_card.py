@@ -9,6 +9,7 @@ import pytest
 from memopt.account.account import Account
 from memopt.account.allocator_replay import StepBlocks, replay
 from memopt.account.breakdown import breakdown
+from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
@@ -65,7 +66,7 @@ def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: Capture
     blocks = StepBlocks(
         resident=(*[MB] * 4, 8 * MB, *library_workspaces(9)), state=(*[MB] * 4, 4 * MB), temporaries=(*[MB] * 4,)
     )
-    free = replay(problem, schedule, blocks, expandable_segments=False)
+    free = replay(step_calls(problem, schedule), blocks, expandable_segments=False)
     assert free.allocated_bytes <= held <= free.reserved_bytes
     assert on_card(joined(step), schedule, account) == account, "the overhead is counted once"
 
