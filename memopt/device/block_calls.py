@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
         super().raise_peak(workspace_bytes)
         if workspace_bytes:
             self._freed(self._allocated(workspace_bytes))
+
+    def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
+        """Count the results of an operator, and list them and its workspace as its `calls` say (`Op.calls`)."""
+        workspace: dict[int, int] = {}
+        for allocates, block, nbytes in calls:
+            if not allocates:
+                self._freed(workspace[block])
+            elif block < len(results):
+                self.count(results[block])
+            else:
+                workspace[block] = self._allocated(nbytes)
+        self.count(results)
+        super().raise_peak(workspace_bytes)
 
     def _allocated(self, nbytes: int) -> int:
         self.sizes.append(nbytes)

@@ -14,7 +14,8 @@ from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import HigherOrderOperator
 from memopt.device.block_calls import BlockCalls
 from memopt.device.chip import LARGE, Chip
-from memopt.device.op_call import describe
+from memopt.device.op_call import describe, tensors_in
+from memopt.device.op_rehearsal import rehearsal
 from memopt.device.workspace import call_workspace_bytes
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES
 from passes.ops.offload_ops import COPY_OUT
@@ -36,15 +37,12 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             return self.draw(func, args, kwargs or {})
+        if func in IMPLEMENTATIONS and self.device != "cpu":
+            return self.follow(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result; a copy to the host is left out of the count of the device's bytes. On a card an
-        operator that is written in Python runs as it is written."""
-        written = IMPLEMENTATIONS.get(func) if self.device != "cpu" else None
-        if written is not None:
-            with self:
-                return written(*args, **kwargs)
+        """The operator's result; a copy to the host is left out of the count of the device's bytes."""
         result = super().run(func, args, kwargs)
         if func is COPY_OUT:
             self.exclude(result)
@@ -52,9 +50,18 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes of the kernel's own temporaries; 0 for views and for allocations."""
-        if func.is_view or "empty" in func.name() or (self.device != "cpu" and func in IMPLEMENTATIONS):
+        if func.is_view or "empty" in func.name():
             return 0
         return call_workspace_bytes(describe(func, args, kwargs, result), self.device, self.chip)
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
+        result = func(*args, **kwargs)
+        self.exclude((args, list(kwargs.values())))
+        rehearsed = rehearsal(describe(func, args, kwargs, result), self.chip, ROUNDING_BYTES)
+        assert rehearsed is not None
+        self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
+        return result
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a random operator that saves the generator's state, or one that draws from a saved state."""

@@ -19,10 +19,10 @@ from memopt.planning.captured import Joined
 from memopt.solver import BlockCall, Schedule
 
 SPARE = 15, 1000
-"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's
-own blocks, and small ones that no graph has. Processes held to what the replay needs ran out of memory for lack of
-0.5%."""
-
+"""The share, as a fraction, of the allocator's bytes that is left for what no replay of a schedule knows: the order of
+a kernel's own blocks, small ones that no graph has, and what a compiler changes."""
+SPARE_COMPILED = 5, 1000
+"""The same for code that is compiled already, whose calls are known."""
 UNSPLIT = 1, 1000
 """The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
@@ -74,23 +74,23 @@ def compiled_within(
     if not account.context:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    limit = _without_spare(budget_bytes - account.context)
+    limit = _without_spare(budget_bytes - account.context, SPARE_COMPILED)
     try:
         peaks = replay(calls, blocks, expandable_segments=setting, limit_bytes=limit)
         held = peaks.reserved_bytes
     except CardFullError:
         held, peaks = least_limit(calls, blocks, expandable_segments=setting)
-    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, _with_spare(held))
+    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, _with_spare(held, SPARE_COMPILED))
 
 
-def _with_spare(nbytes: int) -> int:
+def _with_spare(nbytes: int, spare: tuple[int, int] = SPARE) -> int:
     """The least bytes of which `_without_spare` leaves `nbytes`."""
-    share, whole = SPARE
+    share, whole = spare
     return -(-nbytes * (whole + share) // whole)
 
 
-def _without_spare(nbytes: int) -> int:
-    share, whole = SPARE
+def _without_spare(nbytes: int, spare: tuple[int, int] = SPARE) -> int:
+    share, whole = spare
     return nbytes * whole // (whole + share)
 
 
