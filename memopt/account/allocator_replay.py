@@ -70,17 +70,47 @@ def replay(
     return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.releases)
 
 
+@dataclass(frozen=True)
+class Spare:
+    """The share, as a fraction, of the allocator's bytes that is left for what no replay knows."""
+
+    share: int
+    whole: int = 1000
+
+    def added_to(self, nbytes: int) -> int:
+        """The least bytes of which `taken_from` leaves `nbytes`."""
+        return -(-nbytes * (self.whole + self.share) // self.whole)
+
+    def taken_from(self, nbytes: int) -> int:
+        """The bytes that are left once the spare is set aside."""
+        return nbytes * self.whole // (self.whole + self.share)
+
+
+def replay_with_spare(
+    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool, limit_bytes: int
+) -> AllocatorPeaks:
+    """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare.
+
+    Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
+    of memory with a larger limit and not with a smaller one. Raises `CardFullError` where one is too low.
+    """
+    least = spare.taken_from(limit_bytes)
+    limits = (least, (least + limit_bytes) // 2, limit_bytes)
+    peaks, *_ = [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for limit in limits]
+    return peaks
+
+
 def least_limit(
-    calls: Sequence[BlockCall], blocks: StepBlocks, *, expandable_segments: bool
+    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
 ) -> tuple[int, AllocatorPeaks]:
-    """The least limit with which `replay` passes, to 0.4%, and the peaks without a limit."""
+    """The least limit with which `replay_with_spare` passes, to 0.4%, and the peaks without a limit."""
     free = replay(calls, blocks, expandable_segments=expandable_segments)
-    low, high = free.allocated_bytes - 1, free.reserved_bytes
+    low, high = spare.added_to(free.allocated_bytes) - 1, spare.added_to(free.reserved_bytes)
     while high - low > max(1, _SHARE * free.allocated_bytes):
         # The least limit is more often near to the bytes handed out than to the bytes held.
         middle = low + (high - low + 3) // 4
         try:
-            replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=middle)
+            replay_with_spare(calls, blocks, spare, expandable_segments=expandable_segments, limit_bytes=middle)
         except CardFullError:
             low = middle
         else:

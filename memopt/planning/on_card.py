@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import cycle
 
 from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, least_limit, replay
+from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
 from memopt.account.step_calls import step_calls
@@ -18,11 +18,11 @@ from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
 from memopt.solver import BlockCall, Schedule
 
-SPARE = 15, 1000
-"""The share, as a fraction, of the allocator's bytes that is left for what no replay of a schedule knows: the order of
-a kernel's own blocks, small ones that no graph has, and what a compiler changes."""
-SPARE_COMPILED = 5, 1000
-"""The same for code that is compiled already, whose calls are known."""
+SPARE = Spare(15)
+"""Left for what no replay of a schedule knows: the order of a kernel's own blocks, small ones that no graph has, and
+what a compiler changes."""
+SPARE_COMPILED = Spare(5)
+"""Left for code that is compiled already, whose calls are known."""
 UNSPLIT = 1, 1000
 """The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
@@ -41,9 +41,10 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
         blocks = _step_blocks(joined, bare)
-        least, peaks = least_limit(step_calls(joined.problem, schedule), blocks, expandable_segments=setting)
+        calls = step_calls(joined.problem, schedule)
+        least, peaks = least_limit(calls, blocks, SPARE, expandable_segments=setting)
         asked = _asked(joined, schedule, replace(bare, lowering=0))
-        joined.on_cards[key] = _with_overhead(bare, asked, peaks, _with_spare(least))
+        joined.on_cards[key] = _with_overhead(bare, asked, peaks, least)
     found = joined.on_cards[key]
     return replace(bare, rounding=found.rounding, fragmentation=found.fragmentation)
 
@@ -54,14 +55,15 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     bare = without_allocator(account)
     if not account.context:
         return bare
-    limit = _without_spare(budget_bytes - account.context - account.lowering)
+    limit = budget_bytes - account.context - account.lowering
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
+    calls = step_calls(joined.problem, schedule)
     try:
-        peaks = replay(step_calls(joined.problem, schedule), blocks, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(calls, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
     asked = _asked(joined, schedule, replace(bare, lowering=0))
-    fitted = _with_overhead(bare, asked, peaks, _with_spare(peaks.reserved_bytes))
+    fitted = _with_overhead(bare, asked, peaks, SPARE.added_to(peaks.reserved_bytes))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 
@@ -74,24 +76,14 @@ def compiled_within(
     if not account.context:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    limit = _without_spare(budget_bytes - account.context, SPARE_COMPILED)
+    limit = budget_bytes - account.context
     try:
-        peaks = replay(calls, blocks, expandable_segments=setting, limit_bytes=limit)
-        held = peaks.reserved_bytes
+        peaks = replay_with_spare(calls, blocks, SPARE_COMPILED, expandable_segments=setting, limit_bytes=limit)
+        held = SPARE_COMPILED.added_to(peaks.reserved_bytes)
     except CardFullError:
-        held, peaks = least_limit(calls, blocks, expandable_segments=setting)
-    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, _with_spare(held, SPARE_COMPILED))
-
-
-def _with_spare(nbytes: int, spare: tuple[int, int] = SPARE) -> int:
-    """The least bytes of which `_without_spare` leaves `nbytes`."""
-    share, whole = spare
-    return -(-nbytes * (whole + share) // whole)
-
-
-def _without_spare(nbytes: int, spare: tuple[int, int] = SPARE) -> int:
-    share, whole = spare
-    return nbytes * whole // (whole + share)
+        held, peaks = least_limit(calls, blocks, SPARE_COMPILED, expandable_segments=setting)
+        held = max(held, limit + 1)
+    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, held)
 
 
 def without_allocator(account: Account) -> Account:

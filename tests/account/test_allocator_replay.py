@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.account.allocator_replay import StepBlocks, least_limit, replay
+from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare
 from memopt.account.caching_allocator import CardFullError
 from memopt.account.step_calls import step_calls
 from memopt.solver import BlockCall, Op, RematProblem, Schedule, Storage, simulate
@@ -40,12 +40,21 @@ def test_two_steps_of_a_chain() -> None:
 
 def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_not() -> None:
     for setting in (False, True):
-        least, free = least_limit(CALLS, PARAMETER, expandable_segments=setting)
+        least, free = least_limit(CALLS, PARAMETER, Spare(0), expandable_segments=setting)
         assert free.allocated_bytes <= least <= free.reserved_bytes
         within = replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least)
         assert within.reserved_bytes <= least
         with pytest.raises(CardFullError):
             replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least - MB)
+
+
+def test_a_limit_passes_with_and_without_its_spare() -> None:
+    spare = Spare(100)
+    least, _ = least_limit(CALLS, PARAMETER, spare, expandable_segments=False)
+    for limit in (spare.taken_from(least), least):
+        replay(CALLS, PARAMETER, expandable_segments=False, limit_bytes=limit)
+    with pytest.raises(CardFullError):
+        replay_with_spare(CALLS, PARAMETER, spare, expandable_segments=False, limit_bytes=least - MB)
 
 
 def test_gradients_live_until_the_optimizer_is_done() -> None:
@@ -83,3 +92,8 @@ def test_bounds(seed: int, scale: int, expandable: bool) -> None:
     blocks = 2 * len(schedule.evaluations) + len(problem.storages) + 1
     assert asked <= peaks.allocated_bytes <= asked + blocks * MB
     assert peaks.allocated_bytes <= peaks.reserved_bytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 199, 2**20 - 1, 2_164_260_864, 10**11 + 7])
+def test_what_the_replay_needs_is_left_of_what_is_asked_for(nbytes: int) -> None:
+    assert Spare(15).taken_from(Spare(15).added_to(nbytes)) == nbytes
