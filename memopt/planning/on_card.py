@@ -98,16 +98,16 @@ def expandable_segments() -> bool:
 
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
-    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, all else in the same
-    sizes."""
+    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, gradients and
+    what the optimiser holds in those of the parameters that are trained."""
     there = account.parameters + account.buffers + account.inputs
-    held = _split_into(account.gradients if account.gradients_held else 0, joined.given)
+    held = _split_into(account.gradients if account.gradients_held else 0, joined.trained)
     wrapper = (account.buckets, account.output_clones)
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
-        state=_for_each(account.optimizer_state, joined.given),
-        temporaries=_split_into(account.optimizer_temporaries, joined.given),
+        state=_for_each(account.optimizer_state, joined.trained),
+        temporaries=_split_into(account.optimizer_temporaries, joined.trained),
     )
 
 
