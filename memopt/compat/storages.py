@@ -33,17 +33,11 @@ class WeakStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._bytes = storage.nbytes()
 
     @property
     def address(self) -> int:
         """The address of the memory, 0 once the storage is gone."""
         return 0 if self._reference.expired() else self._address  # type: ignore[no-untyped-call]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the memory, 0 once the storage is gone."""
-        return self._bytes if self.address else 0
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

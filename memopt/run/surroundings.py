@@ -106,10 +106,7 @@ class Surroundings:
             own = (*forward.given, *weak_storages(gradients), *weak_storages(forward.held()), *forward.outputs)
             return self.pending.addresses() | {storage.address for storage in own}
 
-        given = {storage.address: storage.nbytes for storage in forward.given}  # the call is over: its inputs are not
-        known = around.waiting_bytes + sum(given.values())
-        around = replace(around, addresses=addresses, waiting_bytes=known)
-        return Beside(elsewhere=self.planner.elsewhere, around=around)
+        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
 
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.
