@@ -52,12 +52,12 @@ class _Record(BlockCalls):  # type: ignore[no-untyped-call]
 
     def __init__(self, chip: Chip, block_bytes: int) -> None:
         super().__init__(block_bytes=block_bytes)
-        self.chip = chip
+        self.chip, self.block_bytes = chip, block_bytes
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """The bytes of the kernel's workspace by rule."""
         nbytes = estimate_workspace(describe(func, args, kwargs, result), "cuda", self.chip)
-        return -(-nbytes // self._block_bytes) * self._block_bytes
+        return -(-nbytes // self.block_bytes) * self.block_bytes
 
     def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:
         """The calls with the results' blocks first in number, and without the workspace's small ones."""
