@@ -12,11 +12,15 @@ import torch
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, whatever for.
 
-    On the CPU only differences are of use, and a few kB of them are Python's own. None where it is not known: with
-    another C library than glibc 2.33 or later, and on other devices.
+    On CUDA they are those that were asked for: blocks that the allocator does not split are up to a megabyte larger,
+    which is in the account's row for the rounding of blocks. On the CPU only differences are of use, and a few kB of
+    them are Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other
+    devices.
     """
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        figures = torch.cuda.memory_stats(device)
+        # An allocator other than torch's own counts no requests.
+        return figures.get("requested_bytes.all.current") or figures.get("allocated_bytes.all.current", 0)
     if device.type != "cpu" or (read := _mallinfo2()) is None:
         return None
     info = read()

@@ -1,4 +1,4 @@
-"""Replays the calls of training steps, run by a schedule, on a model of torch's CUDA allocator, to find what it
+"""Replays the calls of training steps on a model of torch's CUDA allocator, to find what it
 holds."""
 
 from __future__ import annotations
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
-from memopt.solver import RematProblem, Schedule
-from memopt.solver.simulator import lifetimes
+from memopt.solver import BlockCall
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
 _STEPS = 8
@@ -18,7 +17,8 @@ _SHARE = 1 / 256
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The blocks on the card beside those that a schedule makes: bytes of each, in the order of allocation."""
+    """The blocks on the card beside those that a forward and backward make: bytes of each, in the order in which they
+    are allocated."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -39,23 +39,19 @@ class AllocatorPeaks:
 
 
 def replay(
-    problem: RematProblem,
-    schedule: Schedule,
+    calls: Sequence[BlockCall],
     blocks: StepBlocks,
     *,
     expandable_segments: bool,
     limit_bytes: int | None = None,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run by `schedule`, until one
-    leaves the allocator as the one before did.
+    """The peaks of the allocator, which may hold `limit_bytes`, while training steps run, until one leaves the
+    allocator as the one before did. `calls` are those of a forward and backward; what they leave allocated lives until
+    the optimiser is done.
 
-    Results of a step live until the optimiser is done.
-
-    Raises `CardFullError` where the limit is too low, `ValueError` where the schedule breaks a rule.
+    Raises `CardFullError` where the limit is too low.
     """
-    schedule.check(problem)
     allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
-    calls = _calls(problem, schedule)
     for nbytes in blocks.resident:
         allocator.malloc(nbytes)
     left: list[tuple[int, int, bool]] = []
@@ -74,17 +70,47 @@ def replay(
     return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.releases)
 
 
+@dataclass(frozen=True)
+class Spare:
+    """The share, as a fraction, of the allocator's bytes that is left for what no replay knows."""
+
+    share: int
+    whole: int = 1000
+
+    def added_to(self, nbytes: int) -> int:
+        """The least bytes of which `taken_from` leaves `nbytes`."""
+        return -(-nbytes * (self.whole + self.share) // self.whole)
+
+    def taken_from(self, nbytes: int) -> int:
+        """The bytes that are left once the spare is set aside."""
+        return nbytes * self.whole // (self.whole + self.share)
+
+
+def replay_with_spare(
+    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool, limit_bytes: int
+) -> AllocatorPeaks:
+    """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare.
+
+    Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
+    of memory with a larger limit and not with a smaller one. Raises `CardFullError` where one is too low.
+    """
+    least = spare.taken_from(limit_bytes)
+    limits = (least, (least + limit_bytes) // 2, limit_bytes)
+    peaks, *_ = [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for limit in limits]
+    return peaks
+
+
 def least_limit(
-    problem: RematProblem, schedule: Schedule, blocks: StepBlocks, *, expandable_segments: bool
+    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
 ) -> tuple[int, AllocatorPeaks]:
-    """The least limit with which `replay` passes, to 0.4%, and the peaks without a limit."""
-    free = replay(problem, schedule, blocks, expandable_segments=expandable_segments)
-    low, high = free.allocated_bytes - 1, free.reserved_bytes
+    """The least limit with which `replay_with_spare` passes, to 0.4%, and the peaks without a limit."""
+    free = replay(calls, blocks, expandable_segments=expandable_segments)
+    low, high = spare.added_to(free.allocated_bytes) - 1, spare.added_to(free.reserved_bytes)
     while high - low > max(1, _SHARE * free.allocated_bytes):
         # The least limit is more often near to the bytes handed out than to the bytes held.
         middle = low + (high - low + 3) // 4
         try:
-            replay(problem, schedule, blocks, expandable_segments=expandable_segments, limit_bytes=middle)
+            replay_with_spare(calls, blocks, spare, expandable_segments=expandable_segments, limit_bytes=middle)
         except CardFullError:
             low = middle
         else:
@@ -92,33 +118,7 @@ def least_limit(
     return high, free
 
 
-Call = tuple[bool, int, int]
-"""Whether a block is allocated (else freed), its number, and its bytes."""
-
-
-def _calls(problem: RematProblem, schedule: Schedule) -> list[Call]:
-    """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
-    allocated."""
-    evaluations = schedule.evaluations
-    born: list[list[tuple[int, int]]] = [[] for _ in evaluations]
-    dying: list[list[int]] = [[] for _ in evaluations]
-    last = len(evaluations) - 1
-    versions = lifetimes(problem, evaluations, schedule.offloads)
-    for number, (storage, made, dies) in enumerate(versions):
-        born[made].append((number, problem.storages[storage].bytes))
-        if dies < last or not problem.storages[storage].kept:
-            dying[dies].append(number)
-    calls: list[Call] = []
-    for position, op in enumerate(evaluations):
-        calls += ((True, number, nbytes) for number, nbytes in born[position])
-        if problem.ops[op].workspace_bytes:
-            workspace = len(versions) + position
-            calls += ((True, workspace, problem.ops[op].workspace_bytes), (False, workspace, 0))
-        calls += ((False, number, 0) for number in dying[position])
-    return calls
-
-
-def _run(allocator: CachingAllocator, calls: Sequence[Call]) -> list[int]:
+def _run(allocator: CachingAllocator, calls: Sequence[BlockCall]) -> list[int]:
     """Make the calls, and return the addresses of the blocks that are left allocated."""
     addresses: dict[int, int] = {}
     for makes, number, nbytes in calls:

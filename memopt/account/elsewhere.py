@@ -216,8 +216,8 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
     other += around.others_bytes
     if device.type == "cuda":
-        known = sum(-(-nbytes // block) * block for nbytes in own.values()) + state_bytes + around.waiting_bytes
-        other = max(other, torch.cuda.memory_allocated(device) - known - libraries)
+        known = sum(own.values()) + sum(state.values()) + around.waiting_bytes
+        other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
     return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
@@ -178,19 +178,40 @@ def _convolution_backward(
     return forward * sum(list(output_mask)[:2])
 
 
-_ATTENTION = flop_registry[aten._scaled_dot_product_flash_attention]
-_ATTENTION_BACKWARD = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    heads = query.shape[1]  # those of key and value may be fewer, which torch's formula takes from 2.13 on only
+    return sdpa_flop_count(  # type: ignore[no-untyped-call]
+        query.shape, _with_heads(key, heads), _with_heads(value, heads)
+    )
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    heads = query.shape[1]
+    return sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+        grad.shape, query.shape, _with_heads(key, heads), _with_heads(value, heads)
+    )
+
+
+def _with_heads(tensor: torch.Tensor, heads: int) -> tuple[int, ...]:
+    batch, _, *rest = tensor.shape
+    return (batch, heads, *rest)
+
+
+# All have the argument order of CUDA's flash attention.
+_KERNELS_OF_ATTENTION = (
+    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+    "fused_attention_overrideable",
+)  # fmt: skip
 _FORMULAS: Mapping[str, Callable[..., int]] = {
     "aten.linear": _linear,
     "aten.convolution_backward": _convolution_backward,
     "aten._grouped_mm": _grouped_matmul,
     "transformers.grouped_mm_fallback": _grouped_matmul,
     "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
-    # These have the argument order of CUDA's flash attention.
-    "aten._scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
-    "aten._scaled_dot_product_fused_attention_overrideable": _ATTENTION,
-    "aten._scaled_dot_product_fused_attention_overrideable_backward": _ATTENTION_BACKWARD,
+    **{f"aten._scaled_dot_product_{kernel}": _attention for kernel in _KERNELS_OF_ATTENTION},
+    **{f"aten._scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _KERNELS_OF_ATTENTION},
 }
 _FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
     "memopt.fp8_matmul": _turned_bytes,

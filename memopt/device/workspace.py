@@ -90,10 +90,10 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
 
 
-def call_workspace_bytes(call: OpCall, device_type: str) -> int:
+def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
     """Temporary bytes of a call's kernel: like `workspace_bytes`, for a call that is no node of a graph."""
     if device_type != "cpu":
-        return estimate_workspace(call, device_type)
+        return estimate_workspace(call, device_type, chip)
     return _measured([call])[call].workspace_bytes
 
 

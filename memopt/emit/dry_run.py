@@ -12,33 +12,38 @@ from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import HigherOrderOperator
-from memopt.device.live_bytes import LiveBytes
-from memopt.device.op_call import describe
+from memopt.device.block_calls import BlockCalls
+from memopt.device.chip import LARGE, Chip
+from memopt.device.op_call import describe, tensors_in
+from memopt.device.op_rehearsal import rehearsal
 from memopt.device.workspace import call_workspace_bytes
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES
 from passes.ops.offload_ops import COPY_OUT
+from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
 _ALLOCATE = ("empty_strided_cpu", "empty_strided_cuda")
 
 
-class Ledger(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the storages that inductor's code makes, as the allocator of `device` hands them out, and the workspaces
-    of the operators that it calls."""
+class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
+    """Counts and lists the storages that inductor's code makes, as the allocator of `device` hands them out, and the
+    workspaces of the operators that it calls, on a card with that `chip`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, chip: Chip = LARGE) -> None:
         super().__init__(block_bytes=1 if device == "cpu" else ROUNDING_BYTES)
-        self.device = device
+        self.device, self.chip = device, chip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             return self.draw(func, args, kwargs or {})
+        if func in IMPLEMENTATIONS and self.device != "cpu":
+            return self.follow(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result; a copy to the host is left out of the count of the device's bytes."""
-        result = func(*args, **kwargs)
+        result = super().run(func, args, kwargs)
         if func is COPY_OUT:
             self.exclude(result)
         return result
@@ -47,7 +52,16 @@ class Ledger(LiveBytes):  # type: ignore[no-untyped-call]
         """Bytes of the kernel's own temporaries; 0 for views and for allocations."""
         if func.is_view or "empty" in func.name():
             return 0
-        return call_workspace_bytes(describe(func, args, kwargs, result), self.device)
+        return call_workspace_bytes(describe(func, args, kwargs, result), self.device, self.chip)
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
+        result = func(*args, **kwargs)
+        self.exclude((args, list(kwargs.values())))
+        rehearsed = rehearsal(describe(func, args, kwargs, result), self.chip, ROUNDING_BYTES)
+        assert rehearsed is not None
+        self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
+        return result
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a random operator that saves the generator's state, or one that draws from a saved state."""

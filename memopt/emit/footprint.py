@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
+from memopt.device.chip import LARGE
+from memopt.device.hardware_table import reported_chip
 from memopt.emit.dry_run import Ledger, dry_run
 from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent
@@ -29,8 +31,9 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     keeps them until the backward ends."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
-    device = next((value.device.type for value in given if isinstance(value, torch.Tensor)), "cpu")
-    ledger = Ledger(device)
+    device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    on_card = device.type == "cuda"
+    ledger = Ledger(device.type, reported_chip(device) if on_card else LARGE)
     ledger.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, ledger))
     forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes
@@ -42,10 +45,10 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     arguments = _arguments(backward, saved, tangents)
     del saved
     gradients = dry_run(backward.source, arguments, mode, ledger)
-    left = ledger.live_bytes
+    left, calls = ledger.live_bytes, tuple(ledger.calls) if on_card else ()
     assert len(kept) <= outputs
     assert gradients is not None
-    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, left)
+    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, left, calls)
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

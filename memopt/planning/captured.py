@@ -121,6 +121,7 @@ class Captured:
                 solvers=self.solvers,
                 link=self.link,
                 given=self._given(key[1]),
+                trained=self._given(key[1], trained=True),
                 major=self.hardware.major,
                 left=left,
                 leaving=lambda more: self.joined(accumulating=accumulating, as_seen=as_seen, left=left | more),
@@ -137,14 +138,20 @@ class Captured:
         sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
         return sizes.seen if as_seen else sizes.allowed
 
-    def _given(self, as_seen: bool) -> tuple[int, ...]:
-        """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call."""
+    def _given(self, as_seen: bool, *, trained: bool = False) -> tuple[int, ...]:
+        """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; only of
+        those that get a gradient if `trained`."""
         given: list[int] = []
         for number, region in enumerate(self.regions):
+            (results,) = region.module.graph.output_node().args
+            assert isinstance(results, (tuple, list))
+            gradients = results[region.forward_outputs :]
             with known_sizes(self.sizes_of(number, as_seen=as_seen)):
                 nodes = region.module.graph.find_nodes(op="placeholder")
-                tensors = (tensor for node in nodes if not is_tangent(node) for tensor in tensors_of(node))
-                given += map(storage_bytes, tensors)
+                inputs = [node for node in nodes if not is_tangent(node)]
+                if trained:
+                    inputs = [node for node, gradient in zip(inputs, gradients, strict=False) if gradient is not None]
+                given += (storage_bytes(tensor) for node in inputs for tensor in tensors_of(node))
         return tuple(given)
 
     def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int], *, reinplace: bool) -> list[PricedGraph]:
@@ -221,6 +228,8 @@ class Joined:
     """The user's own solvers, whose schedules compete with those of memopt's."""
     given: tuple[int, ...] = ()
     """The bytes of each tensor that the regions take as input."""
+    trained: tuple[int, ...] = ()
+    """The bytes of those among them that get a gradient: the parameters that are trained."""
     major: int = 0
     """The major number of the card's compute capability; 0 for other devices."""
 

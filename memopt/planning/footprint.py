@@ -17,3 +17,5 @@ class Footprint:
     """Peak of the backward, including what the forward left, until its last use."""
     left_bytes: int
     """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
+    calls: tuple[tuple[bool, int, int], ...] = ()
+    """The allocator's calls in both, as `BlockCall`s; empty on the CPU."""

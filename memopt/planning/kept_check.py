@@ -12,7 +12,7 @@ from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.planning.footprint import Footprint
 from memopt.planning.module_rows import held_after_forward
-from memopt.planning.on_card import on_card
+from memopt.planning.on_card import within
 from memopt.planning.plan import Plan
 from memopt.planning.planner import split
 from memopt.planning.refit import as_compiled
@@ -43,7 +43,13 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
     waiting = own.other_forwards + to_come * plan.held_bytes
-    account = on_card(joined, schedule, replace(own, lowering=lowering, other_forwards=waiting))
+    bare = replace(own, lowering=lowering, other_forwards=waiting)
+    if footprint is None:
+        account = within(joined, schedule, bare, plan.budget_bytes)
+    else:
+        account = as_compiled(replace(plan, account=bare), footprint).account
+    if account is None:
+        return False
     found = plan.account
     same = replace(
         account,

@@ -10,17 +10,22 @@ from dataclasses import replace
 from itertools import cycle
 
 from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, least_limit, replay
+from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
+from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
-from memopt.solver import Schedule
+from memopt.solver import BlockCall, Schedule
 
-SPARE = 15, 1000
-"""The share, as a fraction, of the allocator's bytes that is left for what no replay knows: the order of an operator's
-own blocks, and small ones that no graph has. Processes held to what the replay needs ran out of memory for lack of
-0.5%."""
+SPARE = Spare(15)
+"""Left for what no replay of a schedule knows: the order of a kernel's own blocks, small ones that no graph has, and
+what a compiler changes."""
+SPARE_COMPILED = Spare(5)
+"""Left for code that is compiled already, whose calls are known."""
+UNSPLIT = 1, 1000
+"""The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
+out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
 
 
 def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable: bool | None = None) -> Account:
@@ -36,8 +41,10 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
         blocks = _step_blocks(joined, bare)
-        least, peaks = least_limit(joined.problem, schedule, blocks, expandable_segments=setting)
-        joined.on_cards[key] = _with_overhead(joined, schedule, bare, peaks, _with_spare(least))
+        calls = step_calls(joined.problem, schedule)
+        least, peaks = least_limit(calls, blocks, SPARE, expandable_segments=setting)
+        asked = _asked(joined, schedule, replace(bare, lowering=0))
+        joined.on_cards[key] = _with_overhead(bare, asked, peaks, least)
     found = joined.on_cards[key]
     return replace(bare, rounding=found.rounding, fragmentation=found.fragmentation)
 
@@ -48,25 +55,35 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     bare = without_allocator(account)
     if not account.context:
         return bare
-    limit = _without_spare(budget_bytes - account.context - account.lowering)
+    limit = budget_bytes - account.context - account.lowering
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
+    calls = step_calls(joined.problem, schedule)
     try:
-        peaks = replay(joined.problem, schedule, blocks, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(calls, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
-    fitted = _with_overhead(joined, schedule, bare, peaks, _with_spare(peaks.reserved_bytes))
+    asked = _asked(joined, schedule, replace(bare, lowering=0))
+    fitted = _with_overhead(bare, asked, peaks, SPARE.added_to(peaks.reserved_bytes))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 
-def _with_spare(nbytes: int) -> int:
-    """The least bytes of which `_without_spare` leaves `nbytes`."""
-    share, whole = SPARE
-    return -(-nbytes * (whole + share) // whole)
-
-
-def _without_spare(nbytes: int) -> int:
-    share, whole = SPARE
-    return nbytes * whole // (whole + share)
+def compiled_within(
+    joined: Joined, schedule: Schedule, account: Account, calls: Sequence[BlockCall], budget_bytes: int
+) -> Account:
+    """The account with the allocator's overhead where compiled code, which makes these calls, runs by the schedule: in
+    a process that has `budget_bytes`, or where it needs more, in one that has as little as it needs."""
+    bare = without_allocator(account)
+    if not account.context:
+        return bare
+    blocks, setting = _step_blocks(joined, bare), expandable_segments()
+    limit = budget_bytes - account.context
+    try:
+        peaks = replay_with_spare(calls, blocks, SPARE_COMPILED, expandable_segments=setting, limit_bytes=limit)
+        held = SPARE_COMPILED.added_to(peaks.reserved_bytes)
+    except CardFullError:
+        held, peaks = least_limit(calls, blocks, SPARE_COMPILED, expandable_segments=setting)
+        held = max(held, limit + 1)
+    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, held)
 
 
 def without_allocator(account: Account) -> Account:
@@ -81,24 +98,30 @@ def expandable_segments() -> bool:
 
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
-    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, all else in the same
-    sizes."""
+    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, gradients and
+    what the optimiser holds in those of the parameters that are trained."""
     there = account.parameters + account.buffers + account.inputs
-    held = _split_into(account.gradients if account.gradients_held else 0, joined.given)
+    held = _split_into(account.gradients if account.gradients_held else 0, joined.trained)
     wrapper = (account.buckets, account.output_clones)
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
-        state=_for_each(account.optimizer_state, joined.given),
-        temporaries=_split_into(account.optimizer_temporaries, joined.given),
+        state=_for_each(account.optimizer_state, joined.trained),
+        temporaries=_split_into(account.optimizer_temporaries, joined.trained),
     )
 
 
-def _with_overhead(joined: Joined, schedule: Schedule, bare: Account, peaks: AllocatorPeaks, held: int) -> Account:
-    """The account with the allocator's overhead. Rounding is the excess of its allocations over the step's requests,
+def _asked(joined: Joined, schedule: Schedule, bare: Account) -> int:
+    """The bytes that a step asks the allocator for at its peak."""
+    return breakdown(joined.problem, schedule, bare).peak_bytes - bare.context
+
+
+def _with_overhead(bare: Account, asked: int, peaks: AllocatorPeaks, held: int) -> Account:
+    """The account with the allocator's overhead. Rounding is the excess of its allocations over the bytes `asked` for,
     and fragmentation the excess of the bytes `held` over its allocations."""
-    asked = breakdown(joined.problem, schedule, replace(bare, lowering=0)).peak_bytes - bare.context
+    share, whole = UNSPLIT
     allocated = max(asked, peaks.allocated_bytes)
+    allocated += allocated * share // whole
     return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
 
 

@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 from memopt.account.breakdown import ANY_LINK, breakdown
 from memopt.errors import BudgetError
 from memopt.planning.footprint import Footprint
+from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
-from memopt.solver import simulate
+from memopt.solver import BlockCall, simulate
 
 ROUNDS = 4
 """The maximal number of rounds of planning and compiling a step: each costs one compilation."""
@@ -23,7 +24,7 @@ Made = TypeVar("Made")
 
 
 def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
-    """The plan of one region with the peak of its compiled graphs."""
+    """The plan of one region with the peak of its compiled graphs, and on a card with what the allocator then holds."""
     assert plan.joined is not None
     assert plan.captured is not None
     assert plan.schedule is not None
@@ -31,7 +32,9 @@ def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
     handed_over = footprint.left_bytes + problem.ops[-1].workspace_bytes
     moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
     simulated = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
-    account = replace(plan.account, lowering=moving - simulated)
+    bare = replace(plan.account, lowering=moving - simulated)
+    calls = [BlockCall(*call) for call in footprint.calls]
+    account = compiled_within(plan.joined, plan.schedule, bare, calls, plan.budget_bytes) if calls else bare
     seen = plan.captured.joined(accumulating=account.gradients_held, as_seen=True)
     return replace(
         plan,

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.device.calibration import calibrated_seconds
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import OpCall, op_call
+from memopt.device.op_rehearsal import rehearsal
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, workspace_bytes
 from memopt.price.priced_graph import NodePrice
@@ -32,7 +34,7 @@ def price_nodes(
     modelled = {node: node_seconds(node, card) for node in nodes}
     if card.name != "cpu":
         seconds = modelled | (_timed(modelled, torch.device("cuda")) if timed else {})
-        return {node: NodePrice(seconds[node], workspace_bytes(node, "cuda", card.chip)) for node in nodes}
+        return {node: _on_card(node, seconds[node], card) for node in nodes}
     found = measure_workspaces(nodes)
     seconds = dict(modelled)
     if timed:
@@ -44,6 +46,15 @@ def price_nodes(
         node: NodePrice(seconds[node], measured.workspace_bytes, measured.output_bytes or 0)
         for node, measured in found.items()
     }
+
+
+def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
+    """The price of a node on a GPU: with each block that it allocates, if it is written in Python."""
+    call = op_call(node)
+    rehearsed = None if call is None else rehearsal(call, card.chip, ROUNDING_BYTES)
+    if rehearsed is None:
+        return NodePrice(seconds, workspace_bytes(node, "cuda", card.chip))
+    return NodePrice(seconds, rehearsed.workspace_bytes, calls=rehearsed.calls)
 
 
 def _timed(modelled: Mapping[fx.Node, float], device: torch.device) -> dict[fx.Node, float]:

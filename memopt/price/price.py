@@ -222,6 +222,7 @@ class _Pricer:
                 recomputable=recomputable,
                 block=block,
                 attention=is_attention_core(node, path),
+                calls=price.calls,
             ),
             node.name,
             path,

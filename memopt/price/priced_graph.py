@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from memopt.solver import RematProblem
+from memopt.solver import BlockCall, RematProblem
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Bytes of a random generator's saved state, by device type."""
@@ -21,6 +21,9 @@ class NodePrice:
     output_bytes: int = 0
     """Bytes that its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps
     the memory of its elements); else 0."""
+    calls: tuple[BlockCall, ...] = ()
+    """The allocator's calls within the evaluation, the results' blocks numbered as the node returns them; empty where
+    they are not known (`Op.calls`)."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,16 @@ class Storage:
     """False for a storage that must not be offloaded: a generator's state, or memory that a later op writes to."""
 
 
+class BlockCall(NamedTuple):
+    """The allocation, or the freeing, of one block of memory while an operator runs."""
+
+    allocates: bool
+    block: int
+    """The block's number. From 0 on they are the storages that the operator makes, in order; all others are its
+    workspace."""
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operator of the joint graph; `reads` and `makes` are indices into `RematProblem.storages`."""
@@ -38,6 +49,10 @@ class Op:
     """Number of the repeated block (a layer) that the op belongs to, or -1 outside of all blocks."""
     attention: bool = False
     """True for ops of an attention core (scores, softmax, weighted sum)."""
+    calls: tuple[BlockCall, ...] = ()
+    """The allocator's calls within the operator, in order, where they are known. Solvers and the simulator count
+    `workspace_bytes`; the model of the allocator follows the calls. Where there are none, the workspace is one block,
+    allocated after the storages that the operator makes."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class ChunkedCrossEntropy:
             of_hidden[part].div_(lift)
         if of_weight is None:
             return
-        if low == self.wide or hidden.device.type != "cuda":
+        if low == self.wide or hidden.device.type == "cpu":
             of_weight.addmm_(gradient.t(), hidden.to(self.wide))
         else:
             # Its matrix units read 16 bits and sum in fp32.

@@ -1,5 +1,6 @@
 """`memopt::linear_cross_entropy`: the operator with which `ChunkLoss` replaces a linear layer and its loss."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options, gradient_dtype
 
 
-@torch.library.custom_op("memopt::linear_cross_entropy_with_gradients", mutates_args=())
-def with_gradients(
+def _with_gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -43,6 +43,11 @@ def with_gradients(
     return found.loss, found.divisor, of_hidden, of_weight, of_bias
 
 
+with_gradients = torch.library.custom_op("memopt::linear_cross_entropy_with_gradients", mutates_args=())(
+    _with_gradients
+)
+
+
 @with_gradients.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -60,8 +65,7 @@ def _at_once(options: tuple[Any, ...]) -> tuple[bool, bool, bool]:
     return needs_hidden, needs_weight and not later, needs_bias and not later
 
 
-@torch.library.custom_op("memopt::linear_cross_entropy_weight_gradient", mutates_args=())
-def weight_gradient(
+def _weight_gradient(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -85,6 +89,17 @@ def weight_gradient(
         for gradient, of in ((found.weight, weight), (found.bias, bias))
     )
     return of_weight, of_bias
+
+
+weight_gradient = torch.library.custom_op("memopt::linear_cross_entropy_weight_gradient", mutates_args=())(
+    _weight_gradient
+)
+
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.memopt.linear_cross_entropy_with_gradients.default: _with_gradients,
+    torch.ops.memopt.linear_cross_entropy_weight_gradient.default: _weight_gradient,
+}
+"""By operator, the Python function that it runs, which allocates as the operator does, on tensors of any device."""
 
 
 @weight_gradient.register_fake

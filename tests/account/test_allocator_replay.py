@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.account.allocator_replay import StepBlocks, least_limit, replay
+from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare
 from memopt.account.caching_allocator import CardFullError
-from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
+from memopt.account.step_calls import step_calls
+from memopt.solver import BlockCall, Op, RematProblem, Schedule, Storage, simulate
 
 MB = 1024**2
 # x (8 MB) → y (30 MB, with 4 MB of workspace) → gradient (8 MB, kept), each of what is before it.
@@ -21,6 +22,7 @@ CHAIN = RematProblem(
     (Storage("x", 8 * MB), Storage("y", 30 * MB), Storage("g", 8 * MB, kept=True)),
     2,
 )
+CALLS = step_calls(CHAIN, Schedule.save_all(CHAIN))
 PARAMETER = StepBlocks(resident=(8 * MB,), state=(8 * MB, 8 * MB), temporaries=(8 * MB,))
 
 
@@ -30,7 +32,7 @@ def test_two_steps_of_a_chain() -> None:
     The optimiser's state takes x's place and what is left beside g, its temporary a part of y's segment. In the second
     step x lies where g was, and g needs one more segment.
     """
-    peaks = replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=False)
+    peaks = replay(CALLS, PARAMETER, expandable_segments=False)
     assert peaks.allocated_bytes == (8 + 16 + 8 + 30 + 8) * MB
     assert peaks.reserved_bytes == (20 + 30 + 20 + 20) * MB
     assert not peaks.releases
@@ -38,17 +40,42 @@ def test_two_steps_of_a_chain() -> None:
 
 def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_not() -> None:
     for setting in (False, True):
-        least, free = least_limit(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting)
+        least, free = least_limit(CALLS, PARAMETER, Spare(0), expandable_segments=setting)
         assert free.allocated_bytes <= least <= free.reserved_bytes
-        within = replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting, limit_bytes=least)
+        within = replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least)
         assert within.reserved_bytes <= least
         with pytest.raises(CardFullError):
-            replay(CHAIN, Schedule.save_all(CHAIN), PARAMETER, expandable_segments=setting, limit_bytes=least - MB)
+            replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least - MB)
+
+
+def test_a_limit_passes_with_and_without_its_spare() -> None:
+    spare = Spare(100)
+    least, _ = least_limit(CALLS, PARAMETER, spare, expandable_segments=False)
+    for limit in (spare.taken_from(least), least):
+        replay(CALLS, PARAMETER, expandable_segments=False, limit_bytes=limit)
+    with pytest.raises(CardFullError):
+        replay_with_spare(CALLS, PARAMETER, spare, expandable_segments=False, limit_bytes=least - MB)
 
 
 def test_gradients_live_until_the_optimizer_is_done() -> None:
-    kept = replay(CHAIN, Schedule.save_all(CHAIN), StepBlocks((), (), (60 * MB,)), expandable_segments=False)
+    kept = replay(CALLS, StepBlocks((), (), (60 * MB,)), expandable_segments=False)
     assert kept.allocated_bytes == 68 * MB
+
+
+def test_the_calls_within_an_operator_are_followed_in_order() -> None:
+    """A copy (30 MB) comes before the result (40 MB), and two parts (12 MB) lie in the copy's place when it is freed:
+    the result's segment is the third one's neighbour in time, not in memory."""
+    copy = [BlockCall(True, 1, 30 * MB), BlockCall(True, 0, 40 * MB), BlockCall(False, 1, 30 * MB)]
+    parts = [
+        call for number in (2, 3) for call in (BlockCall(True, number, 12 * MB), BlockCall(False, number, 12 * MB))
+    ]
+    op = Op("loss", 1, (), (0,), workspace_bytes=30 * MB, calls=(*copy, *parts))
+    problem = RematProblem((op,), (Storage("gradient", 40 * MB, kept=True),), 1)
+    peaks = replay(step_calls(problem, Schedule.save_all(problem)), StepBlocks(()), expandable_segments=False)
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (70 * MB, 70 * MB)
+    together = replace(problem, ops=(replace(op, calls=(*copy[:2], *parts, copy[2])),))
+    peaks = replay(step_calls(together, Schedule.save_all(together)), StepBlocks(()), expandable_segments=False)
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (82 * MB, 82 * MB)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 1000, 300_000]), st.booleans())
@@ -60,8 +87,13 @@ def test_bounds(seed: int, scale: int, expandable: bool) -> None:
     storages = tuple(replace(storage, bytes=storage.bytes * scale) for storage in small.storages)
     problem = replace(small, storages=storages)
     schedule = random_schedule(chance, problem)
-    peaks = replay(problem, schedule, StepBlocks((1000,)), expandable_segments=expandable)
+    peaks = replay(step_calls(problem, schedule), StepBlocks((1000,)), expandable_segments=expandable)
     asked = simulate(problem, schedule).peak_bytes - problem.resident_bytes + 1000
     blocks = 2 * len(schedule.evaluations) + len(problem.storages) + 1
     assert asked <= peaks.allocated_bytes <= asked + blocks * MB
     assert peaks.allocated_bytes <= peaks.reserved_bytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 199, 2**20 - 1, 2_164_260_864, 10**11 + 7])
+def test_what_the_replay_needs_is_left_of_what_is_asked_for(nbytes: int) -> None:
+    assert Spare(15).taken_from(Spare(15).added_to(nbytes)) == nbytes

@@ -11,9 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
 from memopt.errors import GIB
-from tests.card.card import cap
+from tests.card.card import cap, forget
 
 STEPS = 8
+MOST = {"aten": 1.01, "inductor": 1.02}
+"""The most that is predicted, as a multiple of what is allocated."""
 BACKENDS = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
@@ -33,33 +35,39 @@ def smallest_gb(model: nn.Module, batch: Any, **options: Any) -> float:
     return refusal.value.smallest_gb
 
 
-HOLES = pytest.mark.xfail(
-    raises=torch.OutOfMemoryError, strict=False, reason="the replay knows no blocks within an operator, and their holes"
-)
-
-
 @pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=HOLES), pytest.param(0.1, marks=HOLES), 0.6])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_run_in_a_process_that_has_the_budget_alone(backend: Any, share: float, fused: bool | None) -> None:
+def test_steps_run_in_a_process_that_has_the_budget_alone(backend: Any, fused: bool | None) -> None:
+    """At five budgets from the smallest that works to the plain step's peak."""
     model, batch = job()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": backend}
     least = smallest_gb(model, batch, **options)
     plain = memopt.plan(model, 1000.0, batch, **options).plain_peak_gb
-    budget_gb = least + share * (plain - least)
-    memopt.optimize(model, budget_gb, example_inputs=batch, **options)
-    cap(budget_gb * GIB - memopt.plan_of(model).account.context)
+    for share in (0.0, 0.1, 0.25, 0.5, 1.0):
+        budget_gb = least + share * (plain - least)
+        memopt.optimize(model, budget_gb, example_inputs=batch, **options)
+        cap(budget_gb * GIB - memopt.plan_of(model).account.context)
+        allocated = allocated_by_steps(model, batch, optimizer)
+        plan = memopt.plan_of(model)
+        predicted = plan.predicted_peak_gb - plan.account.uncounted_bytes / GIB
+        assert allocated <= predicted <= MOST[backend] * allocated, share
+        memopt.remove(model)
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        forget()
+
+
+def allocated_by_steps(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> float:
+    """The most GB that torch's allocator gives out in steps after the first, which compiles."""
     for number in range(STEPS):
         if number == 1:
             torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
-    plan = memopt.plan_of(model)
-    allocated = torch.cuda.max_memory_allocated() / GIB
-    predicted = plan.predicted_peak_gb - plan.account.uncounted_bytes / GIB
-    assert allocated <= predicted <= 1.02 * allocated
+    return torch.cuda.max_memory_allocated() / GIB
 
 
 def test_less_than_the_smallest_budget_is_refused() -> None:
@@ -67,7 +75,7 @@ def test_less_than_the_smallest_budget_is_refused() -> None:
     options: dict[str, Any] = {"precision": "bf16", "backend": "aten"}
     least = smallest_gb(model, batch, **options)
     with pytest.raises(memopt.BudgetError, match="is too small for this step"):
-        memopt.optimize(model, 0.98 * least, example_inputs=batch, **options)
+        memopt.optimize(model, 0.995 * least, example_inputs=batch, **options)
     assert memopt.plan(model, least, batch, **options).predicted_peak_gb <= least
 
 

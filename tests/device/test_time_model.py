@@ -68,11 +68,14 @@ def test_each_gradient_of_a_convolution_costs_what_its_forward_costs(groups: int
     assert node_flops(made["aten.convolution_backward"]) == 2 * forward
 
 
-def test_attention_on_the_cpu() -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+@pytest.mark.parametrize("groups", [3, 1])
+def test_attention_on_the_cpu(groups: int) -> None:
+    """Heads that share keys and values multiply as much as others."""
 
-    made = nodes(step, *(torch.ones(2, 3, 8, 4, requires_grad=True) for _ in range(3)))
+    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum(), (q, k, v))
+
+    made = nodes(step, *(torch.ones(2, heads, 8, 4, requires_grad=True) for heads in (3, groups, groups)))
     product = 2 * 2 * 3 * 8 * 8 * 4
     assert node_flops(made["aten._scaled_dot_product_flash_attention_for_cpu"]) == 2 * product
     assert node_flops(made["aten._scaled_dot_product_flash_attention_for_cpu_backward"]) == 5 * product

@@ -9,11 +9,12 @@ import pytest
 from memopt.account.account import Account
 from memopt.account.allocator_replay import StepBlocks, replay
 from memopt.account.breakdown import breakdown
+from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.make_plan import make_plan
-from memopt.planning.on_card import _for_each, _with_spare, _without_spare, expandable_segments, on_card, within
+from memopt.planning.on_card import _for_each, expandable_segments, on_card, within
 from memopt.planning.planner import smallest
 from memopt.solver import Schedule
 from tests.planned import captured, region
@@ -65,7 +66,7 @@ def test_the_peak_includes_the_memory_that_the_allocator_must_hold(step: Capture
     blocks = StepBlocks(
         resident=(*[MB] * 4, 8 * MB, *library_workspaces(9)), state=(*[MB] * 4, 4 * MB), temporaries=(*[MB] * 4,)
     )
-    free = replay(problem, schedule, blocks, expandable_segments=False)
+    free = replay(step_calls(problem, schedule), blocks, expandable_segments=False)
     assert free.allocated_bytes <= held <= free.reserved_bytes
     assert on_card(joined(step), schedule, account) == account, "the overhead is counted once"
 
@@ -103,11 +104,6 @@ def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pyte
 def test_the_allocators_setting(setting: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
     assert expandable_segments() is expected
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 199, 2**20 - 1, 2_164_260_864, 10**11 + 7])
-def test_what_the_replay_needs_is_left_of_the_budget_that_is_asked_for(nbytes: int) -> None:
-    assert _without_spare(_with_spare(nbytes)) == nbytes
 
 
 def test_the_state_of_a_parameter_is_made_after_that_of_the_one_before() -> None:

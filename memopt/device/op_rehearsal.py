@@ -1,0 +1,69 @@
+"""The blocks of memory that an operator written in Python allocates on a card, found by running it on tensors without
+memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from memopt.compat.dispatch import plain_tensors
+from memopt.device.block_calls import BlockCalls
+from memopt.device.chip import Chip
+from memopt.device.op_call import OpCall, describe, tensors_in
+from memopt.device.workspace_table import estimate_workspace
+from memopt.solver import BlockCall
+from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
+
+_NOTABLE = 1024**2
+"""Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The allocator's calls while an operator runs, and the most bytes alive beside its results."""
+
+    calls: tuple[BlockCall, ...]
+    """Without those of small workspace blocks."""
+    workspace_bytes: int
+
+
+@lru_cache(maxsize=256)
+def rehearsal(call: OpCall, chip: Chip, block_bytes: int) -> Rehearsal | None:
+    """The operator run on a card with that `chip`, whose allocator rounds blocks up to multiples of `block_bytes`; None
+    for operators that are not written in Python."""
+    implementation = IMPLEMENTATIONS.get(call.op)
+    if implementation is None:
+        return None
+    record = _Record(chip, block_bytes)
+    with plain_tensors(), torch.no_grad():
+        args, kwargs = call.make_arguments("meta")
+        with record:
+            results = list(tensors_in(implementation(*args, **kwargs)))
+        return record.seen_from_outside(results)
+
+
+class _Record(BlockCalls):  # type: ignore[no-untyped-call]
+    """Lists the calls of the operators that run on meta tensors, the workspaces of kernels included."""
+
+    def __init__(self, chip: Chip, block_bytes: int) -> None:
+        super().__init__(block_bytes=block_bytes)
+        self.chip, self.block_bytes = chip, block_bytes
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """The bytes of the kernel's workspace by rule."""
+        nbytes = estimate_workspace(describe(func, args, kwargs, result), "cuda", self.chip)
+        return -(-nbytes // self.block_bytes) * self.block_bytes
+
+    def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:
+        """The calls with the results' blocks first in number, and without the workspace's small ones."""
+        storages = [tensor.untyped_storage() for tensor in results]
+        made = {self.number[storage]: at for at, storage in enumerate(storages) if storage in self.number}
+        named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]
+        shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > _NOTABLE)
+        alive = accumulate(nbytes if makes else -nbytes for makes, _, nbytes in self.calls)
+        return Rehearsal(tuple(shown), max(alive, default=0) - sum(self.sizes[number] for number in made))
