@@ -27,7 +27,7 @@ from tests.smallest import smallest_gb
 EIGHT_BITS = {"fp8", "mxfp8", FP8_ACTIVATIONS}
 # On a CPU there is no host to move anything to.
 LEVERS = sorted((DEFAULT_LEVERS | set(OPTIMIZER_PROPOSALS) | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
-WITH_DROPOUT = ("gpt2", "opt")
+WITH_DROPOUT = ("small", "gpt2", "opt")
 # TrainStep has microbatches, and no optimiser in the backward; and a layer has one kind of scale.
 APART = ({OPTIMIZER_IN_BACKWARD, MICROBATCH}, {"fp8", "mxfp8"})
 PAIRS = [pair for pair in combinations(LEVERS, 2) if set(pair) not in APART]
