@@ -66,6 +66,17 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_settings_of_accelerate() -> Iterator[None]:
+    """Take back the settings that `TrainingArguments(torch_compile=True)` leaves in the environment, from where every
+    later `Accelerator` of the process takes them."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRegion]:
     """The regions that were captured."""

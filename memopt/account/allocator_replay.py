@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
-from memopt.solver import BlockCall
+from memopt.solver.problem import BlockCall
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
 _STEPS = 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memopt.solver import BlockCall, Op, RematProblem, Schedule
+from memopt.solver import Op, RematProblem, Schedule
+from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
 
 

@@ -3,7 +3,8 @@
 Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_pre_hooks`, `Module._modules`,
 `Module._parameters`, `Module._call_impl` and `Module._compiled_call_impl`. The last is what
 `Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
-`_call_impl`. Pickling and `copy.deepcopy` leave it out.
+`_call_impl`. Pickling and `copy.deepcopy` leave it out. `OptimizedModule._orig_mod` is the module that
+`torch.compile(module)` wraps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "compiled_call",
     "forward_hooks",
     "has_forward_hooks",
+    "inside_compiled",
     "modules_of",
     "parameters_in",
     "plain_call",
@@ -80,6 +82,12 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
         BackwardHook.__init__ = begin  # type: ignore[method-assign]
         for table, found in zip(tables, hooks, strict=True):
             table.update(found)
+
+
+def inside_compiled(module: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile(module)` has wrapped in this one; None for other modules."""
+    inner = module._modules.get("_orig_mod")
+    return inner if type(module).__name__ == "OptimizedModule" else None
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import tensors_in
-from memopt.solver import BlockCall
+from memopt.solver.problem import BlockCall
 
 
 class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]

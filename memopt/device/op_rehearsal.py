@@ -1,22 +1,23 @@
-"""The blocks of memory that an operator written in Python allocates on a card, found by running it on tensors without
-memory."""
+"""The blocks of memory that an operator written in Python allocates, found by running it on tensors without memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensorMode
 from memopt.device.block_calls import BlockCalls
 from memopt.device.chip import Chip
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.device.workspace_table import estimate_workspace
-from memopt.solver import BlockCall
+from memopt.solver.problem import BlockCall
 from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
 _NOTABLE = 1024**2
@@ -36,12 +37,20 @@ class Rehearsal:
 def rehearsal(call: OpCall, chip: Chip, block_bytes: int) -> Rehearsal | None:
     """The operator run on a card with that `chip`, whose allocator rounds blocks up to multiples of `block_bytes`; None
     for operators that are not written in Python."""
+    return rehearse(call, partial(estimate_workspace, device_type="cuda", chip=chip), block_bytes, device="meta")
+
+
+def rehearse(
+    call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
+) -> Rehearsal | None:
+    """As `rehearsal`, on the CPU or on "meta", which stands for a card; `kernel_bytes` says what the kernel of a call
+    within the operator holds beside its inputs and outputs."""
     implementation = IMPLEMENTATIONS.get(call.op)
     if implementation is None:
         return None
-    record = _Record(chip, block_bytes)
-    with plain_tensors(), torch.no_grad():
-        args, kwargs = call.make_arguments("meta")
+    record = _Record(kernel_bytes, block_bytes)
+    with plain_tensors(), torch.no_grad(), FakeTensorMode() if device == "cpu" else nullcontext():
+        args, kwargs = call.make_arguments(device)
         with record:
             results = list(tensors_in(implementation(*args, **kwargs)))
         return record.seen_from_outside(results)
@@ -50,13 +59,13 @@ def rehearsal(call: OpCall, chip: Chip, block_bytes: int) -> Rehearsal | None:
 class _Record(BlockCalls):  # type: ignore[no-untyped-call]
     """Lists the calls of the operators that run on meta tensors, the workspaces of kernels included."""
 
-    def __init__(self, chip: Chip, block_bytes: int) -> None:
+    def __init__(self, kernel_bytes: Callable[[OpCall], int], block_bytes: int) -> None:
         super().__init__(block_bytes=block_bytes)
-        self.chip, self.block_bytes = chip, block_bytes
+        self.kernel_bytes, self.block_bytes = kernel_bytes, block_bytes
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the kernel's workspace by rule."""
-        nbytes = estimate_workspace(describe(func, args, kwargs, result), "cuda", self.chip)
+        """The bytes of the kernel's workspace."""
+        nbytes = self.kernel_bytes(describe(func, args, kwargs, result))
         return -(-nbytes // self.block_bytes) * self.block_bytes
 
     def seen_from_outside(self, results: Sequence[torch.Tensor]) -> Rehearsal:

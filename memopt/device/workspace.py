@@ -19,6 +19,7 @@ from memopt.compat.operators import OpOverload
 from memopt.compat.profiler import CpuMemoryEvents
 from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
+from memopt.device.op_rehearsal import rehearse
 from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE
 
@@ -128,8 +129,21 @@ def _measure_all(fresh: Iterable[OpCall], threads: int) -> dict[OpCall, Measured
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for call in fresh:
             measured = _measure(call) if _is_cheap(call) else None
-            found[call] = measured or Measured(estimate_workspace(call, "cpu"), None, None)
+            found[call] = measured or Measured(_estimate(call), None, None)
     return found
+
+
+def _estimate(call: OpCall) -> int:
+    """The workspace by rule; for an operator written in Python at most what the operators that it calls hold."""
+    nbytes = estimate_workspace(call, "cpu")
+    rehearsed = rehearse(call, _kernel_bytes)
+    return nbytes if rehearsed is None else min(nbytes, rehearsed.workspace_bytes)
+
+
+def _kernel_bytes(call: OpCall) -> int:
+    """The workspace of a call within an operator, which runs on a part of its rows and may be cheap to measure."""
+    measured = _measure(call) if _is_cheap(call) else None
+    return estimate_workspace(call, "cpu") if measured is None else measured.workspace_bytes
 
 
 def _measure(call: OpCall) -> Measured | None:
@@ -173,4 +187,5 @@ def _is_cheap(call: OpCall) -> bool:
     if count is None:
         return True
     args, kwargs = call.make_arguments("meta")
+    kwargs.pop("out", None)  # no argument of the formula
     return int(count(*args, **kwargs, out_val=call.make_results("meta"))) <= MAX_RUN_FLOPS

@@ -16,7 +16,8 @@ from memopt.account.caching_allocator import CardFullError
 from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
-from memopt.solver import BlockCall, Schedule
+from memopt.solver import Schedule
+from memopt.solver.problem import BlockCall
 
 SPARE = Spare(15)
 """Left for what no replay of a schedule knows: the order of a kernel's own blocks, small ones that no graph has, and

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
@@ -22,6 +23,8 @@ from passes import HostStay
 LITTLE = 5e-3
 # The maximal number of times that a step is solved while torch's allocator would exceed the budget.
 _ROUNDS = 6
+# The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
+_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,24 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
             break
         if allowance >= too_large:
             allowance = (too_small + too_large) // 2
-    taken, solution = _smallest_peak(joined, offload=request.offload)
-    fitted = within(taken, solution.schedule, account, budget_bytes)
-    if fitted is None or breakdown(taken.problem, solution.schedule, fitted).peak_bytes > budget_bytes:
-        raise request.refusal(joined)
-    return taken, solution, fitted
+    for taken, solution in _with_less(joined, request):
+        fitted = within(taken, solution.schedule, account, budget_bytes)
+        if fitted is not None and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= budget_bytes:
+            return taken, solution, fitted
+    raise request.refusal(joined)
+
+
+def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
+    """The solutions for a few budgets between the request's and the smallest, and last the one with the smallest peak:
+    a schedule with which the allocator runs out of memory may lie between two with which it does not."""
+    bare = without_allocator(request.account)
+    taken, least = _smallest_peak(joined, offload=request.offload)
+    spare = request.budget_bytes - breakdown(taken.problem, least.schedule, bare).peak_bytes
+    for part in range(1, _PARTS if spare > 0 else 1):
+        with suppress(BudgetError):
+            tighter = replace(bare, fragmentation=spare * part // _PARTS)
+            yield solve_settled(joined, replace(request, account=tighter))
+    yield taken, least
 
 
 def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:

@@ -11,7 +11,8 @@ from memopt.errors import BudgetError
 from memopt.planning.footprint import Footprint
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
-from memopt.solver import BlockCall, simulate
+from memopt.solver import simulate
+from memopt.solver.problem import BlockCall
 
 ROUNDS = 4
 """The maximal number of rounds of planning and compiling a step: each costs one compilation."""

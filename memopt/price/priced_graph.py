@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from memopt.solver import BlockCall, RematProblem
+from memopt.solver import RematProblem
+from memopt.solver.problem import BlockCall
 
 GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Bytes of a random generator's saved state, by device type."""

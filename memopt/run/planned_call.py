@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
 from memopt.compat.ddp import unwrapped
-from memopt.compat.modules import compiled_call, reset_compiled_call, set_compiled_call
+from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
 from memopt.optimizers import Proposals
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
@@ -144,9 +144,13 @@ class PlannedCall:
 
 
 def planned_call_of(model: nn.Module) -> PlannedCall | None:
-    """The call that replaces an optimised model's own, inside `DistributedDataParallel` too; None for a plain model."""
+    """The call that replaces an optimised model's own, inside `DistributedDataParallel` and the wrapper of
+    `torch.compile` too; None for a plain model."""
     call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
-    return call if isinstance(call, PlannedCall) else None
+    if isinstance(call, PlannedCall):
+        return call
+    inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
+    return None if inner is None else planned_call_of(inner)
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any] | None:

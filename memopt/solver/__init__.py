@@ -9,7 +9,7 @@ from memopt.solver.link import Link
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
-from memopt.solver.problem import BlockCall, Op, RematProblem, Storage
+from memopt.solver.problem import Op, RematProblem, Storage
 from memopt.solver.protocol import Solver
 from memopt.solver.save_all import SaveAll
 from memopt.solver.schedule import Offload, Schedule
@@ -18,7 +18,6 @@ from memopt.solver.warm_up import warm_up
 
 __all__ = [
     "Baseline",
-    "BlockCall",
     "Effort",
     "Infeasible",
     "Link",

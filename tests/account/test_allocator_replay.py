@@ -13,7 +13,8 @@ from examples.models.problems import random_problem, random_schedule
 from memopt.account.allocator_replay import Spare, StepBlocks, least_limit, replay, replay_with_spare
 from memopt.account.caching_allocator import CardFullError
 from memopt.account.step_calls import step_calls
-from memopt.solver import BlockCall, Op, RematProblem, Schedule, Storage, simulate
+from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
+from memopt.solver.problem import BlockCall
 
 MB = 1024**2
 # x (8 MB) → y (30 MB, with 4 MB of workspace) → gradient (8 MB, kept), each of what is before it.

@@ -95,6 +95,16 @@ def test_compiled_around_many_shapes_and_in_eval_mode(monkeypatch: pytest.Monkey
     assert not texts
 
 
+def test_the_plan_of_a_model_inside_torch_compile() -> None:
+    model = optimized(make(Layered))
+    train(lambda: model(*BATCH), model)
+    around: Any = torch.compile(model, backend="aot_eager")
+    assert memopt.plan_of(around) is memopt.plan_of(model)
+    plain: Any = torch.compile(make(Layered), backend="aot_eager")
+    with pytest.raises(ValueError, match="is not optimised"):
+        memopt.plan_of(plain)
+
+
 def test_trainer_with_torch_compile() -> None:
     pytest.importorskip("accelerate")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
