@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
@@ -15,7 +16,7 @@ from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.settle import settled
-from memopt.solver import Infeasible, Progress, Schedule, Solution
+from memopt.solver import Infeasible, Portfolio, Progress, Schedule, Solution
 from memopt.units import size
 from passes import HostStay
 
@@ -25,6 +26,10 @@ LITTLE = 5e-3
 _ROUNDS = 6
 # The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
 _PARTS = 8
+# The most schedules known from other budgets that are replayed to find a faster one.
+_TRIED = 16
+# The share of a budget, as a fraction, by which each of the next larger ones is larger.
+_NEXT = 1, 256
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,15 @@ class Request:
         return self.budget_bytes - self.account.resident_bytes
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works."""
-        return BudgetError(self.budget_bytes, *smallest(joined, self.account))
+        """The error for a budget that no schedule fits, with the smallest budget that works; on a card where torch's
+        allocator runs out of memory at this budget and not at a smaller one, with a larger budget that works."""
+        least, dominated_by = smallest(joined, self.account)
+        if least > self.budget_bytes:
+            return BudgetError(self.budget_bytes, least, dominated_by)
+        works = _next_that_works(joined, self.account, self.budget_bytes)
+        return BudgetError(
+            self.budget_bytes, works, f"the gaps between the allocator's blocks: {dominated_by}", least=False
+        )
 
 
 def solve(joined: Joined, request: Request) -> Solution:
@@ -74,11 +86,33 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
     """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
-    overhead. It is solved again with fewer bytes while torch's allocator would exceed the budget, and with more again
-    where that leaves too few.
+    overhead, solved with fewer bytes where torch's allocator would exceed the budget. Schedules that were found on the
+    way are replayed as well, and the fastest with which the allocator keeps the budget is returned.
 
     Raises `BudgetError`.
     """
+    ways = [joined]
+    if joined.solvers and request.account.context:  # other schedules than without them would be replayed
+        ways.insert(0, replace(joined, solvers=()))
+    found = [one for way in ways if (one := _fastest_on_card(way, request)) is not None]
+    if not found:
+        raise request.refusal(joined)
+    return min(found, key=lambda one: one[1].added_seconds)
+
+
+def _fastest_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
+    """The result of `solve_on_card`; None where none is found."""
+    found = _narrowed(joined, request) or _first_within(_with_less(joined, request), request)
+    if found is None:
+        return None
+    slower = found[1].added_seconds
+    known = (one for one in _known(joined, request) if one[1].added_seconds < slower)
+    return _first_within(islice(known, _TRIED), request) or found
+
+
+def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
+    """The first solution with which the allocator keeps the budget: it is solved for again with fewer bytes while the
+    allocator would exceed the budget, and with more again where that leaves too few. None after `_ROUNDS` attempts."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
     allowance, too_small, too_large = 0, -1, 2 * budget_bytes
@@ -99,16 +133,27 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
             break
         if allowance >= too_large:
             allowance = (too_small + too_large) // 2
-    for taken, solution in _with_less(joined, request):
-        fitted = within(taken, solution.schedule, account, budget_bytes)
-        if fitted is not None and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= budget_bytes:
+    return None
+
+
+def _first_within(
+    solutions: Iterable[tuple[Joined, Solution]], request: Request
+) -> tuple[Joined, Solution, Account] | None:
+    """The first solution with which the allocator keeps the budget."""
+    for taken, solution in solutions:
+        fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
+        if (
+            fitted is not None
+            and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes
+        ):
             return taken, solution, fitted
-    raise request.refusal(joined)
+    return None
 
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
-    """The solutions for a few budgets between the request's and the smallest, and last the one with the smallest peak:
-    a schedule with which the allocator runs out of memory may lie between two with which it does not."""
+    """The solutions for a few budgets between the request's and the smallest, all others that are known, and last the
+    one with the smallest peak: a schedule with which the allocator runs out of memory may lie between two with which it
+    does not."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     spare = request.budget_bytes - breakdown(taken.problem, least.schedule, bare).peak_bytes
@@ -116,7 +161,26 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
             yield solve_settled(joined, replace(request, account=tighter))
+    yield from _known(joined, request)
     yield taken, least
+
+
+def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
+    """The schedules without offloads that were found while other budgets were solved for and are within this one, the
+    fastest first; none where the optimiser steps within the backward, or no allocator decides."""
+    if request.account.context and isinstance(joined.portfolio, Portfolio) and not joined.steps:
+        yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
+
+
+def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int:
+    """A budget above this one at which the schedule with the smallest peak completes on a card."""
+    taken, solution = _smallest_peak(joined)
+    share, whole = _NEXT
+    while (
+        within(taken, solution.schedule, account, budget_bytes := budget_bytes + budget_bytes * share // whole) is None
+    ):
+        pass
+    return budget_bytes
 
 
 def solve_settled(joined: Joined, request: Request) -> tuple[Joined, Solution]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -128,6 +128,14 @@ class Portfolio:
         """The schedule with the smallest peak that was found."""
         peak_bytes = self._smallest.peak_bytes
         return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
+
+    def known_within(self, budget_bytes: int) -> Iterator[Solution]:
+        """The schedules within a budget that have been found so far, for any budget, the fastest first."""
+        known = {*self._baselines, *self._hull_plans, *self._found, *self._found_with_users}
+        bound = self._bound.added_seconds(budget_bytes)
+        for plan in sorted(known, key=lambda plan: (plan.added_seconds, plan.peak_bytes)):
+            if plan.peak_bytes <= budget_bytes:
+                yield self._judged(plan, budget_bytes, bound)
 
     def baselines(self) -> tuple[Baseline, ...]:
         """The costs of saving everything, which comes first, and of the usual recipes of checkpointing."""

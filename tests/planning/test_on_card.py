@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import _for_each, expandable_segments, on_card, within
-from memopt.planning.planner import smallest
-from memopt.solver import Schedule
+from memopt.planning.planner import Request, smallest, solve_on_card
+from memopt.solver import Portfolio, Schedule
 from tests.planned import captured, region
 
 MB = 1024**2
@@ -82,6 +83,38 @@ def test_plans_keep_the_budget_with_the_allocators_overhead(step: Captured) -> N
     with pytest.raises(BudgetError) as refused:
         make_plan(step, ACCOUNT, least - 20 * MB)
     assert refused.value.smallest_bytes == least
+
+
+def test_where_the_allocator_refuses_all_others_a_schedule_known_from_another_budget_is_taken(
+    step: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(ACCOUNT, 1 << 30)
+    portfolio = joined(step).portfolio
+    assert isinstance(portfolio, Portfolio)
+    *_, slowest = portfolio.known_within(request.graph_bytes)
+    assert slowest.added_seconds > 0
+
+    def only_that(joined: Joined, schedule: Schedule, *args: Any) -> Account | None:
+        return within(joined, schedule, *args) if schedule == slowest.schedule else None
+
+    monkeypatch.setattr("memopt.planning.planner.within", only_that)
+    assert solve_on_card(joined(step), request)[1].schedule == slowest.schedule
+
+
+def test_a_refusal_names_no_smaller_budget_than_the_one_given(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator of a process with more memory returns segments later, and may run out where it did not before."""
+    least, _ = smallest(joined(step), ACCOUNT)
+    budget, works = least + MB, int(1.01 * least)
+
+    def fails_below(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
+        return within(joined, schedule, account, budget_bytes) if budget_bytes >= works else None
+
+    monkeypatch.setattr("memopt.planning.planner.within", fails_below)
+    with pytest.raises(BudgetError, match="leaves room for the gaps between the allocator's blocks") as info:
+        make_plan(step, ACCOUNT, budget)
+    assert works <= info.value.smallest_bytes < 1.01 * works
+    assert not info.value.least
+    assert make_plan(step, ACCOUNT, info.value.smallest_bytes).predicted_peak_bytes <= info.value.smallest_bytes
 
 
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
