@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from memopt.cli.failures import described, ended_by_interrupts, quiet
+from memopt.garbage import rare_collections
 from memopt.progress import lines_on_stderr
-
-_COLLECTIONS = 50_000, 50, 100
-"""How many new objects, and collections of younger ones, Python waits for before it looks for reference cycles. Nearly
-all that planning makes lives to its end: looking through it as often as by default takes an eighth of the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     if debug:
-        with lines_on_stderr(), _rare_collections():
+        with lines_on_stderr(), rare_collections():
             return _run(given)
     with ended_by_interrupts():
         try:
-            with quiet(), lines_on_stderr(), _rare_collections():
+            with quiet(), lines_on_stderr(), rare_collections():
                 return _run(given)
         except Exception as error:
             return _report(error, as_json="--json" in given)
@@ -46,17 +41,6 @@ def _report(error: Exception, *, as_json: bool) -> int:
     if as_json:
         show_json(failure_figures(error, code, sentence))
     return code
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Context in which Python looks for reference cycles rarely."""
-    before = gc.get_threshold()
-    gc.set_threshold(*_COLLECTIONS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _run(arguments: list[str]) -> int:

@@ -24,6 +24,7 @@ from memopt.emit.emit import emit_plan
 from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
+from memopt.garbage import rare_collections
 from memopt.planning import plan_cache
 from memopt.planning.advice import Advice
 from memopt.planning.agreement import agreed
@@ -117,9 +118,11 @@ class Road:
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
-        """A block whose errors, but for refusals and errors of the user's input, are raised as a `CaptureError`."""
+        """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
+        raised as a `CaptureError`."""
         try:
-            yield
+            with rare_collections():
+                yield
         except (BudgetError, CaptureError, PassError, SolverError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as failure:

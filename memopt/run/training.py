@@ -23,6 +23,7 @@ from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
+from memopt.garbage import rare_collections
 from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
@@ -184,7 +185,7 @@ class TrainingCalls:
         if group := self.surroundings.beside(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
-        with self.planner.types(), torch.enable_grad():
+        with self.planner.types(), torch.enable_grad(), rare_collections():
             self.planner.screen(call, situation)
             if kept := self.road.find_sketched(call, situation):
                 self._latest = kept.live(self._captured_later(kept, call, situation))

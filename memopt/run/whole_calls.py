@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from memopt.capture.dynamic_shapes import Place, all_places, mark
@@ -13,6 +14,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
+from memopt.garbage import rare_collections
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
@@ -185,8 +187,10 @@ class WholeCalls:
     def _call(self, call: Call) -> Any:
         if not self._has_symbols:
             self._marked |= mark(call, self._ceilings.changing(call))
+        is_first = not len(self._emitted)
         try:
-            return self._compiled(*call[0], **call[1])
+            with rare_collections() if is_first else nullcontext():
+                return self._compiled(*call[0], **call[1])
         except TooManyShapes:
             self.forget()
             self._captured.clear()
