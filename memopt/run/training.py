@@ -187,7 +187,7 @@ class TrainingCalls:
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad(), rare_collections():
             self.planner.screen(call, situation)
-            if kept := self.road.find_sketched(call, situation):
+            if kept := self.road.kept.find_uncaptured(call, situation):
                 self._latest = kept.live(self._captured_later(kept, call, situation))
                 self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest
