@@ -1,6 +1,7 @@
 """The base class of passes: frozen values that take a graph module, return another one, and check it."""
 
 import abc
+import contextlib
 import copy
 import re
 import textwrap
@@ -117,6 +118,9 @@ class Pipeline(Pass):
 
     `passes` may be any sequence of passes and is kept as a tuple. `observer` is called after each pass, also after
     those of a pipeline inside this one. `label` names what the passes do together.
+
+    Where nobody observes the graphs in between, all passes rewrite one copy, which is checked at the end; if it is
+    wrong, they run one by one, each checked, so that the error names the pass.
     """
 
     passes: tuple[Pass, ...]
@@ -135,6 +139,9 @@ class Pipeline(Pass):
 
     def _run(self, graph_module: GraphModule, outer: tuple[Observer, ...]) -> GraphModule:
         observers = (*outer, self.observer) if self.observer is not None else outer
+        if not observers and self._has_usual_checks():
+            with contextlib.suppress(VerifyError):
+                return self._at_once(graph_module)
         for run_next in self.passes:
             if isinstance(run_next, Pipeline):
                 graph_module = run_next._run(graph_module, observers)
@@ -144,6 +151,24 @@ class Pipeline(Pass):
                 observer(run_next, graph_module, after)
             graph_module = after
         return graph_module
+
+    def _has_usual_checks(self) -> bool:
+        """Returns whether there are several passes, none of them a pipeline or with checks of its own."""
+        kinds = [type(item) for item in self.passes]
+        usual = (Pass.__call__, Pass.requires, Pass.ensures)
+        return len(kinds) > 1 and all((kind.__call__, kind.requires, kind.ensures) == usual for kind in kinds)
+
+    def _at_once(self, graph_module: GraphModule) -> GraphModule:
+        """Returns one copy that all passes have rewritten. Raises `VerifyError`."""
+        self.requires(graph_module)
+        after = copy_graph_module(graph_module)
+        for item in self.passes:
+            after = item._rewritten(after)
+        after.recompile()
+        verify(after, before=graph_module, thorough=False)
+        if all(item.keeps_signature for item in self.passes):
+            check_signature(graph_module, after)
+        return after
 
     @property
     def name(self) -> str:

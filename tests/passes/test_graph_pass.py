@@ -19,6 +19,7 @@ from passes import (
     format_graph,
     passes_for,
 )
+from passes.graphs.verify import VerifyError
 from tests.passes.capture import Sketch, aten, gpt2
 
 
@@ -196,6 +197,38 @@ def test_the_observer_sees_every_pass_of_nested_pipelines() -> None:
     pipeline(relu())
     assert outer == ["ReluTwice: 1 added, 1 changed", "EliminateDeadCode: no change"]
     assert inner == ["EliminateDeadCode"]
+
+
+def test_a_pipeline_that_nobody_observes_makes_the_same_graph_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gpt2().graph_module
+    text = format_graph(before)
+    observed = dataclasses.replace(CANONICAL, observer=lambda module, before, after: None)(before)
+    copies: list[GraphModule] = []
+
+    def counted(module: GraphModule) -> GraphModule:
+        copies.append(module)
+        return copy_graph_module(module)
+
+    monkeypatch.setattr("passes.graph_pass.copy_graph_module", counted)
+    assert format_graph(CANONICAL(before)) == format_graph(observed)
+    assert copies == [before]
+    assert format_graph(before) == text
+
+
+def test_the_error_of_a_pipeline_that_nobody_observes_names_the_pass() -> None:
+    with pytest.raises(PassError, match="ReluTwice: ") as info:
+        Pipeline([EliminateDeadCode(), ReluTwice(drop_output=True), RemoveDetach()])(relu())
+    assert info.value.pass_name == "ReluTwice"
+
+
+def test_a_pass_with_checks_of_its_own_is_checked_in_every_pipeline() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Refusing(EliminateDeadCode):
+        def requires(self, graph_module: GraphModule) -> None:
+            raise VerifyError(None, "it takes no graph", "leave it out")
+
+    with pytest.raises(PassError, match="Refusing: it takes no graph"):
+        Pipeline([RemoveDetach(), Refusing()])(relu())
 
 
 def test_torch_fx_runs_passes_and_pipelines() -> None:
