@@ -214,6 +214,20 @@ def test_memory_of_measured_calls_is_bounded_and_drops_the_one_unused_for_longes
     assert [memory.get(key) for key in "abc"] == [result, None, result]
 
 
+@pytest.mark.parametrize("op", [aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("shape", "dim"), [((64, 1000), 1), ((64, 1000), 0), ((4, 8, 33, 65), -1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rules_for_softmax_are_near(op: Any, dtype: torch.dtype, shape: Any, dim: int, *, transposed: bool) -> None:
+    scores = torch.randn(shape).to(dtype)
+    scores = scores.transpose(0, 1) if transposed else scores
+    arguments = (scores, dim) if op is aten._safe_softmax.default else (scores, dim, False)
+    call = describe(op, arguments, {}, op(*arguments))
+    measured = call_workspace_bytes(call, "cpu")
+    masks = scores.numel() if op is aten._safe_softmax.default and transposed else 0
+    assert measured <= estimate_workspace(call, "cpu") <= 1.06 * measured + masks + 2**15
+
+
 def test_a_matmul_into_another_dtype_is_priced() -> None:
     """Torch's formula for its operations does not take the dtype, which is a positional argument."""
     a, b, result = (torch.empty(8, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
