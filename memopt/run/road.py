@@ -8,6 +8,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,10 +111,16 @@ class Road:
         """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
 
         Where compiled code holds other bytes than planned, the call is planned and compiled again, `ROUNDS` times at
-        most. Raises `BudgetError`, `CaptureError`.
+        most. What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`,
+        `CaptureError`.
         """
-        with self._planning():
-            return self._travel(captured, call, situation, planned)
+        gc.collect()  # a capture leaves cycles, between which the plan's own objects would lie scattered
+        try:
+            with self._planning():
+                return self._travel(captured, call, situation, planned)
+        finally:
+            self.planner.forget_solvers()
+            gc.collect()
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
