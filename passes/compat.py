@@ -1,14 +1,17 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
-Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`. `tests/compat/private_names.py`
-finds private names elsewhere. `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
+Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`, `Graph._graph_namespace` with
+`_obj_to_name`, `Node._erased`. `tests/compat/private_names.py` finds private names elsewhere.
+`torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["free_unbacked_symbols", "overload_name", "schema_of", "statically_known_true"]
+from torch import fx
+
+__all__ = ["erase_all", "forget_erased", "free_unbacked_symbols", "overload_name", "schema_of", "statically_known_true"]
 
 
 def schema_of(operator: Any) -> Any:
@@ -19,6 +22,21 @@ def schema_of(operator: Any) -> Any:
 def overload_name(operator: Any) -> str:
     """The overload's name within its packet: "default", "Tensor", "out"."""
     return operator._overloadname
+
+
+def forget_erased(graph: fx.Graph) -> None:
+    """Frees the nodes that were erased from a graph, with their metadata: its table of names keeps them as long as the
+    graph lives, and of a graph with symbolic sizes they are the larger part. Their names stay taken."""
+    names: dict[Any, str] = graph._graph_namespace._obj_to_name
+    for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
+        del names[node]
+
+
+def erase_all(graph: fx.Graph) -> None:
+    """Erases all nodes of a graph whose code is all that is needed any more."""
+    for node in reversed(graph.nodes):
+        graph.erase_node(node)
+    forget_erased(graph)
 
 
 def statically_known_true(condition: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, TypeAlias
 from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
+from passes.compat import forget_erased
 from passes.graphs.graph_diff import diff_graphs
 from passes.graphs.lazy_code import LazyCode
 from passes.graphs.verify import VerifyError, check_signature, check_structure, verify
@@ -63,6 +64,7 @@ class Pass(abc.ABC):
             self.ensures(graph_module, after)
         except VerifyError as error:
             raise PassError(self.name, error.node, error.problem, error.mend) from error
+        forget_erased(after.graph)
         return after
 
     def _rewritten(self, copied: GraphModule) -> GraphModule:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
-from memopt.compat.dynamo import mark_changing
+from memopt.compat.dynamo import marked_changing
 
 Place: TypeAlias = tuple[int, int]
 """The number of a tensor in `tensors_in(call)`, and one of its dimensions."""
@@ -46,14 +47,16 @@ def all_places(call: Call) -> set[Place]:
     return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
 
 
-def mark(call: Call, places: Collection[Place]) -> set[Place]:
-    """Have Dynamo make symbols of these sizes when it next captures such a call, but for sizes of 0 and 1, which torch
-    takes as constants. Returns the places that are marked."""
+def markable(call: Call, places: Collection[Place]) -> set[Place]:
+    """Those of the places whose sizes can become symbols: not sizes of 0 and 1, which torch takes as constants."""
     tensors = list(tensors_in(call))
-    marked = {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
-    for number, dimension in marked:
-        mark_changing(tensors[number], dimension)
-    return marked
+    return {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
+
+
+def marked(call: Call, places: Collection[Place]) -> AbstractContextManager[None]:
+    """A context in which Dynamo, where it captures such a call, makes symbols of these sizes."""
+    tensors = list(tensors_in(call))
+    return marked_changing([(tensors[number], dimension) for number, dimension in places])
 
 
 def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:

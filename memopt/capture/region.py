@@ -25,6 +25,7 @@ from memopt.compat.subclasses import is_wrapper
 from memopt.compat.symbols import AssumedSizes, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
+from passes.compat import forget_erased
 
 Sizes: TypeAlias = tuple[int, ...]
 """Values of a region's changing sizes, in the order of `RecordedRegion.changing`; empty where all sizes are fixed."""
@@ -63,7 +64,6 @@ class RecordedRegion:
         """Record a region, in Dynamo's backend. Edits the graph: calls of `requires_grad_` are removed, and unless
         `differentiate_all`, all outputs but the loss are detached, and large ones withheld.
 
-
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
         returned.
@@ -71,6 +71,7 @@ class RecordedRegion:
         drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         withheld = withhold(graph_module, undifferentiated)
+        forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
         return cls(graph_module, ids, undifferentiated, tracing_again(), withheld)

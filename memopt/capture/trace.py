@@ -101,7 +101,7 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
         joint, forward_outputs = found
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
-        return JointGraph.of(
+        found_joint = JointGraph.of(
             joint,
             forward_outputs,
             region.parameters,
@@ -110,8 +110,10 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
             fused=backend == INDUCTOR,
             reinplace=rewriting.reinplace,
             released=_released(region, joint, backend),
-            trace=traced,
         )
+        if traced.aot is not None:
+            traced = replace(traced, aot=traced.aot.of(found_joint.module))
+        return replace(found_joint, trace=traced)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:

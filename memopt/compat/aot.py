@@ -14,6 +14,7 @@ from torch._prims import rng_prims
 from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
+from passes.compat import forget_erased
 
 __all__ = ["boxed", "extract_halves", "mark_boxed"]
 
@@ -38,8 +39,10 @@ def extract_halves(
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function that empties its list of arguments, so that each is freed after its last use."""
+    forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
+    _: str = module.code  # the modules that AOTAutograd makes are compiled when their code is first asked for
     run = module.forward
 
     def call(arguments: list[Any]) -> Any:

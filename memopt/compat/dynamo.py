@@ -3,7 +3,8 @@
 Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
-`torch._dynamo.maybe_mark_dynamic`, `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
+`torch._dynamo.maybe_mark_dynamic` and the attributes of tensors that it sets (`_dynamo_weak_dynamic_indices`,
+`_has_dynamo_dim_marking`), `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
@@ -15,9 +16,10 @@ import them inside the function that catches them.
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import broadcast_masks
+from memopt.compat.subclasses import is_wrapper
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed
@@ -41,7 +44,7 @@ __all__ = [
     "copy_source",
     "drop_compilations",
     "keeping_requires_grad",
-    "mark_changing",
+    "marked_changing",
     "tracing_again",
     "user_stack",
 ]
@@ -224,12 +227,41 @@ def compile_with(
     return compiled
 
 
-def mark_changing(tensor: torch.Tensor, dimension: int) -> None:
-    """Has Dynamo make a symbol of this size when it next captures a call with the tensor, unless the code insists on
-    the size."""
+@contextmanager
+def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Context in which Dynamo, where it captures a call, makes symbols of the sizes of these dimensions of tensors,
+    unless the code insists on a size. Afterwards the tensors have the marks that they had before."""
     from torch._dynamo import maybe_mark_dynamic
 
-    maybe_mark_dynamic(tensor, dimension)
+    chosen = list(places)
+    parts = {id(part): part for tensor, _ in chosen for part in _parts(tensor)}
+    before = {key: _marks(part) for key, part in parts.items()}
+    for tensor, dimension in chosen:
+        maybe_mark_dynamic(tensor, dimension)
+    try:
+        yield
+    finally:
+        for key, part in parts.items():
+            for name in _MARKS:
+                part.__dict__.pop(name, None)
+            part.__dict__.update(before[key])
+
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+
+def _marks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Copies of the marks on a tensor, since marking adds to what is there."""
+    return {name: copy.copy(vars(tensor)[name]) for name in _MARKS if name in vars(tensor)}
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor, and those that a tensor subclass wraps, at any depth."""
+    yield tensor
+    if is_wrapper(tensor):
+        wrapper: Any = tensor
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:

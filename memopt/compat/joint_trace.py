@@ -24,6 +24,7 @@ from torch import fx
 from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_strides import correct_strides
+from passes.compat import erase_all, forget_erased
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
@@ -55,13 +56,25 @@ class AotTrace:
         `forward` and `backward` compile them. This may be called repeatedly with different partitions, each time in the
         tracing context of the region.
         """
-        compiled = _second_phase(self.state, self.capture, partition, forward, backward)
+        halves: list[fx.GraphModule] = []
+
+        def noted(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            halves.extend(partition(*args, **kwargs))
+            return halves[0], halves[1]
+
+        compiled = _second_phase(self.state, self.capture, noted, forward, backward)
+        for half in halves:
+            erase_all(half.graph)  # their code is compiled
         compiled = _disable(compiled, reason="a planned region is not traced again")
 
         def region(*inputs: Any) -> Any:
             return compiled(list(inputs))
 
         return region
+
+    def of(self, joint: fx.GraphModule) -> AotTrace:
+        """The same trace, with a joint graph that was rewritten from its own in place of that, which is freed."""
+        return replace(self, module=joint, capture=replace(self.capture, graph_module=joint))
 
 
 def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrace:
@@ -74,6 +87,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )
     state, capture = exported._aot_state, exported._aot_graph_capture
+    forget_erased(capture.graph_module.graph)
     if not state.needs_autograd:
         return AotTrace(None, 0, state, capture)
     found: list[tuple[fx.GraphModule, int]] = []
@@ -84,6 +98,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     with suppress(_JointGraphTraced):
         _second_phase(state, capture, look, _no_compiler, _no_compiler)
+    forget_erased(found[0][0].graph)
     return AotTrace(*found[0], state, capture)
 
 

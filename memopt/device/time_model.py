@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
 from memopt.device.hardware_table import Hardware, scaled_rate
+from memopt.device.op_flops import flop_formula
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
 
@@ -98,7 +99,7 @@ def node_flops(node: fx.Node) -> int:
 
     Matmuls, convolutions and attention count, as in torch's flop counter; others are bound by memory and count as 0.
     """
-    formula = _FORMULAS.get(_name(node)) or flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = _FORMULAS.get(_name(node)) or flop_formula(node.target)
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])

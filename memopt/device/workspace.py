@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
+from memopt.compat.dispatch import plain_tensors
 from memopt.compat.operators import OpOverload
 from memopt.compat.profiler import CpuMemoryEvents
 from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
+from memopt.device.op_flops import flop_formula
 from memopt.device.op_rehearsal import rehearse
 from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE
@@ -125,12 +126,14 @@ def _key(call: OpCall) -> tuple[OpCall, int]:
 def _measure_all(fresh: Iterable[OpCall], threads: int) -> dict[OpCall, Measured]:
     # oneDNN sizes its buffers by OpenMP's number of threads, which belongs to a thread and is not what torch reports.
     torch.set_num_threads(threads)
-    found = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for call in fresh:
-            measured = _measure(call) if _is_cheap(call) else None
-            found[call] = measured or Measured(_estimate(call), None, None)
-    return found
+        return {call: _price(call) for call in fresh}
+
+
+def _price(call: OpCall) -> Measured:
+    """The call measured where that is cheap, and estimated otherwise."""
+    measured = _measure(call) if _is_cheap(call) else None
+    return measured or Measured(_estimate(call), None, None)
 
 
 def _estimate(call: OpCall) -> int:
@@ -142,8 +145,12 @@ def _estimate(call: OpCall) -> int:
 
 def _kernel_bytes(call: OpCall) -> int:
     """The workspace of a call within an operator, which runs on a part of its rows and may be cheap to measure."""
-    measured = _measure(call) if _is_cheap(call) else None
-    return estimate_workspace(call, "cpu") if measured is None else measured.workspace_bytes
+    result = _latest.get(_key(call))
+    if result is None:
+        with plain_tensors():  # the operator runs on fake tensors, its kernels run on real ones
+            result = _price(call)
+        _latest.put(_key(call), result)
+    return result.workspace_bytes
 
 
 def _measure(call: OpCall) -> Measured | None:
@@ -183,9 +190,8 @@ def _is_cheap(call: OpCall) -> bool:
         return False
     if sum(spec.bytes for spec in (*set(call.inputs), *call.outputs)) > MAX_RUN_BYTES:
         return False
-    count = flop_registry.get(call.op.overloadpacket)
-    if count is None:
+    formula = flop_formula(call.op)
+    if formula is None:
         return True
     args, kwargs = call.make_arguments("meta")
-    kwargs.pop("out", None)  # no argument of the formula
-    return int(count(*args, **kwargs, out_val=call.make_results("meta"))) <= MAX_RUN_FLOPS
+    return int(formula(*args, **kwargs, out_val=call.make_results("meta"))) <= MAX_RUN_FLOPS

@@ -49,9 +49,19 @@ def converted(call: OpCall) -> int:
 
 
 def _cpu_softmax(call: OpCall) -> int:
-    """The safe form finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
-    numel = first(call).numel
-    return numel + 4 * numel // max(1, first(call).size[-1]) + copies(call) + SCALARS
+    """A copy of what is not contiguous, for which a transpose takes a block of its own."""
+    return copies(call) + (_TRANSPOSED * first(call).dtype.itemsize if copies(call) else 0)
+
+
+_TRANSPOSED = 60 * 60
+"""Elements of the block in which a copy transposes a matrix."""
+
+
+def _cpu_safe_softmax(call: OpCall) -> int:
+    """It finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
+    spec = first(call)
+    rows = spec.numel // max(1, spec.size[call.argument(1)]) if spec.size else 1
+    return spec.numel + 4 * rows + SCALARS + _cpu_softmax(call)
 
 
 def _threads() -> int:
@@ -143,7 +153,8 @@ CPU: dict[str, Rule] = {
     "fp8_matmul": _cpu_fp8_matmul,
     "native_dropout": one_input,
     "native_dropout_backward": one_input,
-    **for_each("_softmax _log_softmax _safe_softmax _fused_softmax", _cpu_softmax),
+    **for_each("_softmax _log_softmax", _cpu_softmax),
+    "_safe_softmax": _cpu_safe_softmax,
     **for_each("native_layer_norm rms_norm _fused_rms_norm embedding gelu", copies),
     "gelu_backward": lambda call: 2 * copies(call),
     "_softmax_backward_data": lambda call: 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -129,6 +130,13 @@ class CallPlanner(CallAccounts):
                 return trace_call(captured, rewriting, self.backend, None if captured.whole else self.traces)
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.model, str(failure))) from failure
+            finally:
+                gc.collect()  # tracing leaves cycles, between which the graphs would lie scattered
+
+    def forget_solvers(self) -> None:
+        """Free the solvers of all calls, once one of them is planned: they take more memory than its graphs."""
+        for _, (_, step) in self._steps.items():
+            step.forget_solvers()
 
     def forget_sizes(self) -> None:
         """Have calls priced again, after a batch whose data-dependent sizes exceed those that were planned for."""

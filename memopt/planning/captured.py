@@ -86,6 +86,13 @@ class Captured:
         numbers = {number for region in self.regions for number in region.parameter_inputs}
         return self.stepping_by(self.stepping.leaving(numbers - inside))
 
+    def forget_solvers(self) -> None:
+        """Free the solvers of all problems that were made from this call, as `Joined.forget_solvers` does."""
+        for joined in self._joined.values():
+            joined.forget_solvers()
+        for sibling in self._siblings.values():
+            sibling.forget_solvers()
+
     @property
     def rewriting_of_regions(self) -> Rewriting:
         """The rewriting for a call of several regions, which need not find something to rewrite in every one."""
@@ -265,6 +272,12 @@ class Joined:
     def smallest(self) -> Solution:
         """The solution with the smallest peak found."""
         return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
+
+    def forget_solvers(self) -> None:
+        """Free the solvers, with their tables, and what they found: both are made again when they are asked for."""
+        for made in ("portfolio", "offloads", "smallest"):
+            vars(self).pop(made, None)
+        self.solved.clear()
 
 
 def join(prices: Sequence[PricedGraph]) -> Joined:

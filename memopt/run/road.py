@@ -8,6 +8,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,19 +80,17 @@ class Road:
     ) -> EmittedCall:
         """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.
 
-        Raises `BudgetError`, `CaptureError`.
+        What only planning needs is freed: it would stay for the whole training. Raises `BudgetError`, `CaptureError`.
         """
-        with self._planning():
-            self.plans += 1
-            start_libraries(self.planner.device())
-            # A plan made ahead is kept already, but for one with proposals: they are part of the key once in use.
-            settled = planned is not None and not planned.proposals and not self.planner.fuses
-            key = None if settled else self.kept.key(captured, call, situation)
-            if found := self._emitted_as_kept(key, captured, call, situation):
-                return found
-            emitted = self._planned_and_emitted(captured, call, situation, planned)
-            self.kept.keep(key, emitted.plan, emitted.region.footprint)
-            return emitted
+        gc.collect(1)  # a capture leaves cycles, between which the plan's own objects would lie scattered
+        try:
+            with self._planning():
+                self.plans += 1
+                start_libraries(self.planner.device())
+                return self._emitted(captured, call, situation, planned)
+        finally:
+            self.planner.forget_solvers()
+            gc.collect()
 
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
@@ -132,6 +131,17 @@ class Road:
         if advise:
             search.advice = Advice(self.planner, call, situation)
         return search
+
+    def _emitted(self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None) -> EmittedCall:
+        """The call emitted by its plan from disk, or by a new one that is kept."""
+        # A plan made ahead is kept already, but for one with proposals: they are part of the key once in use.
+        settled = planned is not None and not planned.proposals and not self.planner.fuses
+        key = None if settled else self.kept.key(captured, call, situation)
+        if found := self._emitted_as_kept(key, captured, call, situation):
+            return found
+        emitted = self._planned_and_emitted(captured, call, situation, planned)
+        self.kept.keep(key, emitted.plan, emitted.region.footprint)
+        return emitted
 
     def _planned_and_emitted(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from memopt.capture.dynamic_shapes import Place, all_places, mark
+from memopt.capture.dynamic_shapes import Place, all_places, markable, marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
@@ -185,8 +185,14 @@ class WholeCalls:
         return compile_call(self.to_capture(), backend, whole=True, symbols=True)
 
     def _call(self, call: Call) -> Any:
-        if not self._has_symbols:
-            self._marked |= mark(call, self._ceilings.changing(call))
+        if self._has_symbols:
+            return self._call_compiled(call)
+        changing = markable(call, self._ceilings.changing(call))
+        self._marked |= changing
+        with marked(call, changing):
+            return self._call_compiled(call)
+
+    def _call_compiled(self, call: Call) -> Any:
         is_first = not len(self._emitted)
         try:
             with rare_collections() if is_first else nullcontext():

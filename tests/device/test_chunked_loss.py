@@ -1,4 +1,4 @@
-"""The price of the operator that `ChunkLoss` puts into a graph: its rule against the measurement."""
+"""The price of the operator that `ChunkLoss` puts into a graph: rule and rehearsal against the measurement."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import fx
 
+from memopt.device import workspace
 from memopt.device.op_call import describe
 from memopt.device.time_model import node_flops
-from memopt.device.workspace import _measure
+from memopt.device.workspace import _estimate, _measure
 from memopt.device.workspace_table import estimate_workspace
 from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
 
@@ -18,10 +19,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def arguments(
-    dtypes: tuple[torch.dtype, torch.dtype] = (FP32, FP32), needs: tuple[bool, ...] = (True, True, True), **given: Any
+    dtypes: tuple[torch.dtype, torch.dtype] = (FP32, FP32),
+    needs: tuple[bool, ...] = (True, True, True),
+    sizes: tuple[int, int, int] = (TOKENS, WIDTH, CLASSES),
+    **given: Any,
 ) -> tuple[Any, ...]:
-    hidden, weight = torch.randn(TOKENS, WIDTH, dtype=dtypes[0]), torch.randn(CLASSES, WIDTH, dtype=dtypes[1])
-    bias, target = torch.randn(CLASSES, dtype=dtypes[1]), torch.zeros(TOKENS, dtype=torch.int64)
+    tokens, width, classes = sizes
+    hidden, weight = torch.randn(tokens, width, dtype=dtypes[0]), torch.randn(classes, width, dtype=dtypes[1])
+    bias, target = torch.randn(classes, dtype=dtypes[1]), torch.zeros(tokens, dtype=torch.int64)
     usual = {"class_weight": None, "smoothing": 0.0, "scale": 1.0, "softcap": 0.0, "rows": 0}
     class_weight, smoothing, *rest = (given.get(name, value) for name, value in usual.items())
     return hidden, weight, bias, target, class_weight, "mean", -100, smoothing, *rest, *needs, given.get("later", False)
@@ -51,6 +56,40 @@ def test_the_rule_is_an_upper_bound_and_near(case: str) -> None:
     assert measured.workspace_bytes <= estimated
     # oneDNN's copies for 16 bits are taken to be whole, and mostly are not.
     assert estimated <= (1.3 if case == "fp32" else 2.5) * measured.workspace_bytes + 2**16
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "softcap": {"softcap": 5.0},
+    "smoothing by class": {"smoothing": 0.1, "class_weight": torch.rand(CLASSES)},
+    "weight in the backward": {"later": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sizes", [(512, 256, CLASSES), (100, 384, CLASSES), (1024, 64, CLASSES)])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32)])
+def test_what_is_too_large_to_run_is_rehearsed_as_measured(
+    dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], options: str
+) -> None:
+    given = arguments(dtypes, sizes=sizes, **OPTIONS[options])
+    call = describe(OPERATOR, given, {}, with_gradients(*given))
+    measured = _measure(call)
+    assert measured is not None
+    assert measured.workspace_bytes <= _estimate(call) <= measured.workspace_bytes + 2**10
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP16, FP16)])
+def test_a_rehearsal_whose_kernels_are_not_run_is_an_upper_bound(
+    dtypes: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(dtypes)
+    call = describe(OPERATOR, given, {}, with_gradients(*given))
+    measured = _measure(call)
+    monkeypatch.setattr(workspace, "MAX_RUN_FLOPS", 0)
+    monkeypatch.setattr(workspace, "_latest", workspace._Memory(limit=100))
+    assert measured is not None
+    assert measured.workspace_bytes <= _estimate(call) <= 2.5 * measured.workspace_bytes + 2**16
 
 
 @pytest.mark.parametrize("needs", [(False, False), (True, False), (True, True)])

@@ -141,3 +141,14 @@ def test_sixteen_bits_run_at_their_own_rate() -> None:
     a = torch.ones(32, 32)
     single, half = (nodes(torch.mm, x, x)["aten.mm"] for x in (a, a.bfloat16()))
     assert node_seconds(single, fast) == pytest.approx(10 * node_seconds(half, fast))
+
+
+@pytest.mark.parametrize(("op", "before"), [(torch.ops.aten.mm.dtype, ()), (torch.ops.aten.addmm.dtype, ((4, 16),))])
+def test_flops_of_matmuls_into_another_dtype(op: Any, before: tuple[tuple[int, int], ...]) -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{at}") for at in range(len(before) + 2)]
+    for operand, size in zip(operands, (*before, (4, 8), (8, 16)), strict=True):
+        operand.meta["val"] = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    node = graph.call_function(op, (*operands, torch.float32))
+    node.meta["val"] = torch.empty(4, 16, device="meta")
+    assert node_flops(node) == 2 * 4 * 8 * 16

@@ -14,8 +14,15 @@ from torch.nn import functional as F
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.profiler import profiler_is_active
-from memopt.device.op_call import OpCall, op_call
-from memopt.device.workspace import MAX_RUN_BYTES, Measured, _Memory, measure_workspaces, workspace_bytes
+from memopt.device.op_call import OpCall, describe, op_call
+from memopt.device.workspace import (
+    MAX_RUN_BYTES,
+    Measured,
+    _Memory,
+    call_workspace_bytes,
+    measure_workspaces,
+    workspace_bytes,
+)
 from memopt.device.workspace_table import estimate_workspace
 from memopt.meter import measure_peak
 
@@ -205,3 +212,24 @@ def test_memory_of_measured_calls_is_bounded_and_drops_the_one_unused_for_longes
     assert memory.get("a") is result
     memory.put("c", result)
     assert [memory.get(key) for key in "abc"] == [result, None, result]
+
+
+@pytest.mark.parametrize("op", [aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("shape", "dim"), [((64, 1000), 1), ((64, 1000), 0), ((4, 8, 33, 65), -1)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rules_for_softmax_are_near(op: Any, dtype: torch.dtype, shape: Any, dim: int, *, transposed: bool) -> None:
+    scores = torch.randn(shape).to(dtype)
+    scores = scores.transpose(0, 1) if transposed else scores
+    arguments = (scores, dim) if op is aten._safe_softmax.default else (scores, dim, False)
+    call = describe(op, arguments, {}, op(*arguments))
+    measured = call_workspace_bytes(call, "cpu")
+    masks = scores.numel() if op is aten._safe_softmax.default and transposed else 0
+    assert measured <= estimate_workspace(call, "cpu") <= 1.06 * measured + masks + 2**15
+
+
+def test_a_matmul_into_another_dtype_is_priced() -> None:
+    """Torch's formula for its operations does not take the dtype, which is a positional argument."""
+    a, b, result = (torch.empty(8, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    call = describe(aten.addmm.dtype, (result, a, b, torch.float32), {}, result.float())
+    assert call_workspace_bytes(call, "cpu") >= 0

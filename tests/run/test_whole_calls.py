@@ -45,3 +45,17 @@ def test_another_situation_gets_code_of_its_own() -> None:
 def test_a_graph_break_is_said_and_nothing_runs() -> None:
     with pytest.raises(GraphBreak):
         calls_of(make(breaks=True))._whole.capture(CALL)
+
+
+def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
+    def marks(batch: torch.Tensor) -> list[set[int]]:
+        return [set(getattr(batch, f"_dynamo_{kind}_indices", ())) for kind in ("dynamic", "weak_dynamic")]
+
+    calls = calls_of(make())
+    batches = [X[:48].clone(), X[:56].clone(), X[:40].clone()]
+    torch._dynamo.maybe_mark_dynamic(batches[1], 1)
+    before = [*map(marks, batches)]
+    for batch in batches:
+        calls(batch).backward()
+    assert calls._whole._first._has_symbols  # type: ignore[attr-defined]
+    assert [*map(marks, batches)] == before
