@@ -157,9 +157,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device)."""
+    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device).
+
+    That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
+    """
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+    return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), cuda
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
@@ -167,6 +170,6 @@ def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
+    torch.set_rng_state(cpu.get_state())
     if cuda is not None:
         torch.cuda.set_rng_state(cuda, device)

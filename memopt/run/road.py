@@ -100,7 +100,7 @@ class Road:
                 step = planner.rewrite_and_price(captured, call, situation, sets[0])
             except NothingToRewrite:
                 return None
-            found = extended(plan, step, planner.captured_account(captured, call, situation), known)
+            found = extended(plan, step, planner.captured_account(captured, call, situation, step), known)
         self.plans += found is not None
         return found
 
@@ -268,7 +268,7 @@ class Road:
             return None
         step = planner.proposing.as_kept(step, kept.plan)
         plan = kept.live(lambda: step)
-        account = planner.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
+        account = planner.captured_account(captured, call, situation, step, lowering_bytes=lowering_bytes)
         account = planner.proposing.account_as_kept(account, kept.plan)
         return plan if is_sound(plan, kept.footprint, account, situation.to_come) else None
 
