@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memopt.compat.modules import buffers_in, modules_of
 from passes.ops.fp8_history import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
@@ -148,6 +149,53 @@ class ForwardState:
         set_generators(self.generators, self.device)
 
 
+@dataclass(frozen=True)
+class CallState:
+    """The random states and small buffers of a model before a training call, to be undone if an allocation fails.
+
+    On the CPU the copies of buffers lie outside of torch's memory, so that they are no part of the step; on other
+    devices they lie on the device, and the account has them (`undo_bytes`).
+    """
+
+    device: torch.device
+    generators: tuple[Any, ...]
+    buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
+    """Each buffer with its version, and a copy if it is small."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CallState:
+        """The current state of `model`."""
+        found = buffers_in(modules_of(model))
+        buffers = tuple((buffer, buffer._version, _set_aside(buffer)) for buffer in found)
+        device = next(model.parameters()).device
+        return cls(device, generator_states(device), buffers)
+
+    def undo(self) -> bool:
+        """Set buffers and generators back to this state; returns False where a buffer was written that has no copy."""
+        with torch.no_grad():
+            for buffer, version, copy in self.buffers:
+                if copy is not None and buffer._version != version:
+                    buffer.copy_(copy)
+        set_generators(self.generators, self.device)
+        return all(copy is not None or buffer._version == version for buffer, version, copy in self.buffers)
+
+
+def undo_bytes(model: nn.Module, block_bytes: int) -> int:
+    """The bytes on the device of the copies in a `CallState`, in blocks of `block_bytes`; 0 on the CPU."""
+    copied = [one.nbytes for one in model.buffers() if one.nbytes <= _COPIED_BYTES and one.device.type != "cpu"]
+    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
+
+
+def _set_aside(buffer: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a buffer, if it is small: on the CPU in memory of numpy's."""
+    if buffer.nbytes > _COPIED_BYTES or buffer.layout != torch.strided:
+        return None
+    if buffer.device.type != "cpu" or buffer.dtype not in _OF_NUMPY:
+        return buffer.detach().clone()
+    return torch.from_numpy(buffer.detach().numpy().copy())
+
+
+_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 
 
