@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,18 +91,24 @@ class TrainingState:
 
 
 class Attributes:
-    """The attributes, parameters and buffers of all modules of a model, by name, to be restored after they were set to
-    others. Values that are written in place are not restored."""
+    """The attributes of all modules of a model, to be restored after they were set to others: also what is in their
+    dictionaries, lists and sets, as parameters, buffers and hooks are. Other values that are written in place are not
+    restored."""
 
     def __init__(self, model: nn.Module) -> None:
-        tables = [table for one in model.modules() for table in (vars(one), one._parameters, one._buffers)]
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+        found = {id(vars(one)): vars(one) for one in model.modules()}
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
+        held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
+        self._contents = [(container, copy.copy(container)) for container in held.values()]
 
     def restore(self) -> None:
         """Set all of them to what they were."""
         for table, values in self._tables:
             table.clear()
             table.update(values)
+        for container, values in self._contents:
+            container.clear()
+            container.extend(values) if isinstance(container, list) else container.update(values)
 
 
 @dataclass(frozen=True)
@@ -136,15 +144,15 @@ class ForwardState:
 
     def can_be_undone(self) -> bool:
         """Whether all buffers that were written to since then have copies."""
-        return all(copy is not None or buffer._version == version for buffer, version, copy in self.buffers)
+        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
 
     def undo(self) -> None:
         """Set the model and the generators back to this state."""
         self.attributes.restore()
         with torch.no_grad():
-            for buffer, version, copy in self.buffers:
-                if copy is not None and buffer._version != version:
-                    buffer.copy_(copy)
+            for buffer, version, kept in self.buffers:
+                if kept is not None and buffer._version != version:
+                    buffer.copy_(kept)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
@@ -173,11 +181,11 @@ class CallState:
     def undo(self) -> bool:
         """Set buffers and generators back to this state; returns False where a buffer was written that has no copy."""
         with torch.no_grad():
-            for buffer, version, copy in self.buffers:
-                if copy is not None and buffer._version != version:
-                    buffer.copy_(copy)
+            for buffer, version, kept in self.buffers:
+                if kept is not None and buffer._version != version:
+                    buffer.copy_(kept)
         set_generators(self.generators, self.device)
-        return all(copy is not None or buffer._version == version for buffer, version, copy in self.buffers)
+        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
@@ -195,6 +203,7 @@ def _set_aside(buffer: torch.Tensor) -> torch.Tensor | None:
     return torch.from_numpy(buffer.detach().numpy().copy())
 
 
+_CONTAINERS = {dict, OrderedDict, list, set}
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 
