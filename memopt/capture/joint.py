@@ -56,6 +56,12 @@ class JointGraph:
         gradients = enumerate(results[self.forward_outputs :])
         return frozenset(number for number, gradient in gradients if isinstance(gradient, fx.Node))
 
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """The numbers of the inputs that have other values once the forward is over."""
+        aot = getattr(self.trace, "aot", None)
+        return frozenset() if aot is None else aot.overwritten
+
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
         """The same graph with other parameters whose gradients it may add to `.grad` in place."""
         return self if parameter_inputs == self.parameter_inputs else replace(self, parameter_inputs=parameter_inputs)

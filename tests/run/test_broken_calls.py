@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import memopt
-
 from tests.run.pieces import Blocks, calls_of, gradients, make
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
