@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StaleOutputError,
         UnplannedGradientError,
     )
+    from memopt.memory_error import StepMemoryError
     from memopt.meter import measure_peak
     from memopt.planning.frontier import Frontier
     from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
@@ -56,6 +57,7 @@ __all__ = [
     "PlanFileError",
     "RankError",
     "StaleOutputError",
+    "StepMemoryError",
     "StepResult",
     "TrainStep",
     "UnplannedGradientError",
@@ -88,6 +90,7 @@ _MODULES = {
     "PlanFileError": "memopt.errors",
     "RankError": "memopt.errors",
     "StaleOutputError": "memopt.errors",
+    "StepMemoryError": "memopt.memory_error",
     "StepResult": "memopt.train",
     "TrainStep": "memopt.train",
     "UnplannedGradientError": "memopt.errors",

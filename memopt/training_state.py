@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memopt.compat.modules import buffers_in, modules_of
 from passes.ops.fp8_history import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
@@ -88,18 +91,24 @@ class TrainingState:
 
 
 class Attributes:
-    """The attributes, parameters and buffers of all modules of a model, by name, to be restored after they were set to
-    others. Values that are written in place are not restored."""
+    """The attributes of all modules of a model, to be restored after they were set to others: also what is in their
+    dictionaries, lists and sets, as parameters, buffers and hooks are. Other values that are written in place are not
+    restored."""
 
     def __init__(self, model: nn.Module) -> None:
-        tables = [table for one in model.modules() for table in (vars(one), one._parameters, one._buffers)]
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+        found = {id(vars(one)): vars(one) for one in model.modules()}
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
+        held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
+        self._contents = [(container, copy.copy(container)) for container in held.values()]
 
     def restore(self) -> None:
         """Set all of them to what they were."""
         for table, values in self._tables:
             table.clear()
             table.update(values)
+        for container, values in self._contents:
+            container.clear()
+            container.extend(values) if isinstance(container, list) else container.update(values)
 
 
 @dataclass(frozen=True)
@@ -135,19 +144,67 @@ class ForwardState:
 
     def can_be_undone(self) -> bool:
         """Whether all buffers that were written to since then have copies."""
-        return all(copy is not None or buffer._version == version for buffer, version, copy in self.buffers)
+        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
 
     def undo(self) -> None:
         """Set the model and the generators back to this state."""
         self.attributes.restore()
         with torch.no_grad():
-            for buffer, version, copy in self.buffers:
-                if copy is not None and buffer._version != version:
-                    buffer.copy_(copy)
+            for buffer, version, kept in self.buffers:
+                if kept is not None and buffer._version != version:
+                    buffer.copy_(kept)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
 
+@dataclass(frozen=True)
+class CallState:
+    """The random states and small buffers of a model before a training call, to be undone if an allocation fails.
+
+    On the CPU the copies of buffers lie outside of torch's memory, so that they are no part of the step; on other
+    devices they lie on the device, and the account has them (`undo_bytes`).
+    """
+
+    device: torch.device
+    generators: tuple[Any, ...]
+    buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
+    """Each buffer with its version, and a copy if it is small."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CallState:
+        """The current state of `model`."""
+        found = buffers_in(modules_of(model))
+        buffers = tuple((buffer, buffer._version, _set_aside(buffer)) for buffer in found)
+        device = next(model.parameters()).device
+        return cls(device, generator_states(device), buffers)
+
+    def undo(self) -> bool:
+        """Set buffers and generators back to this state; returns False where a buffer was written that has no copy."""
+        with torch.no_grad():
+            for buffer, version, kept in self.buffers:
+                if kept is not None and buffer._version != version:
+                    buffer.copy_(kept)
+        set_generators(self.generators, self.device)
+        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
+
+
+def undo_bytes(model: nn.Module, block_bytes: int) -> int:
+    """The bytes on the device of the copies in a `CallState`, in blocks of `block_bytes`; 0 on the CPU."""
+    copied = [one.nbytes for one in model.buffers() if one.nbytes <= _COPIED_BYTES and one.device.type != "cpu"]
+    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
+
+
+def _set_aside(buffer: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a buffer, if it is small: on the CPU in memory of numpy's."""
+    if buffer.nbytes > _COPIED_BYTES or buffer.layout != torch.strided:
+        return None
+    if buffer.device.type != "cpu" or buffer.dtype not in _OF_NUMPY:
+        return buffer.detach().clone()
+    return torch.from_numpy(buffer.detach().numpy().copy())
+
+
+_CONTAINERS = {dict, OrderedDict, list, set}
+_OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
 
 
@@ -157,9 +214,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device)."""
+    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device).
+
+    That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
+    """
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+    return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), cuda
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
@@ -167,6 +227,6 @@ def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
+    torch.set_rng_state(cpu.get_state())
     if cuda is not None:
         torch.cuda.set_rng_state(cuda, device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from memopt.meter import measure_peak
 from memopt.training_state import TrainingState, generator_states, set_generators
 from passes.ops.fp8_history import histories_of
 
@@ -82,6 +83,13 @@ def test_generators_are_set_back() -> None:
     first = random.random(), np.random.rand(), torch.rand(()).item()
     set_generators(states, CPU)
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == first
+
+
+def test_states_of_generators_are_no_memory_of_the_step() -> None:
+    with measure_peak("cpu") as peak:
+        states = generator_states(CPU)
+    assert peak.allocated_bytes == 0
+    assert torch.equal(states[2].get_state(), torch.get_rng_state())
 
 
 def test_histories_of_8_bit_layers_are_set_back() -> None:

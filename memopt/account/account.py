@@ -16,9 +16,12 @@ from memopt.compat.storages import storage_key
 from memopt.compat.subclasses import with_memory
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
+from memopt.training_state import undo_bytes
 
 # Bytes for scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
+_COPIES = 2
+"""Copies of small buffers that lie on a GPU: one of each call, and one of `TrainStep`."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Account:
 
     parameters: int
     buffers: int
+    """On a GPU with copies of the small ones, by which a call is undone in which an allocation fails."""
     inputs: int
     optimizer_state: int
     optimizer_temporaries: int
@@ -54,6 +58,8 @@ class Account:
     """Bytes by which the allocator rounds up requests; its own count includes them."""
     fragmentation: int = 0
     """Bytes that the allocator needs beyond those it hands out, for the gaps between blocks."""
+    unforeseen: int = 0
+    """Bytes left free since a step needed more than its plan said: an allocation failed."""
 
     @property
     def resident_bytes(self) -> int:
@@ -62,7 +68,7 @@ class Account:
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
         wrapper = self.buckets + self.output_clones
         allocator = self.rounding + self.fragmentation
-        beside = wrapper + self.other_forwards + self.elsewhere
+        beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen
         return fixed + held + beside + self.lowering + allocator
 
     @property
@@ -106,7 +112,7 @@ def account_of(
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
         parameters=distinct_bytes(parameters, block),
-        buffers=own - distinct_bytes(parameters, block),
+        buffers=own - distinct_bytes(parameters, block) + _COPIES * undo_bytes(model, block),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes,

@@ -83,6 +83,7 @@ def _fixed_rows(account: Account) -> dict[str, int]:
         "reserve": account.reserve,
         "rounding of blocks": account.rounding,
         "fragmentation": account.fragmentation,
+        "unforeseen": account.unforeseen,
     }
 
 

@@ -47,8 +47,20 @@ class JointGraph:
     @property
     def gradients(self) -> int:
         """The number of inputs that get a gradient."""
+        return len(self.inputs_with_gradients)
+
+    @property
+    def inputs_with_gradients(self) -> frozenset[int]:
+        """The numbers of the inputs that get a gradient."""
         results: Any = self.module.graph.output_node().args[0]
-        return sum(isinstance(result, fx.Node) for result in results[self.forward_outputs :])
+        gradients = enumerate(results[self.forward_outputs :])
+        return frozenset(number for number, gradient in gradients if isinstance(gradient, fx.Node))
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """The numbers of the inputs that have other values once the forward is over."""
+        aot = getattr(self.trace, "aot", None)
+        return frozenset() if aot is None else aot.overwritten
 
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
         """The same graph with other parameters whose gradients it may add to `.grad` in place."""

@@ -235,11 +235,6 @@ class CapturedCall:
     """The `id`s of the parameters that get gradients from eager code between the regions."""
 
     @property
-    def reached(self) -> frozenset[int]:
-        """The `id`s of all parameters that get gradients."""
-        return self.eager.union(*(run.parameter_ids.values() for run in self.runs))
-
-    @property
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""
         return not self.break_reason

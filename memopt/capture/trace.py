@@ -172,6 +172,18 @@ def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) ->
     return tuple(run for run in captured.runs if id(run.region) in differentiated)
 
 
+def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[int]:
+    """The `id`s of the parameters that get gradients: from the runs that have a joint graph in `trace_call`'s result,
+    or from eager code between regions. A region may read others for outputs that are not differentiated."""
+    runs = zip(joints, differentiated_runs(joints, captured), strict=True)
+    return captured.eager.union(
+        *(
+            [parameter for number, parameter in run.parameter_ids.items() if number in joint.inputs_with_gradients]
+            for joint, run in runs
+        )
+    )
+
+
 def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[EagerBytes, ...]:
     """The bytes of eager code around the runs that have a joint graph, those around the others with them; at the end,
     as `before` and `during`, those after the last backward and after the forward."""

@@ -123,6 +123,8 @@ def _is(value: Any, dtype: torch.dtype) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two states of the random generators are equal."""
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, (tuple, list)):

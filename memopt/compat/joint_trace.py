@@ -50,6 +50,12 @@ class AotTrace:
     state: Any
     capture: Any
 
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """The numbers of the inputs to which AOTAutograd writes after the forward: those that require gradients, and
+        that the region writes to in place."""
+        return frozenset(self.state.fw_metadata.mutated_inp_runtime_indices)
+
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
 

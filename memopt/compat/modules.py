@@ -1,7 +1,7 @@
 """Modules: what a call of a model goes through.
 
-Private names, in torch 2.11 to 2.15: `Module._forward_hooks`, `Module._forward_pre_hooks`, `Module._modules`,
-`Module._parameters`, `Module._call_impl` and `Module._compiled_call_impl`. The last is what
+Private names, in torch 2.11 to 2.15: `Module._buffers`, `Module._forward_hooks`, `Module._forward_pre_hooks`,
+`Module._modules`, `Module._parameters`, `Module._call_impl` and `Module._compiled_call_impl`. The last is what
 `Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
 `_call_impl`. Pickling and `copy.deepcopy` leave it out. `OptimizedModule._orig_mod` is the module that
 `torch.compile(module)` wraps.
@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from memopt.compat.autograd import hook_tables
 
 __all__ = [
+    "buffers_in",
     "compiled_call",
     "forward_hooks",
     "has_forward_hooks",
@@ -106,6 +108,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 found[module] = None
                 left.append(module)
     return list(found)
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The modules' own buffers, each once."""
+    found = {id(value): value for module in modules for value in module._buffers.values() if value is not None}
+    return list(found.values())
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

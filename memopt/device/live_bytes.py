@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -19,6 +20,9 @@ class LiveBytes(TorchDispatchMode):
     Storages that an operator was given and no counted operator made do not count. Subclasses say how an operator is
     run (`run`) and what its kernel holds beside its arguments and results (`workspace_bytes`).
 
+    Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
+    memory lives on, so that the next tensor on it would count as new. Counts would differ from run to run.
+
     Args:
         block_bytes: storages are rounded up to multiples of this, as an allocator does.
         device_type: only storages on devices of this type count; None counts all.
@@ -33,6 +37,20 @@ class LiveBytes(TorchDispatchMode):
         self._block_bytes, self._device_type = block_bytes, device_type
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._collected_before: list[bool] = []
+        """For each entry of the mode, whether garbage was collected before it."""
+
+    def __enter__(self) -> LiveBytes:
+        self._collected_before.append(gc.isenabled())
+        gc.disable()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        finally:
+            if self._collected_before.pop():
+                gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

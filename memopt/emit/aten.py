@@ -11,14 +11,18 @@ from torch import fx
 from memopt.capture.joint import JointGraph
 from memopt.compat.aot import boxed
 from memopt.emit.emitted import Cut, Emitted
+from memopt.emit.failures import telling
+from memopt.emit.gradients import Accumulation
 from memopt.emit.reached import withholding
 
 
-def compile_as_aten(joint: JointGraph, cut: Cut) -> Emitted:
-    """The region with its halves as plain ATen operators. It must be called in the context of the region's trace."""
+def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
+    """The region with its halves as plain ATen operators; `accumulation` is told of a backward that has no memory left.
+
+    It must be called in the context of the region's trace."""
 
     def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return withholding(boxed(module), joint)
+        return telling(withholding(boxed(module), joint), accumulation)
 
     return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _uncompiled, backward))
 

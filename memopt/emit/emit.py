@@ -28,25 +28,28 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
     (joint,), (schedule,) = captured.regions, plan.regions
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
-    return emit_region(joint, schedule, accumulation if adds else None, captured.data_sizes.allowed)
+    return emit_region(joint, schedule, accumulation, captured.data_sizes.allowed, adds=adds)
 
 
 def emit_region(
     joint: JointGraph,
     schedule: RegionSchedule,
-    accumulation: Accumulation | None,
+    accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
+    *,
+    adds: bool = True,
 ) -> Emitted:
     """One region as a function of its inputs, differentiable through the halves into which its schedule partitions it.
+    With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it.
 
     Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`.
     """
 
     def cut() -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = partition(joint, schedule, accumulation)
+        forward, backward = partition(joint, schedule, accumulation if adds else None)
         guard_sizes(forward, allowed_sizes)
         return forward, backward
 
     compile_halves = compile_by_backend if joint.fused else compile_as_aten
     with joint.trace.active():
-        return compile_halves(joint, cut)
+        return compile_halves(joint, cut, accumulation)

@@ -48,6 +48,8 @@ class Accumulation:
     exchange: Exchange | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete; None where autograd tells it
     of them, at the end of a region's backward, or there is one rank."""
+    failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
+    """Called when the device has no memory left in a backward; returns the error to raise."""
     _region: tuple[int, int] | None = None
     _nodes: list[Any] = field(default_factory=list)
 

@@ -17,7 +17,9 @@ from memopt.compat.dispatch import without_autocast
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.emit.casts import spell_casts
 from memopt.emit.emitted import Cut, Emitted
+from memopt.emit.failures import telling
 from memopt.emit.footprint import Half, footprint
+from memopt.emit.gradients import Accumulation
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
 from memopt.emit.reached import withholding
@@ -25,13 +27,14 @@ from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
 
-def compile_by_backend(joint: JointGraph, cut: Cut) -> Emitted:
+def compile_by_backend(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
     """The region with its halves compiled by inductor. It fuses elementwise operators, so that values between fused
-    operators are never materialised, and it chooses the order of the kernels.
+    operators are never materialised, and it chooses the order of the kernels. `accumulation` is told of a backward that
+    has no memory left.
 
     It must be called in the context of the region's trace. Raises `CaptureError` where inductor fails.
     """
-    halves = _Halves(cut, joint)
+    halves = _Halves(cut, joint, accumulation)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
         # A copy, because inductor changes the module, and another plan may compile the region again.
@@ -47,6 +50,7 @@ class _Halves:
 
     cut: Cut
     joint: JointGraph
+    accumulation: Accumulation
     forward: Half | None = None
     backward: Half | None = None
     handing: Handing | None = None
@@ -73,7 +77,8 @@ class _Halves:
         half = Half(compiled.source_code, inputs)
         if is_backward:
             self.backward = half
-            return _boxed(withholding(_taking_gradients(compiled, self.handing), self.joint))
+            taking = withholding(_taking_gradients(compiled, self.handing), self.joint)
+            return _boxed(telling(taking, self.accumulation))
         self.forward = half
         return _boxed(compiled)
 

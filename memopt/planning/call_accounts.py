@@ -30,6 +30,8 @@ class CallAccounts(ModelTerms):
         """Returns the memory that belongs to a call, which `elsewhere` leaves out."""
         self.reached: frozenset[int] = frozenset()
         """The `id`s of the parameters that got a gradient in any call that was captured."""
+        self.unforeseen_bytes = 0
+        """The bytes that plans leave free since an allocation failed in a planned step."""
 
     def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
         """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
@@ -52,7 +54,7 @@ class CallAccounts(ModelTerms):
             elsewhere = found.beside(account.optimizer_state)
             if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
                 elsewhere = max(0, elsewhere - account.buckets)
-        return replace(account, elsewhere=elsewhere)
+        return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

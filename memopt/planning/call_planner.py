@@ -22,7 +22,7 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.trace import Traces, accumulating, differentiated_runs, eager_of_runs, trace_call
+from memopt.capture.trace import Traces, accumulating, differentiated_runs, eager_of_runs, trace_call, trained
 from memopt.errors import CaptureError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
@@ -82,23 +82,26 @@ class CallPlanner(CallAccounts):
         Sets whose newest lever finds nothing to rewrite are reported to `search`. `lowering_bytes` are the bytes that
         compiled code holds beyond its plan. Raises `CaptureError`.
         """
-        account = self.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
         if self.options.passes:
-            search.note_row(self.bare, self.rewrite_and_price(captured, call, situation, self.bare), account)
+            bare = self.rewrite_and_price(captured, call, situation, self.bare)
+            account = self.captured_account(captured, call, situation, bare, lowering_bytes=lowering_bytes)
+            search.note_row(self.bare, bare, account)
         lever_sets = self.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
             try:
-                yield levers, self.rewrite_and_price(captured, call, situation, levers), account
+                step = self.rewrite_and_price(captured, call, situation, levers)
             except NothingToRewrite as nothing:
                 search.skip(levers, nothing.notes)
+                continue
+            yield levers, step, self.captured_account(captured, call, situation, step, lowering_bytes=lowering_bytes)
 
     def captured_account(
-        self, captured: CapturedCall, call: Call, situation: Situation, *, lowering_bytes: int = 0
+        self, captured: CapturedCall, call: Call, situation: Situation, step: Captured, *, lowering_bytes: int = 0
     ) -> Account:
-        """The account of a captured call: with all inputs of its graphs, and the clones of outputs that
-        `DistributedDataParallel` makes."""
-        self.reached |= captured.reached
+        """The account of a captured call whose priced graphs are those of `step`: with all inputs of its graphs, and
+        the clones of outputs that `DistributedDataParallel` makes."""
+        self.reached |= trained(step.regions, captured)
         account = self.account(call, situation, captured=True)
         account = replace(
             account,

@@ -177,6 +177,7 @@ class Captured:
                     region.reuses if reinplace else (),
                     region.released,
                     self._passed_positions(number),
+                    region.overwritten,
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found

@@ -26,13 +26,13 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
     found: list[int] = []
     with planner.types(), torch.enable_grad():
         captured = planner.capture_on_fakes(call, None)
-        account = planner.captured_account(captured, call, situation)
-        request = Request(account, budget_bytes, planner.options.effort)
         for levers in reversed(planner.lever_sets):
             try:
                 step = planner.rewrite_and_price(captured, call, situation, levers)
             except NothingToRewrite:  # the newest lever of the set; the set before it is the same without it
                 continue
+            account = planner.captured_account(captured, call, situation, step)
+            request = Request(account, budget_bytes, planner.options.effort)
             found.append(_needed_bytes(step.joined(accumulating=False), request))
             # On the CPU a set with fewer levers needs less in rare cases only.
             if not account.context or not budget_bytes < found[-1] <= _NEAR * budget_bytes:

@@ -48,6 +48,7 @@ def price(
     reuses: Collection[FoundReuse] = (),
     released: Collection[int] = (),
     passed: Collection[int] | None = None,
+    overwritten: Collection[int] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -66,6 +67,8 @@ def price(
         released: positions of the forward's results that its caller holds to the end of the forward only.
         passed: for one of several regions, the positions among all results of those that are passed on: outputs that
             are held until the region's backward begins, and gradients that belong to others once it ends.
+        overwritten: the numbers of the inputs that are written over when the forward is done: nothing that reads one is
+            recomputed.
     """
     return _Pricer(
         joint,
@@ -79,6 +82,7 @@ def price(
         reuses,
         released,
         passed,
+        overwritten,
     ).run()
 
 
@@ -97,6 +101,7 @@ class _Pricer:
     reuses: Collection[FoundReuse]
     released: Collection[int]
     passed: Collection[int] | None
+    overwritten: Collection[int]
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
     """Storages of the gradients that a parameter step frees."""
@@ -132,6 +137,8 @@ class _Pricer:
             if node.op == "call_function" and is_mutation(node)
             for index in self.storages.of[node]
         }
+        given = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        self.mutated.update(index for number in self.overwritten for index in self.storages.of.get(given[number], ()))
         results = self.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results

@@ -84,7 +84,7 @@ class KeptPlans:
             return None
         step = planner.proposing.as_kept(step, kept.plan)
         plan = kept.live(lambda: step)
-        account = planner.captured_account(captured, call, situation, lowering_bytes=lowering_bytes)
+        account = planner.captured_account(captured, call, situation, step, lowering_bytes=lowering_bytes)
         account = planner.proposing.account_as_kept(account, kept.plan)
         return plan if is_sound(plan, kept.footprint, account, situation.to_come) else None
 

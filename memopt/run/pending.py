@@ -22,8 +22,10 @@ from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
 from memopt.run.beside import Beside
+from memopt.run.gradients_before import GradientsBefore
 from memopt.run.on_demand import LetsGo
 from memopt.solver import Schedule
+from memopt.training_state import CallState
 from memopt.units import size
 
 
@@ -51,6 +53,10 @@ class PendingForward:
     number: int = 0
     """Its place in the order of all forwards of its model."""
     done: bool = False
+    before: CallState | None = None
+    """The model's random states and buffers before the call."""
+    gradients_before: GradientsBefore | None = None
+    """The model's gradients before its backward."""
     _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _backward: int = -1
@@ -91,6 +97,8 @@ class PendingForward:
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()
+            if (model := self.model()) is not None:
+                self.gradients_before = GradientsBefore.of(model)
         self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.beside.waiting() if forward is not self]
         waiting = _held(others) + _held(self.beside.plain_waiting())
@@ -121,6 +129,10 @@ class PendingForward:
                 f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
             ),
         )
+
+    def is_in_backward(self) -> bool:
+        """Whether it is this forward's backward, or one through several forwards, that runs."""
+        return self._backward == current_backward()
 
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
@@ -211,7 +223,10 @@ class PendingForwards:
     """The most bytes elsewhere on the device that were found to appear between a forward and its backward."""
     _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
     _plain: weakref.WeakSet[PlainForward] = field(default_factory=weakref.WeakSet)
-    _begun: int = 0
+    begun: int = 0
+    """The number of forwards that have begun."""
+    latest: weakref.ref[PendingForward] | None = None
+    """The forward that began last."""
     _of_all_models: ClassVar[weakref.WeakSet[PendingForward]] = weakref.WeakSet()
     _plain_of_all_models: ClassVar[weakref.WeakSet[PlainForward]] = weakref.WeakSet()
 
@@ -223,6 +238,10 @@ class PendingForwards:
         returned = [storage.address for storages in outputs for storage in storages]
         saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
         return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
+
+    def in_backward(self) -> list[PendingForward]:
+        """The forwards through which the backward that runs has come."""
+        return [forward for forward in self._alive if forward.is_in_backward()]
 
     @property
     def held_bytes(self) -> int:
@@ -254,8 +273,9 @@ class PendingForwards:
 
     def add(self, forward: PendingForward) -> None:
         """Add a forward that begins now."""
-        self._begun += 1
-        forward.number = self._begun
+        self.begun += 1
+        self.latest = weakref.ref(forward)
+        forward.number = self.begun
         self.latest_outputs = forward.outputs
         self._alive.add(forward)
         self._of_all_models.add(forward)

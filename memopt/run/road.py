@@ -108,7 +108,7 @@ class Road:
                 step = planner.rewrite_and_price(captured, call, situation, sets[0])
             except NothingToRewrite:
                 return None
-            found = extended(plan, step, planner.captured_account(captured, call, situation), known)
+            found = extended(plan, step, planner.captured_account(captured, call, situation, step), known)
         self.plans += found is not None
         return found
 

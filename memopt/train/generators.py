@@ -17,7 +17,7 @@ def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
     return {
         "python": python,
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "cpu": cpu,
+        "cpu": cpu.get_state(),
         "cuda": {str(device): torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"},
     }
 
@@ -29,7 +29,8 @@ def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> 
     """
     kind, keys, *rest = state["numpy"]
     numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
-    set_generators((state["python"], numpy, state["cpu"].cpu(), None), torch.device("cpu"))
+    cpu = torch.Generator().set_state(state["cpu"].cpu())
+    set_generators((state["python"], numpy, cpu, None), torch.device("cpu"))
     for device in devices:
         if str(device) in state["cuda"]:
             torch.cuda.set_rng_state(state["cuda"][str(device)].cpu(), device)

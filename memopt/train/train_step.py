@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.checks.verify import verify
 from memopt.errors import BudgetError
+from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
 from memopt.run.loss import batch_loss, has_loss_function
@@ -25,6 +26,7 @@ from memopt.train.splitting import Splitting
 from memopt.train.step_result import StepResult
 from memopt.train.step_state import StateDict, restore, state_of
 from memopt.train.token_count import Count, count_of
+from memopt.training_state import CallState
 
 
 class TrainStep:
@@ -58,9 +60,10 @@ class TrainStep:
     is given the first time that the scale cannot be the cause. Results wait for the device only when they are read.
     Where all optimisers are fused on CUDA, schedulers do not wait either: they step in the next call, or in `settle`.
 
-    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later (out of memory) leaves
-    gradients as they were; if it had already added to those of earlier calls, it leaves no gradients, and a new
-    effective batch begins.
+    Bad input raises `TypeError` or `ValueError` and changes nothing. A call that fails later leaves gradients as they
+    were; if it had already added to those of earlier calls, it leaves no gradients, and a new effective batch begins.
+    A planned call in which an allocation fails is undone, buffers and random numbers too, and run once more by a
+    tighter plan; what cannot be undone, or fails again, raises `StepMemoryError` with the plan's account.
     """
 
     def __init__(
@@ -101,11 +104,17 @@ class TrainStep:
 
     def __call__(self, batch: Any) -> StepResult:
         pieces = self.splitting.pieces(batch)
+        repeated = False
         while True:
             try:
                 return self._call(as_microbatches(batch, pieces))
             except BudgetError as refused:  # nothing has run
                 pieces = self.splitting.more(batch, refused)
+            except StepMemoryError as failed:  # undone, and planned tighter from now on
+                failed.repeated = failed.repeated or repeated
+                if failed.repeated or not failed.undone or is_parallel(self.model):
+                    raise
+                repeated = True
 
     def _call(self, microbatches: Sequence[Any]) -> StepResult:
         counts = self._counts(microbatches)
@@ -203,11 +212,14 @@ class TrainStep:
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
+        state = CallState.of(self.model) if planned_call_of(self.model) is not None else None
         if first:
             gradients.clear(self.parameters)
         try:
             yield
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, StepMemoryError) and state is not None:
+                failure.undone = state.undo() and first
             self.scaling.forget()
             if self._touched:
                 self._clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,30 @@ def test_only_parameters_with_gradients_have_state_until_another_call_reaches_mo
     model.zero_grad()
     model(text).backward()
     assert memopt.plan_of(model).account.optimizer_state >= 2 * every, "the state is there from the call before"
+
+
+class Tagger(nn.Module):
+    """Returns a loss, and tags that a second head makes from the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.tags = nn.Linear(64, 64), nn.Linear(64, 1), nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.body(x))
+        return {"loss": self.head(h).pow(2).mean(), "tags": self.tags(h)}
+
+
+@pytest.mark.parametrize(("outputs", "trained"), [("loss", ("body", "head")), ("all", ("body", "head", "tags"))])
+def test_parameters_of_outputs_that_are_not_differentiated_have_no_state(
+    outputs: str, trained: tuple[str, ...]
+) -> None:
+    x = torch.randn(32, 64)
+    plan = memopt.plan(Tagger().train(), 1, (x,), outputs=outputs, **EXACT)
+    model = Tagger()
+    own = sum(parameter.nbytes for name in trained for parameter in model.get_submodule(name).parameters())
+    assert plan.account.gradients == own
+    assert 2 * own <= plan.account.optimizer_state < 2 * own + 1024
 
 
 def test_gradients_that_are_held_may_be_of_any_parameter() -> None:

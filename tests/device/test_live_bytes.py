@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -58,6 +59,15 @@ def test_a_peak_that_is_set_back_begins_a_new_phase() -> None:
         count.peak_bytes = 0
         y = torch.zeros(10)
     assert count.peak_bytes == y.nbytes
+
+
+def test_no_garbage_is_collected_meanwhile() -> None:
+    count = LiveBytes()
+    with count:
+        with LiveBytes():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 class WithWorkspace(LiveBytes):

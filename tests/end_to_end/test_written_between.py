@@ -70,3 +70,41 @@ def test_a_write_before_the_backward_is_an_error_or_does_no_harm(share: float, m
             assert isinstance(ours, list)
             assert all(map(torch.equal, ours, theirs)), name
     assert raised > 3
+
+
+class WritesInputs(nn.Module):
+    """Writes over a value that the region before a graph break has made, as the router of Switch Transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh() * 2
+        torch._dynamo.graph_break()
+        h *= 0.9
+        return self.third(self.second(h.sin()).sin()).pow(2).mean()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_a_value_of_another_region_that_is_written_over_is_not_read_again(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    torch.manual_seed(0)
+    plain, x = WritesInputs(), torch.randn(4096, 32)
+    options = {**EXACT, "optimizer": None}
+    roomy = memopt.plan(copy.deepcopy(plain), 1, x, **options)
+    smallest = roomy.smallest_gb()
+    budget_gb = smallest + share * (roomy.plain_peak_gb - smallest)
+    model = memopt.optimize(copy.deepcopy(plain), budget_gb, example_inputs=(x,), **options)
+    for trained in (plain, model):
+        torch.manual_seed(1)
+        trained(x).backward()
+    joined = memopt.plan_of(model).joined
+    assert joined is not None
+    _, second = joined.prices
+    (copied,) = [op for op in second.problem.ops[: second.problem.forward_ops] if op.name.startswith("clone")]
+    assert not copied.recomputable, "what AOTAutograd copies is not there any more in the backward"
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)

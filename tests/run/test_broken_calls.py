@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
+import memopt
 from tests.run.pieces import Blocks, calls_of, gradients, make
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -82,3 +85,36 @@ def test_a_region_of_views_alone_has_no_place_in_the_plan_and_runs_as_it_is() ->
     for _ in range(2):
         for found, expected in zip(gradients(model, calls(X)), gradients(model, model(X)), strict=True):
             assert torch.equal(found, expected)
+
+
+class InstallsHooks(nn.Module):
+    """Installs hooks at its first call, as models of transformers do to collect hidden states, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.installed = False
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states: list[torch.Tensor] = []
+        if not self.installed:
+            self.before.register_forward_hook(lambda module, inputs, output: output * 2)
+            self.installed = True
+        self.calls.append(len(self.calls))
+        states.append(torch.tanh(self.before(x)))
+        torch._dynamo.graph_break()
+        return self.after(torch.cat(states)).pow(2).mean()
+
+
+def test_what_a_forward_puts_into_tables_and_lists_is_there_once() -> None:
+    torch.manual_seed(0)
+    plain = InstallsHooks().train()
+    model = copy.deepcopy(plain)
+    memopt.plan(model, 1, (X,), precision="fp32", elsewhere_gb=0)
+    assert (len(model.before._forward_hooks), model.calls, model.installed) == (0, [], False)
+    memopt.optimize(model, 1, example_inputs=(X,), precision="fp32", elsewhere_gb=0)
+    for _ in range(2):
+        assert model(X) == plain(X)
+    assert len(model.before._forward_hooks) == 1
+    assert model.calls == plain.calls

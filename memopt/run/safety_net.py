@@ -1,0 +1,93 @@
+"""What follows where the device has no memory left for a step that was planned to fit: the call is undone, and later
+ones are planned tighter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from memopt.memory_error import StepMemoryError
+from memopt.planning.call_accounts import CallAccounts
+from memopt.planning.plan import Plan
+from memopt.run.pending import PendingForward, PendingForwards
+from memopt.training_state import CallState
+from memopt.units import size
+
+_TIGHTER = 8
+"""After a failed allocation, steps are planned to hold at most all but this part of what the failed one was to hold."""
+_ROWS = 6
+"""The number of rows of the account that an error names."""
+
+
+class SafetyNet:
+    """Undoes training calls of one model in which an allocation failed, and has later calls planned tighter.
+
+    `forget` drops the plans that were made so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, planner: CallAccounts, pending: PendingForwards, forget: Callable[[], None]
+    ) -> None:
+        self.model, self.planner, self.pending, self.forget = model, planner, pending, forget
+        self._begun = 0
+
+    def begin(self) -> CallState:
+        """The state of the model before a call that begins now."""
+        self._begun = self.pending.begun
+        return CallState.of(self.model)
+
+    def forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
+        """Undo a forward in which an allocation failed, and plan tighter; the error for the user. None where no forward
+        had begun: memory ran out while the call was planned."""
+        forward = self.pending.latest() if self.pending.latest else None
+        if self.pending.begun == self._begun or forward is None:
+            return None
+        forward.after_backward()  # it will have none
+        failure.with_traceback(None)  # its frames hold what the forward made
+        undone = before.undo()
+        self._tighten(forward.plan)
+        return self._error(failure, forward.plan, "forward", undone=undone)
+
+    def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """Undo the call in whose backward an allocation failed, and plan tighter; the error for the user."""
+        forwards = self.pending.in_backward()
+        if not forwards:
+            return failure
+        undone = [_undo(forward) for forward in forwards]
+        self._tighten(forwards[0].plan)
+        # Of several forwards, those that the backward has not come to yet are still there.
+        return self._error(failure, forwards[0].plan, "backward", undone=all(undone) and len(forwards) == 1)
+
+    def _tighten(self, plan: Plan) -> None:
+        planned = plan.ceiling_bytes - plan.account.unforeseen
+        tighter = planned - planned // _TIGHTER
+        self.planner.unforeseen_bytes = max(self.planner.unforeseen_bytes, plan.budget_bytes - tighter)
+        self.forget()
+        gc.collect()
+        if self.planner.device().type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
+        rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
+        state = (
+            "gradients, buffers and random numbers are as they were before the call"
+            if undone
+            else "gradients or buffers of earlier calls were written to and cannot be restored: begin the effective "
+            "batch again after zero_grad()"
+        )
+        return StepMemoryError(
+            f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "
+            f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)} (at {plan.planned.at}: "
+            f"{rows}); {state}; later steps are planned with {size(self.planner.unforeseen_bytes)} of the budget left "
+            f"free; the device says: {' '.join(str(failure).split())}",
+            undone=undone,
+        )
+
+
+def _undo(forward: PendingForward) -> bool:
+    """Undo a call whose backward failed; returns whether all is as it was."""
+    gradients = forward.gradients_before is None or forward.gradients_before.undo()
+    return (forward.before is not None and forward.before.undo()) and gradients
