@@ -9,8 +9,9 @@ half a percent below the smallest, which must be refused. The steps run, from th
 may hold the budget less the context, and nothing else; "allocated" is `torch.cuda.max_memory_allocated` over the steps
 after the first, which compiles.
 
-Each job is a process of its own, and each record is written as it comes; what the file has is not run again. With the
-stand-in (docs/card.md) bytes are those of a card and everything else is not.
+Each job is a process of its own, and each record is written as it comes; what the file has is not run again. The
+models' parameters are left as they are allocated: no byte depends on them. With the stand-in (docs/card.md) bytes are
+those of a card and everything else is not.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.initialization import no_init_weights
 
 import memopt
 from benchmarks.card_models import card_models
@@ -38,8 +40,9 @@ from memopt.errors import GIB
 from memopt.planning.on_card import expandable_segments
 
 RESULT = Path(__file__).parent / "results" / "card_bytes.json"
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the way from the smallest budget to the plain peak."""
+SHARES = (1.0, 0.5, 0.0, 0.25, 0.75, None)
+"""Of the way from the smallest budget to the plain peak; None: a budget half a percent below the smallest. What costs
+little to plan comes first."""
 REFUSED = 0.995
 ROOMY_GB, TINY_GB = 100_000.0, 0.001
 STEPS = 20
@@ -58,6 +61,7 @@ class Job:
     backend: str
     expandable: bool = False
     size: str = "real"
+    shares: tuple[float | None, ...] = SHARES
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,40 @@ class Record:
         return self.capped_steps == STEPS and self.off is not None and 0 <= self.off <= MOST[self.backend]
 
 
+JOB = ("model", "optimizer", "backend", "expandable")
+FIGURES = tuple(field.name for field in fields(Record) if field.name not in JOB)
+
+
+def as_document(records: list[Record]) -> dict[str, Any]:
+    """The records as they are written: a line for each job, with the figures of each budget in a row."""
+    jobs: dict[tuple[Any, ...], list[list[Any]]] = {}
+    for record in records:
+        rows = jobs.setdefault(tuple(getattr(record, name) for name in JOB), [])
+        rows.append([getattr(record, name) for name in FIGURES])
+    lines = [dict(zip(JOB, job, strict=True)) | {"rows": rows} for job, rows in jobs.items()]
+    return {**stamp(), "figures": FIGURES, "jobs": lines}
+
+
+def records_of(document: dict[str, Any]) -> list[Record]:
+    """The records of a document that `as_document` made."""
+    return [
+        Record(**{name: job[name] for name in JOB}, **dict(zip(document["figures"], row, strict=True)))
+        for job in document["jobs"]
+        for row in job["rows"]
+    ]
+
+
 def run(job: Job) -> Iterator[Record]:
     """Yield the records of a job."""
     candidate = card_models(job.size)[job.model]
-    with torch.device("cuda"):
+    with torch.device("cuda"), no_init_weights():
         model, batch = candidate.make(), candidate.batch(candidate.size)
     options: dict[str, Any] = {"backend": job.backend, "precision": "bf16"}
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     plain = memopt.plan(model, ROOMY_GB, batch, optimizer=optimizer, **options).plain_peak_gb
     least = smallest_gb(model, batch, optimizer=optimizer, **options)
-    budgets = {share: least + share * max(0.0, plain - least) for share in SHARES}
-    for share, budget_gb in [(None, REFUSED * least), *budgets.items()]:
+    for share in job.shares:
+        budget_gb = REFUSED * least if share is None else least + share * max(0.0, plain - least)
         found: dict[str, Any] = {"share": share, "budget_gb": budget_gb}
         optimizer.state.clear()
         optimizer.zero_grad()
@@ -112,7 +139,7 @@ def run(job: Job) -> Iterator[Record]:
             for figures in trained(model, optimizer, batch, budget_gb, options):
                 found |= figures
         except (RuntimeError, ValueError) as failure:  # out of memory, or refused
-            found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:250]}"
+            found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
             memopt.remove(model)
@@ -189,12 +216,18 @@ def show(records: list[Record]) -> None:
     print(f"{sum(record.good for record in records)} of {len(records)} good")
 
 
+def share(text: str) -> float | None:
+    """A share as the command line has it."""
+    return None if text == "refused" else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="models")
     parser.add_argument("--backends", nargs="+", default=list(MOST))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=list(OPTIMIZERS))
     parser.add_argument("--expandable", action="store_true", help="with expandable segments")
+    parser.add_argument("--shares", nargs="+", type=share, default=SHARES, help="budgets; 'refused' for the one below")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that this program runs")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
@@ -208,20 +241,16 @@ def main() -> None:
             print(json.dumps(asdict(record)), flush=True)
         return
     size = "tiny" if chosen.tiny else "real"
-    known = json.loads(chosen.to.read_text())["records"] if chosen.to.exists() else []
-    records = [Record(**record) for record in known]
+    records = records_of(json.loads(chosen.to.read_text())) if chosen.to.exists() else []
     for model in chosen.only or card_models(size):
         for backend in chosen.backends:
             for optimizer in chosen.optimizers:
-                job = Job(model, optimizer, backend, chosen.expandable, size)
-                mine = (job.model, job.optimizer, job.backend, job.expandable)
-                here = [one for one in records if (one.model, one.optimizer, one.backend, one.expandable) == mine]
-                if len(here) == len(SHARES) + 1:
-                    continue
-                records = [one for one in records if one not in here]
-                for record in in_process(job):
+                mine = (model, optimizer, backend, chosen.expandable)
+                done = {one.share for one in records if tuple(getattr(one, name) for name in JOB) == mine}
+                shares = tuple(share for share in chosen.shares if share not in done)
+                for record in in_process(Job(*mine, size, shares)) if shares else ():
                     records.append(record)
-                    write_result(chosen.to, {**stamp(), "records": [*map(asdict, records)]})
+                    write_result(chosen.to, as_document(records))
                     print(record, file=sys.stderr, flush=True)
     show(records)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memopt.compat.dispatch import plain_tensors
-from memopt.compat.profiler import CpuMemoryEvents
+from memopt.compat.profiler import MemoryEvents
 from memopt.compat.storages import sparse_parts
 
 GB = 1024**3
@@ -30,7 +30,7 @@ class PeakMeter:
         self._allocated: int | None = None
         self._resident = 0
         self._blocks = 0
-        self._events: CpuMemoryEvents | None = None
+        self._events: MemoryEvents | None = None
 
     @property
     def bytes(self) -> int:
@@ -62,7 +62,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
             return self
         blocks = resident_cpu_blocks()
-        events = CpuMemoryEvents()
+        events = MemoryEvents()
         events.start()
         self._events = events
         for address, nbytes in blocks.items():

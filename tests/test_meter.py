@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from memopt.compat.profiler import LEGACY_PROFILER, CpuMemoryEvents, profiler_is_active
+from memopt.compat.profiler import LEGACY_PROFILER, MemoryEvents, profiler_is_active
 from memopt.meter import GB, measure_peak, resident_cpu_blocks
 
 KB = 1024
@@ -194,7 +194,7 @@ def test_nothing_is_written_to_stderr(capfd: pytest.CaptureFixture[str]) -> None
 
 def test_both_profilers_tell_the_same() -> None:
     def events(legacy: bool) -> list[int]:
-        recorder = CpuMemoryEvents(legacy=legacy)
+        recorder = MemoryEvents(legacy=legacy)
         recorder.start()
         x = torch.ones(100, requires_grad=True)
         (x.exp() * 2).sum().backward()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
-from memopt.solver import Op, RematProblem, Schedule
+from memopt.solver import Offload, Op, RematProblem, Schedule
 from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
 
@@ -13,11 +14,11 @@ def step_calls(problem: RematProblem, schedule: Schedule) -> list[BlockCall]:
     """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
     allocated. Raises `ValueError` where the schedule breaks a rule."""
     schedule.check(problem)
-    evaluations = schedule.evaluations
+    evaluations, offloads = _emitted(problem, schedule)
     born: list[dict[int, int]] = [{} for _ in evaluations]
     dying: list[list[int]] = [[] for _ in evaluations]
     last = len(evaluations) - 1
-    versions = lifetimes(problem, evaluations, schedule.offloads)
+    versions = lifetimes(problem, evaluations, offloads)
     for number, (storage, made, dies) in enumerate(versions):
         born[made][storage] = number
         if dies < last or not problem.storages[storage].kept:
@@ -29,12 +30,54 @@ def step_calls(problem: RematProblem, schedule: Schedule) -> list[BlockCall]:
         within = _renumbered(problem, op, born[position], unused)
         unused += 1 + max((block for _, block, _ in op.calls), default=0)
         allocated = {number for allocates, number, _ in within if allocates}
-        for storage, number in born[position].items():
+        # What is fetched from the host gets its block before the operator runs.
+        for storage, number in sorted(born[position].items(), key=lambda version: version[0] in op.makes):
             if number not in allocated:
                 calls.append(BlockCall(True, number, problem.storages[storage].bytes))
         calls += within or _workspace(op, unused - 1)
         calls += (BlockCall(False, number, 0) for number in dying[position])
     return calls
+
+
+def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...]]:
+    """The evaluations that are emitted, which are those whose results are read, with the offloads by their positions
+    among these. Others are in a schedule because it evaluates every operator."""
+    read = _read(problem, schedule)
+    offloads = tuple(
+        Offload(
+            offload.storage,
+            bisect_right(read, offload.out_after) - 1,
+            *(bisect_left(read, at) for at in (offload.freed_before, offload.fetch_from, offload.back_before)),
+        )
+        for offload in schedule.offloads
+    )
+    return tuple(schedule.evaluations[position] for position in read), offloads
+
+
+def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
+    """The positions of the evaluations whose results are read or kept, or that do more than to make results."""
+    out_at, back_at = _storages_at(schedule, "out_after"), _storages_at(schedule, "back_before")
+    first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
+    wanted: set[int] = set()
+    read: list[int] = []
+    for position in range(len(schedule.evaluations) - 1, -1, -1):
+        op = problem.ops[schedule.evaluations[position]]
+        wanted |= out_at.get(position, set())
+        kept = any(problem.storages[storage].kept for storage in op.makes)
+        result = kept and first[schedule.evaluations[position]] == position
+        if result or not op.recomputable or not op.makes or not wanted.isdisjoint(op.makes):
+            wanted = (wanted - set(op.makes)) | set(op.reads)
+            read.append(position)
+        wanted -= back_at.get(position, set())
+    return read[::-1]
+
+
+def _storages_at(schedule: Schedule, field: str) -> dict[int, set[int]]:
+    """The storages that are offloaded, by a position of their offload."""
+    found: dict[int, set[int]] = {}
+    for offload in schedule.offloads:
+        found.setdefault(getattr(offload, field), set()).add(offload.storage)
+    return found
 
 
 def _workspace(op: Op, number: int) -> list[BlockCall]:

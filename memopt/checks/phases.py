@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from memopt.compat.profiler import CpuMemoryEvents
+from memopt.compat.profiler import MemoryEvents
 from memopt.meter import resident_cpu_blocks
 
 # The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
@@ -34,7 +34,7 @@ class PhaseMeter:
         self.phases: tuple[Phase, ...] = ()
         """The phases; those of the CPU are known once the block has ended."""
         self._device = device
-        self._events = CpuMemoryEvents()
+        self._events = MemoryEvents()
         self._start = 0
 
     def __enter__(self) -> PhaseMeter:

@@ -1,4 +1,4 @@
-"""Profilers: the allocations and frees of torch's CPU allocator.
+"""Profilers: the allocations and frees of torch's allocators.
 
 Private names, in torch 2.11 to 2.15 unless said otherwise: `torch._C._autograd` (`_profiler_enabled`, `DeviceType`, and
 the legacy `_enable_profiler_legacy`, `_disable_profiler_legacy`), `profiler_legacy.profile._start_trace`, and the
@@ -30,15 +30,16 @@ It is deprecated. Without it kineto is used, which records the same memory event
 """
 
 
-class CpuMemoryEvents:
-    """Records the CPU memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
+class MemoryEvents:
+    """Records the memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
 
     Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
-    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not.
+    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. `device_type` is "cpu"
+    or "cuda", whose blocks are in the sizes in which its allocator gives them out.
     """
 
-    def __init__(self, *, legacy: bool = LEGACY_PROFILER) -> None:
-        self._legacy = legacy
+    def __init__(self, device_type: str = "cpu", *, legacy: bool = LEGACY_PROFILER) -> None:
+        self._legacy, self._device_type = legacy, device_type
         kineto: dict[str, Any] = {} if legacy else {"use_kineto": True}
         self._profile: Any = (profiler_legacy if legacy else profiler).profile(profile_memory=True, **kineto)
 
@@ -70,17 +71,18 @@ class CpuMemoryEvents:
     def _events(self) -> list[int]:
         if not self._legacy:
             self._profile.__exit__(None, None, None)
-            cpu = _autograd.DeviceType.CPU
+            device = getattr(_autograd.DeviceType, self._device_type.upper())
             events = self._profile.kineto_results.events()
-            memory = [e for e in events if e.name() == "[memory]" and e.device_type() == cpu]
+            memory = [e for e in events if e.name() == "[memory]" and e.device_type() == device]
             return [e.nbytes() for e in sorted(memory, key=lambda e: e.start_ns())]
         # torch's own __exit__ would parse every operator event, of which only the memory records are needed.
         threads = [list(records) for records in _autograd._disable_profiler_legacy()]
-        if len(threads) == 1:
-            return [r.cpu_memory_usage() for r in threads[0] if r.kind() == "memory_alloc"]
-        begin = next(r for r in chain.from_iterable(threads) if r.name() == "__start_profile")
         memory = [r for r in chain.from_iterable(threads) if r.kind() == "memory_alloc"]
-        return [r.cpu_memory_usage() for r in sorted(memory, key=begin.cpu_elapsed_us)]
+        if len(threads) > 1:
+            begin = next(r for r in chain.from_iterable(threads) if r.name() == "__start_profile")
+            memory.sort(key=begin.cpu_elapsed_us)
+        usage = [r.cpu_memory_usage() if self._device_type == "cpu" else r.cuda_memory_usage() for r in memory]
+        return [nbytes for nbytes in usage if nbytes]
 
 
 def _map_blocks_from(nbytes: int) -> None:

@@ -29,11 +29,12 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WeakStorage:
-    """The address and the bytes of a storage, for as long as some tensor lives in it; it does not keep it alive."""
+    """The device, the address and the bytes of a storage, for as long as some tensor lives in it; it does not keep it
+    alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._address, self._reference = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._nbytes = storage.nbytes()
+        self._nbytes, self.device = storage.nbytes(), storage.device
 
     @property
     def address(self) -> int:

@@ -20,7 +20,7 @@ from memopt.device.workspace_table import estimate_workspace
 from memopt.solver.problem import BlockCall
 from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
-_NOTABLE = 1024**2
+NOTABLE = 1024**2
 """Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""
 
 
@@ -73,6 +73,6 @@ class _Record(BlockCalls):  # type: ignore[no-untyped-call]
         storages = [tensor.untyped_storage() for tensor in results]
         made = {self.number[storage]: at for at, storage in enumerate(storages) if storage in self.number}
         named = [(made.get(number, len(results) + number), makes, nbytes) for makes, number, nbytes in self.calls]
-        shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > _NOTABLE)
+        shown = (BlockCall(makes, at, size) for at, makes, size in named if at < len(results) or size > NOTABLE)
         alive = accumulate(nbytes if makes else -nbytes for makes, _, nbytes in self.calls)
         return Rehearsal(tuple(shown), max(alive, default=0) - sum(self.sizes[number] for number in made))

@@ -16,7 +16,7 @@ from torch import fx
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.operators import OpOverload
-from memopt.compat.profiler import CpuMemoryEvents
+from memopt.compat.profiler import MemoryEvents
 from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.op_flops import flop_formula
@@ -157,7 +157,7 @@ def _measure(call: OpCall) -> Measured | None:
     """Run the call on the CPU and meter it; None where it does not run on made-up values."""
     args, kwargs = call.make_arguments("cpu")
     inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, list(kwargs.values())))}
-    events = CpuMemoryEvents()
+    events = MemoryEvents()
     events.start()
     begin = time.perf_counter()
     try:

@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Callable
 
+import torch
+
 from memopt.device.chip import Chip
 from memopt.device.op_call import OpCall, TensorSpec
 from memopt.device.workspace_reductions import reduction_bytes
@@ -100,9 +102,19 @@ def _cuda_index_put(call: OpCall) -> int:
     return 6 * 8 * indexed + (0 if direct else written * values.dtype.itemsize) + index(call) + 8 * KB
 
 
-def _cuda_layer_norm_backward(call: OpCall) -> int:
-    row = call.inputs[-1].size[-1]
-    return 2 * 512 * row * 4 + copies(call)
+def _cuda_norm_backward(call: OpCall, chip: Chip) -> int:
+    """Where there are many rows and few columns, parts of the gradients of weight and bias, which are then summed.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
+    """
+    spec, shape = first(call), call.argument(2)
+    columns = math.prod(shape)
+    rows, wide = spec.numel // max(1, columns), -(-columns // 32)
+    if rows <= 64 * 1024 or wide >= chip.multiprocessors // 2:
+        return copies(call)
+    parts = TensorSpec((min(32 * 1024 // wide, -(-rows // 32)), columns), (columns, 1), spec.dtype)
+    summed = OpCall(torch.ops.aten.sum.dim_IntList, (parts, (0,)), (), TensorSpec((columns,), (1,), spec.dtype))
+    return (len(call.outputs) - 1) * parts.bytes + reduction_bytes(summed, chip) + copies(call)
 
 
 def _cuda_group_norm(call: OpCall) -> int:
@@ -143,6 +155,16 @@ def _cuda_convolution(call: OpCall) -> int:
     return all_bytes(call) + 32 * MB
 
 
+def _cuda_convolution_backward(call: OpCall, chip: Chip) -> int:
+    """As the forward; the gradient of the bias is a sum of torch's own over all but the channels."""
+    gradient, wanted = first(call), call.argument(10, "output_mask")
+    channels = gradient.size[1]
+    bias = TensorSpec((channels,), (1,), gradient.dtype)
+    others = tuple(dim for dim in range(len(gradient.size)) if dim != 1)
+    summed = OpCall(torch.ops.aten.sum.dim_IntList, (gradient, others), (), bias)
+    return max(_cuda_convolution(call), reduction_bytes(summed, chip) if wanted[2] else 0)
+
+
 def _cuda_sort(call: OpCall) -> int:
     spec = first(call)
     return 2 * (spec.dense_bytes + 8 * spec.numel) + MB
@@ -169,7 +191,6 @@ CUDA: dict[str, Rule] = {
     "_softmax_backward_data": _cuda_softmax_backward,
     **for_each("_softmax _log_softmax native_layer_norm _fused_rms_norm embedding", copies),
     "_safe_softmax": lambda call: 2 * first(call).numel + copies(call),
-    **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cuda_layer_norm_backward),
     **for_each("native_group_norm native_group_norm_backward", _cuda_group_norm),
     **for_each(
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm_backward "
@@ -183,7 +204,7 @@ CUDA: dict[str, Rule] = {
         "_scaled_dot_product_cudnn_attention_backward",
         _cuda_efficient_backward,
     ),
-    **for_each("convolution _convolution convolution_backward", _cuda_convolution),
+    **for_each("convolution _convolution", _cuda_convolution),
     "embedding_dense_backward": _cuda_embedding_backward,
     **for_each("index_put _unsafe_index_put", _cuda_index_put),
     **for_each("gather scatter scatter_add scatter_reduce index_add", nothing),
@@ -195,6 +216,8 @@ CUDA: dict[str, Rule] = {
 }
 
 CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {
+    "convolution_backward": _cuda_convolution_backward,
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _cuda_norm_backward),
     **dict.fromkeys(
         [
             "sum",

@@ -14,6 +14,7 @@ from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import HigherOrderOperator
 from memopt.device.block_calls import BlockCalls
 from memopt.device.chip import LARGE, Chip
+from memopt.device.library_run import library_run
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.op_rehearsal import rehearsal
 from memopt.device.workspace import call_workspace_bytes
@@ -52,7 +53,9 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         """Bytes of the kernel's own temporaries; 0 for views and for allocations."""
         if func.is_view or "empty" in func.name():
             return 0
-        return call_workspace_bytes(describe(func, args, kwargs, result), self.device, self.chip)
+        call = describe(func, args, kwargs, result)
+        seen = library_run(call, self.chip) if self.device == "cuda" else None
+        return call_workspace_bytes(call, self.device, self.chip) if seen is None else seen.workspace_bytes
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""

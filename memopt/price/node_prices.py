@@ -11,6 +11,7 @@ from torch import fx
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.device.calibration import calibrated_seconds
 from memopt.device.hardware_table import Hardware
+from memopt.device.library_run import library_run
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.op_rehearsal import rehearsal
 from memopt.device.time_model import node_seconds, runs_kernel
@@ -49,9 +50,9 @@ def price_nodes(
 
 
 def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
-    """The price of a node on a GPU: with each block that it allocates, if it is written in Python."""
+    """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's."""
     call = op_call(node)
-    rehearsed = None if call is None else rehearsal(call, card.chip, ROUNDING_BYTES)
+    rehearsed = None if call is None else rehearsal(call, card.chip, ROUNDING_BYTES) or library_run(call, card.chip)
     if rehearsed is None:
         return NodePrice(seconds, workspace_bytes(node, "cuda", card.chip))
     return NodePrice(seconds, rehearsed.workspace_bytes, calls=rehearsed.calls)

@@ -80,14 +80,12 @@ class PendingForward:
         """The tensors that its regions have saved and not freed yet."""
         return [tensor for node in self.nodes for tensor in saved_tensors(node())]
 
-    def present_bytes(self) -> int:
-        """The bytes of what its regions have saved and returned that are there now, which may be fewer than were
-        planned for, where sizes change; without parameters and buffers."""
-        model = self.model()
-        own = [*model.parameters(), *model.buffers()] if model is not None else []
-        resident = {storage.address for storage in weak_storages(own)}
-        found = (*weak_storages(self.held()), *self.outputs)
-        return sum({one.address: one.nbytes for one in found if one.address not in resident}.values())
+    def present(self) -> Iterator[WeakStorage]:
+        """The storages of its inputs, and of what its regions have saved and returned, parameters among them. They may
+        be fewer and smaller than was planned for, where sizes change."""
+        yield from self.given
+        yield from weak_storages(self.held())
+        yield from self.outputs
 
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,

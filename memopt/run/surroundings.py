@@ -4,7 +4,7 @@ is no part of its steps."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -99,18 +99,24 @@ class Surroundings:
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
         """The bytes that the device holds beside the backward of a forward, which begins with these gradients."""
-        waiting = {forward, *self.pending.waiting()}
-        around = replace(
-            self.around(((), {}), forward.plan.account.gradients_held, "backward"),
-            waiting_bytes=sum(one.present_bytes() for one in waiting) + self.pending.plain_held_bytes,
-        )
+        around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
+        present = self._present({forward, *self.pending.waiting()}, gradients)
 
         def addresses() -> frozenset[int]:
-            # Once one of its regions has run its backward, a forward no longer waits; the others still hold theirs.
-            own = (*forward.given, *weak_storages(gradients), *weak_storages(forward.held()), *forward.outputs)
-            return self.pending.addresses() | {storage.address for storage in own}
+            return self.pending.addresses() | frozenset(present)
 
-        return Beside(elsewhere=self.planner.elsewhere, around=replace(around, addresses=addresses))
+        held = sum(present.values()) + self.pending.plain_held_bytes
+        around = replace(around, addresses=addresses, waiting_bytes=held)
+        return Beside(elsewhere=self.planner.elsewhere, around=around)
+
+    def _present(self, forwards: Iterable[PendingForward], gradients: Iterable[object]) -> dict[int, int]:
+        """The bytes on the device, by address, of what forwards were given, hold and returned, and of the gradients
+        with which a backward begins; without parameters and buffers."""
+        own = {storage.address for storage in weak_storages([*self.model.parameters(), *self.model.buffers()])}
+        found = [*(storage for forward in forwards for storage in forward.present()), *weak_storages(gradients)]
+        device = self.planner.elsewhere.device
+        here = {storage.address: storage.nbytes for storage in found if storage.device == device}
+        return {address: nbytes for address, nbytes in here.items() if address and address not in own}
 
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
         """Register a forward that begins now and runs by a plan.

@@ -5,15 +5,24 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from transformers.initialization import no_init_weights
 
 MB = 1024**2
 STAND_IN = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")
 """Whether CUDA's libraries are those of `tests/card/stand_in`."""
 needs_numbers = pytest.mark.skipif(STAND_IN, reason="the stand-in for a card does not compute")
+
+
+def without_values() -> AbstractContextManager[None]:
+    """A context in which models of transformers leave their parameters as they were allocated. Some ways to fill them
+    read values back, which the stand-in does not have."""
+    context: AbstractContextManager[None] = no_init_weights()
+    return context
 
 
 def forget() -> None:

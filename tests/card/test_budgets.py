@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import memopt
 from memopt.errors import GIB
-from tests.card.card import cap, forget
+from tests.card.card import cap, forget, without_values
 
 STEPS = 8
 MOST = {"aten": 1.01, "inductor": 1.02}
@@ -34,6 +35,16 @@ def job() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+def images_job() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = ViTConfig(num_hidden_layers=4, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+    config.problem_type = "single_label_classification"
+    with torch.device("cuda"), without_values():
+        model = ViTForImageClassification(config).train()
+        batch = {"pixel_values": torch.randn(64, 3, 224, 224), "labels": torch.zeros(64, dtype=torch.int64)}
+    model.loss_type = "ForSequenceClassification"
+    return model, batch
+
+
 def smallest_gb(model: nn.Module, batch: Any, **options: Any) -> float:
     with pytest.raises(memopt.BudgetError) as refusal:
         memopt.plan(model, 0.001, batch, **options)
@@ -46,10 +57,24 @@ def test_steps_run_in_a_process_that_has_the_budget_alone(backend: Any, fused: b
     """At five budgets from the smallest that works to the plain step's peak."""
     model, batch = job()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    check_budgets(model, batch, optimizer, backend, (0.0, 0.1, 0.25, 0.5, 1.0))
+
+
+@pytest.mark.slow
+def test_steps_that_offload_run_in_a_process_that_has_the_budget_alone() -> None:
+    """At the tightest budgets activations go to the host."""
+    model, batch = images_job()
+    check_budgets(model, batch, torch.optim.AdamW(model.parameters()), "aten", (0.0, 0.01, 0.02))
+
+
+def check_budgets(
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, backend: Any, shares: Sequence[float]
+) -> None:
+    """Train within budgets at these shares of the way from the smallest to the plain step's peak."""
     options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": backend}
     least = smallest_gb(model, batch, **options)
     plain = memopt.plan(model, 1000.0, batch, **options).plain_peak_gb
-    for share in (0.0, 0.1, 0.25, 0.5, 1.0):
+    for share in shares:
         budget_gb = least + share * (plain - least)
         memopt.optimize(model, budget_gb, example_inputs=batch, **options)
         cap(budget_gb * GIB - memopt.plan_of(model).account.context)

@@ -85,6 +85,14 @@ def attention(dtype: torch.dtype, batch: int, heads: int, rows: int, width: int)
     return aten._scaled_dot_product_efficient_attention_backward.default, args
 
 
+def norm_backward(dtype: torch.dtype, rows: int, columns: int, *, rms: bool = False) -> Case:
+    values, sums, weight = tensor(rows, columns, dtype=dtype), tensor(rows, 1), tensor(columns, dtype=dtype)
+    if rms:
+        return aten._fused_rms_norm_backward.default, (values, values, [columns], sums, weight, [True, True])
+    args = (values, values, [columns], sums, sums, weight, weight, [True, True, True])
+    return aten.native_layer_norm_backward.default, args
+
+
 OPERATORS: dict[str, Callable[[torch.dtype], Case]] = {
     "mm": lambda dtype: (aten.mm.default, (tensor(8192, 1024, dtype=dtype), tensor(1024, 4096, dtype=dtype))),
     "mm of columns": lambda dtype: (
@@ -107,6 +115,10 @@ OPERATORS: dict[str, Callable[[torch.dtype], Case]] = {
         aten.native_layer_norm.default,
         (tensor(8192, 1024, dtype=dtype), [1024], tensor(1024, dtype=dtype), tensor(1024, dtype=dtype), 1e-5),
     ),
+    "layer norm backward": lambda dtype: norm_backward(dtype, 12608, 1024),
+    "layer norm backward, many rows": lambda dtype: norm_backward(dtype, 131072, 768),
+    "layer norm backward, many wide rows": lambda dtype: norm_backward(dtype, 70000, 4096),
+    "rms norm backward, many rows": lambda dtype: norm_backward(dtype, 100000, 256, rms=True),
     "embedding backward": lambda dtype: (
         aten.embedding_dense_backward.default,
         (tensor(8, 1024, 1024, dtype=dtype), torch.zeros(8, 1024, dtype=torch.int64, device="cuda"), 32000, -1, True),

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.compat.profiler import CpuMemoryEvents, profiler_is_active
+from memopt.compat.profiler import MemoryEvents, profiler_is_active
 
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_allocations_and_frees_in_order(legacy: bool) -> None:
-    events = CpuMemoryEvents(legacy=legacy)
+    events = MemoryEvents(legacy=legacy)
     assert not profiler_is_active()
     events.start()
     assert profiler_is_active()
@@ -22,7 +22,7 @@ def test_allocations_and_frees_in_order(legacy: bool) -> None:
 
 def test_a_declared_block_is_seen_when_it_is_freed() -> None:
     tensor = torch.empty(5000, dtype=torch.uint8)
-    events = CpuMemoryEvents()
+    events = MemoryEvents()
     events.start()
     events.declare(tensor.data_ptr(), tensor.nbytes)
     del tensor
@@ -30,10 +30,10 @@ def test_a_declared_block_is_seen_when_it_is_freed() -> None:
 
 
 def test_a_second_recording_is_refused() -> None:
-    events = CpuMemoryEvents()
+    events = MemoryEvents()
     events.start()
     try:
         with pytest.raises(RuntimeError, match="a torch profiler or another memopt meter is already active"):
-            CpuMemoryEvents().start()
+            MemoryEvents().start()
     finally:
         events.stop()

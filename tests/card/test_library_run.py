@@ -1,0 +1,44 @@
+"""Workspaces that cuDNN chooses, as a run on the card shows them, and those of the same operators in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memopt.device.hardware_table import reported_chip
+from memopt.device.library_run import library_run
+from memopt.device.op_call import describe
+from tests.card.card import MB, temporary_bytes
+
+aten = torch.ops.aten
+CONVOLUTION = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
+UNSPLIT = MB
+"""What the allocator may hand out beyond a request."""
+
+
+def tensor(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="cuda")
+
+
+def cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    images, weight, bias = tensor(64, 3, 224, 224), tensor(1024, 3, 16, 16), tensor(1024)
+    gradient = tensor(64, 196, 1024).transpose(1, 2).view(64, 1024, 14, 14)
+    mask = [False, True, True]
+    return {
+        "convolution": (aten.convolution.default, (images, weight, bias, *CONVOLUTION)),
+        "backward": (aten.convolution_backward.default, (gradient, images, weight, [1024], *CONVOLUTION, mask)),
+    }
+
+
+@pytest.mark.parametrize("name", ["convolution", "backward"])
+def test_a_run_shows_what_a_convolution_allocates(name: str) -> None:
+    op, args = cases()[name]
+    real = temporary_bytes(lambda: op(*args))
+    made = op(*args)
+    found = library_run(describe(op, args, {}, made), reported_chip(torch.device("cuda")))
+    assert found is not None
+    assert abs(found.workspace_bytes - real) <= UNSPLIT
+    results = {"convolution": [0], "backward": [0, 1]}[name]
+    assert [one.block for one in found.calls if one.allocates and one.block < 2] == results
