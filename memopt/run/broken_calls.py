@@ -17,6 +17,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
 from memopt.capture.together import known_places
+from memopt.compat.fsdp import without_exchange
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
@@ -69,13 +70,14 @@ class BrokenCalls:
         self._compiled = compile_call(to_capture(), backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call by running it once without gradients; changes to the model are then undone.
+        """Record the regions of a call by running it once without gradients; changes to the model are then undone. Other
+        ranks need not do the same.
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast)
         try:
-            with undone(self.model):
+            with undone(self.model), without_exchange(self.model):
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
@@ -106,7 +108,18 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        ways = self._ways_of(under_way.call, capture)
+        kind = _kind(under_way.call)
+        known = self._ways[kind].copy() if kind in self._ways else None
+        try:
+            return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
+        except BudgetError:  # a call as large as this one must not be planned for with those that follow
+            self._ways.drop(kind)
+            if known is not None:
+                self._ways[kind] = known
+            raise
+
+    def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
+        """Run a call one of these ways, or another one that is captured then."""
         before = ForwardState.of(self.model)
         untried = list(ways.calls)
         for attempt in range(_ATTEMPTS):
