@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`): the groups of parameters that are gathered together, and how they exchange.
 
 Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_fsdp_param_group` (2.11),
-`_fsdp_param_groups` (from 2.13) and `_state_ctx`; of a group `_all_gather_comm`, `_reduce_scatter_comm`,
-`_partial_reduce_output` and `_reset_iter_state` (from 2.13).
+`_fsdp_param_groups` (from 2.13); of a group `_all_gather_comm`, `_reduce_scatter_comm`,
+`_partial_reduce_output`; of a parameter `_unsharded_param`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["groups_of", "is_fully_sharded", "sharding_in_words", "without_exchange"]
+__all__ = [
+    "NOTHING_GATHERED",
+    "Gathered",
+    "exchange_in_words",
+    "is_fully_sharded",
+    "sharding_in_words",
+    "without_exchange",
+]
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
@@ -42,6 +49,10 @@ def groups_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def _parameters(model: nn.Module) -> list[Any]:
+    return [parameter for group in groups_of(model) for parameter in group.fsdp_params]
+
+
 def sharding_in_words(model: nn.Module) -> str:
     """What has to be equal on all ranks for their collectives to match: the groups, and what each of them exchanges."""
     groups = groups_of(model)
@@ -60,6 +71,43 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
+class Gathered:
+    """The parameters of a model that `fully_shard` gathers before they are used, and frees; false without any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = _parameters(model)
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return any(getattr(parameter, "_unsharded_param", None) is tensor for parameter in self._parameters)
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """The tensors into which they are gathered. Their storages have no bytes while they are not."""
+        for parameter in self._parameters:
+            yield from parameter.all_gather_outputs
+
+
+NOTHING_GATHERED = Gathered(nn.Module())
+
+
+def exchange_in_words(model: nn.Module) -> str:
+    """What `set_requires_gradient_sync` and backwards without it have left: which groups will reduce their gradients,
+    and whether whole gradients are held; "" for a model that is not sharded."""
+    groups = groups_of(model)
+    if not groups:
+        return ""
+    held = any(parameter.unsharded_accumulated_grad is not None for parameter in _parameters(model))
+    return f"{[group.reduce_grads for group in groups]} {held}"
+
+
+def _stage(tensor: torch.Tensor) -> None:
+    """Hold for a moment what gloo does for an exchange on the CPU: a copy of the larger of its tensors."""
+    if tensor.device.type == "cpu":
+        torch.empty_like(tensor)
+
+
 class _OwnGather:
     """An all-gather that fills the places of all ranks with this rank's shard, and asks no other rank."""
 
@@ -67,32 +115,62 @@ class _OwnGather:
         self.allocate = usual.allocate
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        _stage(output_tensor)
         for place in output_tensor.view(-1, input_tensor.numel()):
             if place.data_ptr() != input_tensor.data_ptr():
                 place.copy_(input_tensor)
 
 
 class _OwnReduce:
-    """A reduce-scatter that returns this rank's own first part."""
+    """A reduce-scatter that returns the first part of what this rank has."""
 
     def __init__(self, usual: Any) -> None:
         self.allocate = usual.allocate
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        _stage(input_tensor)
         output_tensor.copy_(input_tensor[: output_tensor.numel()])
 
 
 @contextmanager
 def without_exchange(model: nn.Module) -> Iterator[None]:
-    """A block in which the model's parts gather and reduce as they always do, with buffers of the same sizes, but with
-    no other rank: what runs in it need not run on all of them. Values that are gathered repeat this rank's shard."""
+    """A block for a forward and backward in which the model's parts gather and reduce as always, with buffers of the
+    same sizes, but with no other rank: what runs in it need not run on all of them. Values that are gathered repeat
+    this rank's shard. Gradients are set aside, and there again after the block."""
     with ExitStack() as stack:
-        for group in groups_of(model):
+        groups = groups_of(model)
+        for group in groups:
             stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(group._all_gather_comm)))
             stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(group._reduce_scatter_comm)))
             stack.enter_context(_set(group, "all_reduce_grads", False))
             stack.enter_context(_set(group, "_partial_reduce_output", None))
-        yield
+        for parameter in _parameters(model):
+            stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
+            stack.enter_context(_set(parameter.sharded_param, "grad", None))
+            stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
+        try:
+            yield
+        except BaseException:
+            _abandon(model)
+            raise
+
+
+def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Set the gradient of a gathered parameter, if there is one by now; returns the one before."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    if whole is None:
+        return None
+    before, whole.grad = whole.grad, gradient
+    return before
+
+
+def _abandon(model: nn.Module) -> None:
+    """Have the model's parts forget an iteration that failed, so that another one can begin."""
+    for module in model.modules():
+        reset = getattr(module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+            return  # that of the root is for all parts
 
 
 @contextmanager

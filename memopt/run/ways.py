@@ -31,10 +31,6 @@ class Ways:
         """The first way that was seen."""
         return cls([captured], LargestSizes.of(call))
 
-    def copy(self) -> Ways:
-        """The ways as they are now, whatever is added later."""
-        return replace(self, calls=list(self.calls), _joins=dict(self._joins))
-
     def use(self, way: CapturedCall) -> None:
         """Make a way the first."""
         self.calls = [way, *(other for other in self.calls if other is not way)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -178,7 +177,9 @@ model(**batch(rank, 1)).loss.backward()
 """
 
 
-@pytest.mark.parametrize(("case", "named"), [("budget", "the budget is 1 GB on rank 0, 2 GB on rank 1"), ("killed", "")])
+@pytest.mark.parametrize(
+    ("case", "named"), [("budget", "the budget is 1 GB on rank 0, 2 GB on rank 1"), ("killed", "")]
+)
 def test_all_processes_are_gone_in_seconds(tmp_path: Path, case: str, named: str) -> None:
     """Under torchrun, with nothing caught: by another budget, and by a rank that is killed inside its forward."""
     script = tmp_path / "train.py"
