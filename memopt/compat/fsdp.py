@@ -22,7 +22,6 @@ __all__ = [
     "exchange_in_words",
     "is_fully_sharded",
     "sharding_in_words",
-    "without_exchange",
 ]
 
 
@@ -71,11 +70,56 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
+class _Staging:
+    """The copy of the larger of its tensors that gloo makes for an exchange on the CPU.
+
+    Its threads free it some time after the exchange is over: here it is held until the next one, or `let_go`.
+    """
+
+    def __init__(self) -> None:
+        self._copy: torch.Tensor | None = None
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self._copy = None
+        if tensor.device.type == "cpu":
+            self._copy = torch.empty_like(tensor)
+
+    def let_go(self) -> None:
+        self._copy = None
+
+
+class _OwnGather:
+    """An all-gather that fills the places of all ranks with this rank's shard, and asks no other rank."""
+
+    def __init__(self, usual: Any, staging: _Staging) -> None:
+        self.allocate, self.staging = usual.allocate, staging
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.staging.hold(output_tensor)
+        for place in output_tensor.view(-1, input_tensor.numel()):
+            if place.data_ptr() != input_tensor.data_ptr():
+                place.copy_(input_tensor)
+
+
+class _OwnReduce:
+    """A reduce-scatter that returns the first part of what this rank has."""
+
+    def __init__(self, usual: Any, staging: _Staging) -> None:
+        self.allocate, self.staging = usual.allocate, staging
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.staging.hold(input_tensor)
+        output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+
 class Gathered:
     """The parameters of a model that `fully_shard` gathers before they are used, and frees; false without any."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._groups = groups_of(model)
         self._parameters = _parameters(model)
+        self._staging = _Staging()
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
@@ -87,6 +131,33 @@ class Gathered:
         """The tensors into which they are gathered. Their storages have no bytes while they are not."""
         for parameter in self._parameters:
             yield from parameter.all_gather_outputs
+
+    def let_go(self) -> None:
+        """Free what the latest exchange of `without_exchange` may still hold."""
+        self._staging.let_go()
+
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """A block for a forward and backward in which the model's parts gather and reduce as always, with buffers of
+        the same sizes, but with no other rank: what runs in it need not run on all of them. Values that are gathered
+        repeat this rank's shard. Gradients are set aside, and there again after the block."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
+                stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather, self._staging)))
+                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce, self._staging)))
+                stack.enter_context(_set(group, "all_reduce_grads", False))
+                stack.enter_context(_set(group, "_partial_reduce_output", None))
+            for parameter in self._parameters:
+                stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
+                stack.enter_context(_set(parameter.sharded_param, "grad", None))
+                stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
+            stack.callback(self.let_go)
+            try:
+                yield
+            except BaseException:
+                _abandon(self.model)
+                raise
 
 
 NOTHING_GATHERED = Gathered(nn.Module())
@@ -100,59 +171,6 @@ def exchange_in_words(model: nn.Module) -> str:
         return ""
     held = any(parameter.unsharded_accumulated_grad is not None for parameter in _parameters(model))
     return f"{[group.reduce_grads for group in groups]} {held}"
-
-
-def _stage(tensor: torch.Tensor) -> None:
-    """Hold for a moment what gloo does for an exchange on the CPU: a copy of the larger of its tensors."""
-    if tensor.device.type == "cpu":
-        torch.empty_like(tensor)
-
-
-class _OwnGather:
-    """An all-gather that fills the places of all ranks with this rank's shard, and asks no other rank."""
-
-    def __init__(self, usual: Any) -> None:
-        self.allocate = usual.allocate
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        _stage(output_tensor)
-        for place in output_tensor.view(-1, input_tensor.numel()):
-            if place.data_ptr() != input_tensor.data_ptr():
-                place.copy_(input_tensor)
-
-
-class _OwnReduce:
-    """A reduce-scatter that returns the first part of what this rank has."""
-
-    def __init__(self, usual: Any) -> None:
-        self.allocate = usual.allocate
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        _stage(input_tensor)
-        output_tensor.copy_(input_tensor[: output_tensor.numel()])
-
-
-@contextmanager
-def without_exchange(model: nn.Module) -> Iterator[None]:
-    """A block for a forward and backward in which the model's parts gather and reduce as always, with buffers of the
-    same sizes, but with no other rank: what runs in it need not run on all of them. Values that are gathered repeat
-    this rank's shard. Gradients are set aside, and there again after the block."""
-    with ExitStack() as stack:
-        groups = groups_of(model)
-        for group in groups:
-            stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(group._all_gather_comm)))
-            stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(group._reduce_scatter_comm)))
-            stack.enter_context(_set(group, "all_reduce_grads", False))
-            stack.enter_context(_set(group, "_partial_reduce_output", None))
-        for parameter in _parameters(model):
-            stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
-            stack.enter_context(_set(parameter.sharded_param, "grad", None))
-            stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
-        try:
-            yield
-        except BaseException:
-            _abandon(model)
-            raise
 
 
 def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:

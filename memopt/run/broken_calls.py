@@ -17,7 +17,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
 from memopt.capture.together import known_places
-from memopt.compat.fsdp import Gathered, exchange_in_words, without_exchange
+from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
@@ -75,9 +75,10 @@ class BrokenCalls:
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
-        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=Gathered(self.model))
+        gathered = Gathered(self.model)
+        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
-            with undone(self.model), without_exchange(self.model):
+            with undone(self.model), gathered.without_exchange():
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
