@@ -36,6 +36,10 @@ class Recent(Generic[Key, Value]):
     def get(self, key: Key) -> Value | None:
         return self[key] if key in self._values else None
 
+    def drop(self, key: Key) -> None:
+        """Forget the value of a key, if there is one."""
+        self._values.pop(key, None)
+
     def items(self) -> ItemsView[Key, Value]:
         return self._values.items()
 

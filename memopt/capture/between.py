@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.device.live_bytes import LiveBytes
 
 
@@ -52,28 +53,34 @@ class Passed:
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operators make on fake tensors, except in `planned()` blocks."""
+    """Counts the bytes of storages that operators make, except in `planned()` blocks and gathered ones."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True: Dynamo captures nothing while a mode of another kind is active."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, gathered: Gathered = NOTHING_GATHERED) -> None:
         super().__init__()
+        self.gathered = gathered
         self._planned = 0
         self.runs: list[EagerBytes] = []
         """For each run of a region that has begun."""
 
     def begin_run(self) -> int:
         """Note that a run of a region begins; returns its number."""
-        self.runs.append(EagerBytes(max(self.peak_bytes, self.live_bytes), self.live_bytes))
+        self.raise_peak(0)
+        peak = max(self.peak_bytes, self.live_bytes)
+        self.gathered.let_go()
+        self.runs.append(EagerBytes(peak, self.live_bytes))
         self.peak_bytes = 0
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
         """Note that the backward of a run begins with these gradients, which the plan of the region accounts for."""
+        self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
+        self.gathered.let_go()
         held = self.live_bytes - self.bytes_among(gradients)
         self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=held)
         self.peak_bytes = 0
@@ -86,6 +93,17 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._planned -= 1
+
+    def raise_peak(self, workspace_bytes: int) -> None:
+        """As in `LiveBytes`, with gathered parameters as large as they are now: they are freed by resizing them."""
+        self.recount(self.gathered.memory())
+        super().raise_peak(workspace_bytes)
+
+    def passes_on(self, value: Any) -> bool:
+        """Whether the gradient of a region's input is handed to other code: that which computed it, or reduces it."""
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return False
+        return not value.is_leaf or value in self.gathered
 
     def count(self, tensors: Any) -> None:
         """Count the new storages of these tensors, or leave them out inside of a `planned()` block."""
@@ -112,12 +130,10 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
-        # Leaves get no gradient: autograd would copy it into `.grad`, since Python code holds it too.
+        # Other leaves get no gradient: the regions' plan accounts for it.
         with between.planned():
             ctx.likes = [
-                (torch.empty_like(argument, device="meta"), argument.device)
-                if isinstance(argument, torch.Tensor) and argument.requires_grad and not argument.is_leaf
-                else None
+                (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None
                 for argument in arguments
             ]
             with _computing_in(low, arguments):

@@ -281,14 +281,14 @@ class CapturedCall:
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
         """For each run, the numbers of the parameters whose gradients it may add to `.grad` itself: those that no hook
-        waits for (`hooked` holds `id`s) and that no other run reads, since autograd sums the gradients of several runs
-        before it accumulates them."""
+        waits for (`hooked` holds `id`s), that are not passed on, and that no other run reads, since autograd sums the
+        gradients of several runs before it accumulates them."""
         readers = Counter(parameter for run in self.runs for parameter in set(run.parameter_ids.values()))
         return tuple(
             frozenset(
                 number
                 for number, parameter in run.parameter_ids.items()
-                if parameter not in hooked and readers[parameter] == 1
+                if parameter not in hooked and readers[parameter] == 1 and number not in run.passed.gradients
             )
             for run in self.runs
         )

@@ -17,6 +17,7 @@ from torch import nn
 from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
@@ -31,9 +32,14 @@ class Rehearsal:
     With `low`, regions compute in that dtype, so that what they pass on has the dtype that it will have.
     """
 
-    def __init__(self, real_ids: Mapping[int, int] | None = None, low: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        real_ids: Mapping[int, int] | None = None,
+        low: torch.dtype | None = None,
+        gathered: Gathered = NOTHING_GATHERED,
+    ) -> None:
         self.real_ids, self.low = real_ids, low
-        self.between = Between()
+        self.between = Between(gathered)
         self.runs: list[RegionRun] = []
         self._passed: list[tuple[tuple[bool, ...], list[Any]]] = []
         """For each run which inputs are values that other code computed, and weak references to its outputs' memory."""
@@ -49,7 +55,8 @@ class Rehearsal:
         self.runs.append(RegionRun.of(region, inputs, self.real_ids))
         outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        self._passed.append((tuple(map(_given_on, inputs)), [_weak_storage(value, given) for value in outputs]))
+        passed_on = tuple(map(self.between.passes_on, inputs))
+        self._passed.append((passed_on, [_weak_storage(value, given) for value in outputs]))
         return outputs
 
     def _passed_on(self) -> list[Passed]:
@@ -72,22 +79,21 @@ class Rehearsal:
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
         """Run the backward of the call's outputs to `parameters`, since eager code holds memory there too. No `.grad`
-        changes, and no hook that waits for one is called."""
+        changes, and no hook that waits for one is called; but where parameters are gathered, theirs change."""
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
         self.held_bytes = self.between.live_bytes
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
-        if differentiable := [parameter for parameter in parameters if parameter.requires_grad]:
+        differentiable = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.between.gathered:
+            torch.autograd.backward(scalars, gradients)
+            self.eager |= {id(parameter) for parameter in differentiable if parameter.grad is not None}
+        elif differentiable:
             found = torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
             known = self.real_ids or {}
             pairs = zip(differentiable, found, strict=True)
             self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
-
-
-def _given_on(value: Any) -> bool:
-    """Whether a value gets a gradient that is passed on to the code that computed it."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
 
 
 def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

@@ -18,6 +18,7 @@ __all__ = [
     "is_sharded",
     "is_wrapper",
     "needs_memory",
+    "ranks_of",
     "reads_no_values",
     "shard_of",
     "with_memory",
@@ -85,6 +86,13 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is distributed over ranks (`DTensor`)."""
     return hasattr(tensor, "_local_tensor")
+
+
+def ranks_of(sharded: torch.Tensor) -> list[int]:
+    """The ranks over which a sharded tensor is distributed."""
+    anything: Any = sharded
+    numbers: list[int] = anything.device_mesh.mesh.flatten().tolist()
+    return numbers
 
 
 def as_implemented() -> AbstractContextManager[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +38,15 @@ class LiveBytes(TorchDispatchMode):
         """The most bytes alive during an operator, its workspace included. May be set to 0 to begin a new phase."""
         self._block_bytes, self._device_type = block_bytes, device_type
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._counted: weakref.WeakKeyDictionary[torch.UntypedStorage, _Bytes] = weakref.WeakKeyDictionary()
+        """The bytes that each of the counted storages counts for."""
         self._collected_before: list[bool] = []
         """For each entry of the mode, whether garbage was collected before it."""
 
     def __enter__(self) -> LiveBytes:
         self._collected_before.append(gc.isenabled())
         gc.disable()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         try:
@@ -87,11 +90,14 @@ class LiveBytes(TorchDispatchMode):
             if storage in self._known:
                 continue
             self._known.add(storage)
-            self._counted.add(storage)
-            nbytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
-            self.live_bytes += nbytes
-            weakref.finalize(storage, self._free, nbytes)
+            self._count(storage)
         self.raise_peak(0)
+
+    def recount(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of these tensors with the bytes that they have now: nothing tells when one is resized."""
+        for tensor in tensors:
+            self._known.add(storage := tensor.untyped_storage())
+            self._count(storage)
 
     def bytes_among(self, tensors: Any) -> int:
         """The bytes of the counted storages that these tensors lie in."""
@@ -102,5 +108,19 @@ class LiveBytes(TorchDispatchMode):
         """Raise the peak to the bytes alive now and `workspace_bytes` beside them, if that is more."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
 
-    def _free(self, nbytes: int) -> None:
-        self.live_bytes -= nbytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        held = self._counted.get(storage)
+        if held is None:
+            held = self._counted[storage] = _Bytes()
+            weakref.finalize(storage, self._free, held)
+        nbytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        self.live_bytes += nbytes - held.nbytes
+        held.nbytes = nbytes
+
+    def _free(self, held: _Bytes) -> None:
+        self.live_bytes -= held.nbytes
+
+
+@dataclass
+class _Bytes:
+    nbytes: int = 0

@@ -17,6 +17,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
 from memopt.capture.together import known_places
+from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
@@ -70,21 +71,23 @@ class BrokenCalls:
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
         """Record the regions of a call by running it once without gradients; changes to the model are then undone.
+        Other ranks need not do the same.
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
-        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast)
+        gathered = Gathered(self.model)
+        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
-            with undone(self.model):
+            with undone(self.model), gathered.without_exchange():
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls of the kind of this one run by a plan in that situation."""
-        ways = self._ways.get(_kind(call))
+        ways = self._ways.get(self._kind(call))
         if ways is None:
-            self._ways[_kind(call)] = Ways.of(captured, call)
+            self._ways[self._kind(call)] = Ways.of(captured, call)
         else:
             ways.calls.insert(0, captured)
         self._plans[captured, situation] = self._with_runs(captured, plan)
@@ -106,16 +109,25 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        ways = self._ways_of(under_way.call, capture)
+        try:
+            return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
+        except BudgetError:  # those that follow must not be planned to be as large as this one
+            self._ways.drop(self._kind(under_way.call))
+            raise
+
+    def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
+        """Run a call one of these ways, or another one that is captured then."""
         before = ForwardState.of(self.model)
         untried = list(ways.calls)
-        for attempt in range(_ATTEMPTS):
+        # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
+        attempts = 1 if Gathered(self.model) else _ATTEMPTS
+        for attempt in range(attempts):
             way = untried.pop(0)
             ways.use(way)
             try:
-                return self._run(under_way, ways, last=attempt == _ATTEMPTS - 1)
+                return self._run(under_way, ways, last=attempt == attempts - 1)
             except TookAnotherWay:
-                if attempt == _ATTEMPTS - 1 or not before.can_be_undone():
+                if attempt == attempts - 1 or not before.can_be_undone():
                     raise
                 before.undo()
             if not untried:
@@ -125,12 +137,17 @@ class BrokenCalls:
 
     def _ways_of(self, call: Call, capture: Callable[[], CapturedCall]) -> Ways:
         """The ways known for calls of the kind of this one, among them one for sizes as large as its own."""
-        ways = self._ways.get(_kind(call))
+        ways = self._ways.get(self._kind(call))
         if ways is None:
-            ways = self._ways[_kind(call)] = Ways.of(capture(), call)
+            ways = self._ways[self._kind(call)] = Ways.of(capture(), call)
         elif not ways.sizes.cover(call):
             ways.add(self._captured_again(ways, call), call)
         return ways
+
+    def _kind(self, call: Call) -> str:
+        """A text that is equal for calls that may share a plan: all but their sizes, the state of autocast, and what is
+        exchanged between ranks."""
+        return f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
 
     def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
@@ -236,8 +253,3 @@ class _Forward:
     pending: PendingForward
     may_run_unplanned: bool
     runs: int = field(default=0)
-
-
-def _kind(call: Call) -> str:
-    """A text that is equal for calls that may share a plan: all but their sizes, and the state of autocast."""
-    return f"{call_kind(call)} {autocast_state()}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.ddp import (
@@ -68,7 +68,7 @@ class DataParallel:
         if takes_uneven_inputs(wrapper):
             return nullcontext()
         if self._ranks is None:
-            self._ranks = Ranks(wrapper)
+            self._ranks = Ranks(distributed.get_process_group_ranks(wrapper.process_group))
             self._ranks.check_terms(terms())
         return self._ranks.together()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from memopt.errors import BudgetError, RankError
 
@@ -17,14 +16,14 @@ _Told = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Ranks:
-    """The ranks of a wrapper, which talk in a group of their own, through the host's memory.
+    """The ranks with these numbers, which talk in a group of their own, through the host's memory.
 
-    Every rank makes this value, and calls its methods, at the same points: at the forwards whose backward exchanges
-    gradients, which DDP needs on all ranks as well.
+    Every rank makes this value, and calls its methods, at the same points: at the forwards that DDP and FSDP2 need on
+    all ranks as well, since they gather parameters or their backward exchanges gradients.
     """
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self.numbers: list[int] = distributed.get_process_group_ranks(wrapper.process_group)
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
         self._group: Any = None
         if len(self.numbers) > 1:
             self._group = distributed.new_group(self.numbers, backend="gloo", use_local_synchronization=True)
@@ -52,6 +51,11 @@ class Ranks:
             yield
         except Exception as error:
             failure = error
+        self.settle(failure)
+
+    def settle(self, failure: Exception | None) -> None:
+        """Return on all ranks, or raise an error on all of them: `failure` on a rank that has one, the others one with
+        the words of the first."""
         if not self._any_failed(failure is not None):
             return
         told = self._from_all(None if failure is None else _told(failure))

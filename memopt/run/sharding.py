@@ -1,13 +1,70 @@
-"""Models whose parameters are distributed over ranks: which of them can be planned."""
+"""Models whose parameters are distributed over ranks: which of them can be planned, and their ranks' agreement."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
+from memopt.compat.subclasses import is_sharded, ranks_of
+from memopt.errors import RankError
+from memopt.run.ranks import Ranks
+
+
+class Sharded:
+    """The ranks over which `fully_shard` has spread a model's parameters; none where it has not.
+
+    Every forward gathers parameters, which all ranks have to do together. So each of them plans first, by itself, and
+    the forward begins when all of them can take it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._ranks: Ranks | None = None
+        self._open = self._settled = False
+        """Whether a forward is under way, and whether the ranks have settled who of them can take it."""
+
+    @property
+    def there(self) -> bool:
+        """Whether the model is sharded. Once it was, it is: in a forward, its parameters may be whole."""
+        return self._ranks is not None or any(map(is_sharded, self.model.parameters()))
+
+    @contextmanager
+    def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+        """A block around a forward, or around its planning ahead, that fails on all ranks if it fails on one before
+        `begin` is called, or where that is not called at all. Before the first one, ranks with other terms are told so.
+        """
+        if self._ranks is None:
+            self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
+            self._ranks.check_terms({**terms(), "the sharding": sharding_in_words(self.model)})
+        self._open, self._settled = True, False
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self._settled:  # other ranks learn of it by the end of this process, if they have gone on
+                raise
+            failure = error
+        finally:
+            self._open = False
+        if not self._settled:
+            self._ranks.settle(failure)
+
+    def begin(self) -> None:
+        """Wait until all ranks can begin the forward. Raises the error of the first one that cannot."""
+        if not self._open or self._ranks is None:
+            return
+        if self._settled:
+            raise RankError(
+                f"the forward of {type(self.model).__name__} takes another way than when it was planned, and cannot be "
+                "begun again: other ranks have gone on with it"
+            )
+        self._settled = True
+        self._ranks.settle(None)
 
 
 def check_sharding(model: nn.Module) -> None:
@@ -15,14 +72,12 @@ def check_sharding(model: nn.Module) -> None:
     name = type(model).__name__
     # It takes a second to import; whoever shards by it has done so.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    modules = list(model.modules())
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             f"{name} is sharded by FullyShardedDataParallel, which memopt does not plan; shard it by "
             "torch.distributed.fsdp.fully_shard, and then call memopt.optimize"
         )
-    sharded = any(map(is_sharded, model.parameters()))
-    if sharded and (fsdp is None or not any(isinstance(module, fsdp.FSDPModule) for module in modules)):
+    if any(map(is_sharded, model.parameters())) and not is_fully_sharded(model):
         raise ValueError(
             f"{name} has parameters that are split over ranks as by parallelize_module (tensor parallelism), which "
             "memopt does not plan yet; use fully_shard or DistributedDataParallel instead"

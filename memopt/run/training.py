@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -44,6 +44,7 @@ from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
+from memopt.run.sharding import Sharded
 from memopt.run.surroundings import Surroundings
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
@@ -68,7 +69,7 @@ class TrainingCalls:
         parallel: DataParallel | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
-        self.watch, self.parallel = watch, parallel or DataParallel(model)
+        self.watch, self.parallel, self.sharded = watch, parallel or DataParallel(model), Sharded(model)
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
         self.surroundings = Surroundings(model, self.planner, self.parallel, options.forwards)
@@ -94,13 +95,19 @@ class TrainingCalls:
         if self.watch is not None:
             self.watch.end()
         self.parallel.look()
-        with self.parallel.together(self._terms):
+        with self._together():
             return self._on_this_rank((args, kwargs))
+
+    def _together(self, *, ahead: bool = False) -> AbstractContextManager[None]:
+        """A block around a forward, or around its planning `ahead`, that all ranks end alike."""
+        if self.sharded.there:
+            return self.sharded.together(self._terms)
+        return self.parallel.together(self._terms, ahead=ahead)
 
     def _on_this_rank(self, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan."""
         if self.unplanned:
-            return self.plain(*call[0], **call[1])
+            return self._unplanned(call)
         self._forget_plans_without_state()
         check_device(call, self.model)
         self.planner.proposing.check_parameters()
@@ -123,7 +130,11 @@ class TrainingCalls:
             if "plain" not in self.options.allow:
                 raise
             self._run_unplanned_from_now(str(error))
-            return self.plain(*call[0], **call[1])
+            return self._unplanned(call)
+
+    def _unplanned(self, call: Call) -> Any:
+        self.sharded.begin()
+        return self.plain(*call[0], **call[1])
 
     def _run(self, under_way: UnderWay) -> Any:
         self.planner.screen(under_way.call, under_way.crowded)
@@ -203,7 +214,7 @@ class TrainingCalls:
 
         Raises `BudgetError`, `CaptureError`, `RankError`.
         """
-        with self.parallel.together(self._terms, ahead=True) if self.options.kept else nullcontext():
+        with self._together(ahead=True) if self.options.kept else nullcontext():
             return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
@@ -355,6 +366,7 @@ class TrainingCalls:
             self._plans_logged = self.road.plans
             self._log.planned(plan, call, time.perf_counter() - started)
         self._latest, self._ran_plain = plan, False
+        self.sharded.begin()
         forward = self.surroundings.planned(call, situation, plan, self.accumulation)
         forward.before = self._before
         return forward

@@ -80,3 +80,19 @@ def test_a_subclass_says_what_kernels_hold_beside_their_tensors() -> None:
         x = torch.zeros(10)
     assert count.peak_bytes == x.nbytes + 7
     assert count.live_bytes == x.nbytes
+
+
+def test_a_storage_that_is_resized_counts_as_it_is_when_it_is_counted_again() -> None:
+    before = torch.zeros(50)
+    with LiveBytes() as count:
+        x = torch.zeros(100)
+        x.untyped_storage().resize_(0)
+        count.recount([x, before])
+        assert count.live_bytes == 200, "what was there before is counted from now on"
+        x.untyped_storage().resize_(400)
+        before.untyped_storage().resize_(0)
+        count.recount([x, before])
+        assert count.live_bytes == 400
+        del x
+        assert count.live_bytes == 0
+    assert count.peak_bytes == 400

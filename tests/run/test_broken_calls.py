@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import memopt
+from memopt.errors import BudgetError
 from tests.run.pieces import Blocks, calls_of, gradients, make
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -43,6 +45,15 @@ def test_a_plan_that_was_forgotten_is_made_again() -> None:
     calls(X)
     assert calls.latest is not plan  # planned again from the regions that are recorded
     assert calls.latest == plan
+
+
+def test_a_call_that_is_refused_leaves_the_plans_of_smaller_ones() -> None:
+    model = make(breaks=True)
+    calls = calls_of(model, 0.001)
+    for _ in range(2):
+        calls(X).backward()
+        with pytest.raises(BudgetError):
+            calls(X.repeat(1000, 1))
 
 
 class Positions(nn.Module):

@@ -1,0 +1,160 @@
+"""FSDP2 on two or four ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
+FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and the added time within the peak of
+checkpoints at every block, against the floating-point operations that those add; one JSON file and a table.
+
+    python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT]
+
+The ranks are processes of this machine that exchange tensors by gloo. Peaks are those of whole steps with AdamW after
+the first one, optimiser's step and gloo's copies included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, distributed, multiprocessing
+from torch.utils.flop_counter import FlopCounterMode
+
+import memopt
+from benchmarks.stamp import stamp, write_result
+from examples.models.fully_shard import FAMILIES, planned, train_step
+from memopt.compat.subclasses import shard_of
+
+RESULT = Path(__file__).parent / "results" / "fully_shard.json"
+SHARES = (0.1, 0.4, 0.7)
+"""Where the budgets lie between the smallest and plain FSDP2's peak."""
+STEPS = 2
+PLAIN, CHECKPOINTS, SMALLEST, PLANNED = "plain", "checkpoints at every block", "smallest", "planned"
+
+
+def train(rank: int, ranks: int, name: str, way: str, budget_gb: float | None, folder: Path) -> dict[str, Any]:
+    """Train some steps one way: the peak after the first, and the largest difference of a loss or gradient to those of
+    the plain way, as a part of the largest magnitude of its tensor."""
+    family = FAMILIES[name]
+    model = family.sharded(ranks, checkpointed=way == CHECKPOINTS)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if budget_gb is not None:
+        planned(model, budget_gb, optimizer)
+    plain, peak_gb, difference = folder / f"plain of {rank}", 0.0, 0.0
+    for step in range(STEPS):
+        batch = family.batch(100 * rank + step)
+        gc.collect()
+        torch.manual_seed(step + rank)
+        with memopt.measure_peak("cpu") as peak:
+            loss = train_step(model, optimizer, batch)
+        peak_gb = max(peak_gb, peak.gb if step else 0.0)
+        values = [loss, *(shard_of(value.grad) for value in model.parameters())]
+        if way == PLAIN:
+            torch.save(values, f"{plain} {step}")
+        else:
+            pairs = zip(values, torch.load(f"{plain} {step}"), strict=True)
+            difference = max(difference, *(_apart(*pair) for pair in pairs))
+        del values
+        optimizer.zero_grad()
+    if budget_gb is None:
+        return {"peak_gb": peak_gb, "difference": difference, "flops": operations(model, batch)}
+    plan = memopt.plan_of(model)
+    figures = {"predicted_gb": plan.predicted_peak_gb, "added_time": plan.added_time}
+    return {"budget_gb": budget_gb, "peak_gb": peak_gb, "difference": difference, **figures}
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def operations(model: Any, batch: dict[str, Tensor]) -> int:
+    """The floating-point operations of a forward and backward, by torch's formulas."""
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    return counter.get_total_flops()
+
+
+def smallest(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    """The smallest budget that works on this rank."""
+    family = FAMILIES[name]
+    model = family.sharded(ranks)
+    planned(model, 0.01, torch.optim.AdamW(model.parameters(), foreach=False))
+    try:
+        model(**family.batch(100 * rank))
+    except memopt.BudgetError as error:
+        return {"smallest_gb": error.smallest_gb}
+    raise AssertionError("a step of 100 MB of parameters fits 0.01 GB")
+
+
+def on_rank(rank: int, folder: Path, ranks: int, name: str, way: str, budget_gb: float | None) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/{way} {budget_gb}", rank=rank, world_size=ranks)
+    found = smallest(rank, ranks, name) if way == SMALLEST else train(rank, ranks, name, way, budget_gb, folder)
+    torch.save(found, folder / str(rank))
+    distributed.barrier()
+    os._exit(0)  # the group's destructor may wait for itself
+
+
+def of_ranks(folder: Path, ranks: int, name: str, way: str, budget_gb: float | None = None) -> list[dict[str, Any]]:
+    """What one way gives on each rank, in processes of its own: so that nothing of another way is in its memory."""
+    multiprocessing.spawn(on_rank, (folder, ranks, name, way, budget_gb), nprocs=ranks)
+    return [torch.load(folder / str(rank)) for rank in range(ranks)]
+
+
+def rows(name: str, ranks: int) -> list[dict[str, Any]]:
+    """The rows of one model on so many ranks, each with the peaks of all of them."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        by_way = {way: of_ranks(folder, ranks, name, way) for way in (PLAIN, CHECKPOINTS)}
+        least = max(one["smallest_gb"] for one in of_ranks(folder, ranks, name, SMALLEST))
+        most, recipe = (max(one["peak_gb"] for one in by_way[way]) for way in (PLAIN, CHECKPOINTS))
+        found = [{"way": way, **_row(runs)} for way, runs in by_way.items()]
+        for budget_gb in (*(least + share * (most - least) for share in SHARES), recipe):
+            found.append({"way": PLANNED, **_row(of_ranks(folder, ranks, name, PLANNED, budget_gb))})
+    plain_flops = found[0]["flops"]
+    for row in found:
+        if "flops" in row:
+            row["more_flops"] = row.pop("flops") / plain_flops - 1
+    return [{"model": name, "ranks": ranks, **row} for row in found]
+
+
+def _row(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    row = {**runs[0], "peaks_gb": [one["peak_gb"] for one in runs]}
+    row["difference"] = max(one["difference"] for one in runs)
+    del row["peak_gb"]
+    return row
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    columns = ("model", "ranks", "way", "budget", "predicted", "peaks of the ranks", "difference", "more", "added")
+    table = Table(*columns)
+    for row in found:
+        table.add_row(
+            row["model"],
+            str(row["ranks"]),
+            row["way"],
+            f"{row['budget_gb']:.4f} GB" if "budget_gb" in row else "",
+            f"{row['predicted_gb']:.4f} GB" if "predicted_gb" in row else "",
+            ", ".join(f"{peak:.4f}" for peak in row["peaks_gb"]),
+            f"{row['difference']:.1e}",
+            f"{row['more_flops']:.1%} of operations" if "more_flops" in row else "",
+            f"{row['added_time']:.1%} of time" if "added_time" in row else "",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    given = parser.parse_args()
+    found = [row for name in given.models for ranks in given.ranks for row in rows(name, ranks)]
+    write_result(RESULT, {**stamp(), "rows": found})
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

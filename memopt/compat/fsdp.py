@@ -1,0 +1,201 @@
+"""FSDP2 (`fully_shard`): the groups of parameters that are gathered together, and how they exchange.
+
+Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_fsdp_param_group` (2.11),
+`_fsdp_param_groups` (from 2.13); of a group `_all_gather_comm`, `_reduce_scatter_comm`,
+`_partial_reduce_output`; of a parameter `_unsharded_param`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "NOTHING_GATHERED",
+    "Gathered",
+    "exchange_in_words",
+    "is_fully_sharded",
+    "sharding_in_words",
+]
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or a part of it."""
+    # Importing it takes a second; whoever shards by it has done so.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The groups of parameters (`FSDPParamGroup`) of all its parts, in the order of its modules."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            anything: Any = module
+            state = anything._get_fsdp_state()
+            one = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if one is None else one
+            found |= {id(group): group for group in groups if group is not None}
+    return list(found.values())
+
+
+def _parameters(model: nn.Module) -> list[Any]:
+    return [parameter for group in groups_of(model) for parameter in group.fsdp_params]
+
+
+def sharding_in_words(model: nn.Module) -> str:
+    """What has to be equal on all ranks for their collectives to match: the groups, and what each of them exchanges."""
+    groups = groups_of(model)
+    facts = [
+        (
+            [tuple(parameter.sharded_param.shape) for parameter in group.fsdp_params],
+            group.post_forward_mesh_info is not None,
+            str(group.mp_policy),
+        )
+        for group in groups
+    ]
+    return f"{len(groups)} groups of parameters" + (f" ({_digest(facts)})" if facts else "")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+class _Staging:
+    """The copy of the larger of its tensors that gloo makes for an exchange on the CPU.
+
+    Its threads free it some time after the exchange is over: here it is held until the next one, or `let_go`.
+    """
+
+    def __init__(self) -> None:
+        self._copy: torch.Tensor | None = None
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self._copy = None
+        if tensor.device.type == "cpu":
+            self._copy = torch.empty_like(tensor)
+
+    def let_go(self) -> None:
+        self._copy = None
+
+
+class _OwnGather:
+    """An all-gather that fills the places of all ranks with this rank's shard, and asks no other rank."""
+
+    def __init__(self, usual: Any, staging: _Staging) -> None:
+        self.allocate, self.staging = usual.allocate, staging
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.staging.hold(output_tensor)
+        for place in output_tensor.view(-1, input_tensor.numel()):
+            if place.data_ptr() != input_tensor.data_ptr():
+                place.copy_(input_tensor)
+
+
+class _OwnReduce:
+    """A reduce-scatter that returns the first part of what this rank has."""
+
+    def __init__(self, usual: Any, staging: _Staging) -> None:
+        self.allocate, self.staging = usual.allocate, staging
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.staging.hold(input_tensor)
+        output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+
+class Gathered:
+    """The parameters of a model that `fully_shard` gathers before they are used, and frees; false without any."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._groups = groups_of(model)
+        self._parameters = _parameters(model)
+        self._staging = _Staging()
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return any(getattr(parameter, "_unsharded_param", None) is tensor for parameter in self._parameters)
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """The tensors into which they are gathered. Their storages have no bytes while they are not."""
+        for parameter in self._parameters:
+            yield from parameter.all_gather_outputs
+
+    def let_go(self) -> None:
+        """Free what the latest exchange of `without_exchange` may still hold."""
+        self._staging.let_go()
+
+    @contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """A block for a forward and backward in which the model's parts gather and reduce as always, with buffers of
+        the same sizes, but with no other rank: what runs in it need not run on all of them. Values that are gathered
+        repeat this rank's shard. Gradients are set aside, and there again after the block."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
+                stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather, self._staging)))
+                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce, self._staging)))
+                stack.enter_context(_set(group, "all_reduce_grads", False))
+                stack.enter_context(_set(group, "_partial_reduce_output", None))
+            for parameter in self._parameters:
+                stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
+                stack.enter_context(_set(parameter.sharded_param, "grad", None))
+                stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
+            stack.callback(self.let_go)
+            try:
+                yield
+            except BaseException:
+                _abandon(self.model)
+                raise
+
+
+NOTHING_GATHERED = Gathered(nn.Module())
+
+
+def exchange_in_words(model: nn.Module) -> str:
+    """What `set_requires_gradient_sync` and backwards without it have left: which groups will reduce their gradients,
+    and whether whole gradients are held; "" for a model that is not sharded."""
+    groups = groups_of(model)
+    if not groups:
+        return ""
+    held = any(parameter.unsharded_accumulated_grad is not None for parameter in _parameters(model))
+    return f"{[group.reduce_grads for group in groups]} {held}"
+
+
+def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Set the gradient of a gathered parameter, if there is one by now; returns the one before."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    if whole is None:
+        return None
+    before, whole.grad = whole.grad, gradient
+    return before
+
+
+def _abandon(model: nn.Module) -> None:
+    """Have the model's parts forget an iteration that failed, so that another one can begin."""
+    for module in model.modules():
+        reset = getattr(module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+            return  # that of the root is for all parts
+
+
+@contextmanager
+def _set(holder: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
