@@ -130,11 +130,13 @@ class Rewriter:
 
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
+        if again and not node.users:
+            return  # nobody reads it: it was evaluated for its effect on the generator, which is to come once
         self.forget_followers(node)
         args = tuple(self.bind(arg) for arg in node.args)
         kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
         name = f"{node.name}_again" if again else node.name
-        if self.times[node.name] > 1 and is_random(node):
+        if self.times[node.name] > 1 and is_random(node) and node.users:
             draw = self.repeat_random if again else self.save_random
             self.latest[node] = draw(node, name, args, kwargs)
         else:

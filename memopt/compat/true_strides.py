@@ -109,7 +109,10 @@ def _is_doubtful(func: Any, inputs: list[torch.Tensor], result: Any) -> bool:
 
     if func not in decomposition_table or not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
-    if any(map(is_symbolic, inputs)) or all(tensor.is_contiguous() for tensor in inputs):
+    numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
+    if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
+        return False
+    if all(tensor.is_contiguous() for tensor in inputs):
         return False
     schema = schema_of(func)
     if any(part in schema.name for part in _TRUSTED) or torch.Tag.nondeterministic_seeded in func.tags:

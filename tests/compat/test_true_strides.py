@@ -73,3 +73,14 @@ def test_an_operator_with_a_workspace_is_not_tried() -> None:
 def test_torch_itself_takes_another_layout() -> None:
     (found, *_), (real, *_) = fake(normalised, TURNED, new_fake_mode()), normalised(TURNED)
     assert found.stride() != real.stride(), "torch has mended it: this module may go"
+
+
+def test_strides_that_depend_on_data_are_left_alone() -> None:
+    mode = new_fake_mode()
+    correct_strides(mode)
+    assert mode.shape_env is not None
+    step = mode.shape_env.create_unbacked_symint()
+    with mode:
+        column = torch.empty_strided((12, 9), (step, 1))
+        result = aten.softplus(column)
+    assert result.shape == (12, 9)
