@@ -4,7 +4,7 @@ holds."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
 from memopt.solver.problem import BlockCall
@@ -92,12 +92,14 @@ def replay_with_spare(
     """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare.
 
     Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
-    of memory with a larger limit and not with a smaller one. Raises `CardFullError` where one is too low.
+    of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
+    was asked for, so that the bytes allocated are the most of the three. Raises `CardFullError` where a limit is too
+    low.
     """
     least = spare.taken_from(limit_bytes)
     limits = (least, (least + limit_bytes) // 2, limit_bytes)
-    peaks, *_ = [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for limit in limits]
-    return peaks
+    peaks = [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for limit in limits]
+    return replace(peaks[0], allocated_bytes=max(found.allocated_bytes for found in peaks))
 
 
 def least_limit(

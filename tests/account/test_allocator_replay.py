@@ -102,3 +102,21 @@ def test_bounds(seed: int, scale: int, expandable: bool) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 199, 2**20 - 1, 2_164_260_864, 10**11 + 7])
 def test_what_the_replay_needs_is_left_of_what_is_asked_for(nbytes: int) -> None:
     assert Spare(15).taken_from(Spare(15).added_to(nbytes)) == nbytes
+
+
+def test_the_bytes_allocated_are_the_most_with_any_of_the_spare() -> None:
+    """In this random sequence the allocator takes larger blocks where it has the spare, too."""
+    chance = random.Random(32)
+    calls, alive = [], []
+    for number in range(40):
+        calls.append(BlockCall(True, number, chance.randint(2 * MB, 16 * MB)))
+        alive.append(number)
+        if len(alive) > 6:
+            calls.append(BlockCall(False, alive.pop(chance.randrange(len(alive))), 0))
+    spare, limit = Spare(15), 128 * MB
+    peaks = replay_with_spare(calls, StepBlocks(()), spare, expandable_segments=False, limit_bytes=limit)
+    least, most = (
+        replay(calls, StepBlocks(()), expandable_segments=False, limit_bytes=nbytes)
+        for nbytes in (spare.taken_from(limit), limit)
+    )
+    assert least.allocated_bytes < most.allocated_bytes == peaks.allocated_bytes
