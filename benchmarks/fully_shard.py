@@ -14,6 +14,7 @@ import argparse
 import gc
 import os
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     given = parser.parse_args()
-    found = [row for name in given.models for ranks in given.ranks for row in rows(name, ranks)]
-    write_result(RESULT, {**stamp(), "rows": found})
+    found: list[dict[str, Any]] = []
+    for name, ranks in product(given.models, given.ranks):
+        found += rows(name, ranks)
+        write_result(RESULT, {**stamp(), "rows": found})
     show(found)
 
 

@@ -71,21 +71,21 @@ def _digest(value: object) -> str:
 
 
 class _Staging:
-    """The copy of the larger of its tensors that gloo makes for an exchange on the CPU.
+    """The copies of the larger of its tensors that gloo makes for each exchange on the CPU.
 
-    Its threads free it some time after the exchange is over: here it is held until the next one, or `let_go`.
+    Its threads free them some time after the exchange is over, not before the next one if they are kept from running:
+    here they are held until `let_go`.
     """
 
     def __init__(self) -> None:
-        self._copy: torch.Tensor | None = None
+        self._copies: list[torch.Tensor] = []
 
     def hold(self, tensor: torch.Tensor) -> None:
-        self._copy = None
         if tensor.device.type == "cpu":
-            self._copy = torch.empty_like(tensor)
+            self._copies.append(torch.empty_like(tensor))
 
     def let_go(self) -> None:
-        self._copy = None
+        self._copies.clear()
 
 
 class _OwnGather:
@@ -133,7 +133,7 @@ class Gathered:
             yield from parameter.all_gather_outputs
 
     def let_go(self) -> None:
-        """Free what the latest exchange of `without_exchange` may still hold."""
+        """Free what the latest exchanges in `without_exchange` may still hold."""
         self._staging.let_go()
 
     @contextmanager

@@ -15,26 +15,28 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     """The priced region `number` of a call with what eager code holds around its forward and around its backward.
 
     The most that it holds before a half of the region is the workspace of an op; what it holds while the half runs is a
-    storage that lives as long as that half, in the last region from its forward to its backward.
+    storage that lives as long as that half. After the last region's forward there is one for what is held until its
+    backward begins.
 
     Args:
         eager: the bytes around each region; at the end those after the last backward and after the last forward.
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2
-    forward, backward = (len(problem.storages) + more for more in range(2))
-    held = max(own.during, around.during) if last else own.during
-    storages = (
-        Storage(f"{EAGER}_forward", held, movable=False),
+    forward, backward, held = (len(problem.storages) + more for more in range(3))
+    storages = [
+        Storage(f"{EAGER}_forward", own.during, movable=False),
         Storage(f"{EAGER}_backward", own.during_backward, movable=False),
-    )
+    ]
     before = [_op(workspace_bytes=own.before), _op(makes=(forward,))]
-    between = [] if last else [_op(reads=(forward,))]
+    between = [_op(reads=(forward,))]
     tangents = _leading_receipts(problem.ops[problem.forward_ops :])
     most_back = own.before_backward
-    if last:  # the storage of the forward is there, too
-        most_back = max(0, most_back - held)
-    back = [_op(reads=(forward,) if last else (), workspace_bytes=most_back), _op(makes=(backward,))]
+    if last:
+        storages.append(Storage(f"{EAGER}_held", around.during, movable=False))
+        between.append(_op(makes=(held,)))
+        most_back = max(0, most_back - around.during)
+    back = [_op(reads=(held,) if last else (), workspace_bytes=most_back), _op(makes=(backward,))]
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
@@ -55,10 +57,10 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
     problem = replace(
         problem,
         ops=tuple(ops),
-        storages=problem.storages + storages,
+        storages=(*problem.storages, *storages),
         forward_ops=problem.forward_ops + len(before) + len(between),
     )
-    values = (*priced.values, "", "")
+    values = (*priced.values, *("" for _ in storages))
     return replace(priced, problem=problem, nodes=tuple(nodes), modules=tuple(modules), values=values)
 
 
