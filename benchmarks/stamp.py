@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -18,12 +19,14 @@ LINE = 700
 
 
 def stamp() -> dict[str, Any]:
-    """Return the date, the machine, the version of torch and the command; the card too where there is one."""
+    """Return the date, the machine, the version of torch and the command; the card too where there is one,
+    or a stand-in for one."""
     machine: dict[str, Any] = {
         "processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()
     }  # fmt: skip
     if torch.cuda.is_available():
-        machine["gpu"] = torch.cuda.get_device_name()
+        stand_in = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")  # docs/card.md
+        machine["gpu"] = torch.cuda.get_device_name() + " (a stand-in)" * stand_in
     command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     return {"date": date.today().isoformat(), "machine": machine, "torch": torch.__version__, "command": command}
 
