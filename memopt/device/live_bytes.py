@@ -93,6 +93,14 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._free, nbytes)
         self.raise_peak(0)
 
+    def has_counted(self, value: Any) -> bool:
+        """Whether a value is a tensor in a counted storage."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and value.untyped_storage() in self._counted
+        )
+
     def bytes_among(self, tensors: Any) -> int:
         """The bytes of the counted storages that these tensors lie in."""
         storages = {tensor.untyped_storage() for tensor in tensors_in(tensors) if tensor.layout == torch.strided}
