@@ -43,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> LiveBytes:
         self._collected_before.append(gc.isenabled())
         gc.disable()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         try:
