@@ -189,8 +189,8 @@ class CallState:
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
-    """The bytes on the device of the copies in a `CallState`, in blocks of `block_bytes`; 0 on the CPU."""
-    copied = [one.nbytes for one in model.buffers() if one.nbytes <= _COPIED_BYTES and one.device.type != "cpu"]
+    """The bytes that the copies in a `CallState` take on a GPU, in blocks of `block_bytes`."""
+    copied = [one.nbytes for one in model.buffers() if one.nbytes <= _COPIED_BYTES]
     return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
 
 

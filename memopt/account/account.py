@@ -59,7 +59,7 @@ class Account:
     fragmentation: int = 0
     """Bytes that the allocator needs beyond those it hands out, for the gaps between blocks."""
     unforeseen: int = 0
-    """Bytes left free since a step needed more than its plan said: an allocation failed."""
+    """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
 
     @property
     def resident_bytes(self) -> int:
@@ -112,7 +112,7 @@ def account_of(
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
         parameters=distinct_bytes(parameters, block),
-        buffers=own - distinct_bytes(parameters, block) + _COPIES * undo_bytes(model, block),
+        buffers=own - distinct_bytes(parameters, block) + (_COPIES * undo_bytes(model, block) if on_cuda else 0),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes,

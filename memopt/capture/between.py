@@ -130,7 +130,13 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
+<<<<<<< HEAD
         # Other leaves get no gradient: the regions' plan accounts for it.
+=======
+        # A plan takes a region's inputs for there in its backward: what eager code made of them is held until then.
+        ctx.held = [argument for argument in arguments if between.has_counted(argument)]
+        # Leaves get no gradient: autograd would copy it into `.grad`, since Python code holds it too.
+>>>>>>> h17
         with between.planned():
             ctx.likes = [
                 (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None
@@ -147,6 +153,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.between.begin_backward(ctx.number, gradients)
+        ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
         return None, None, None, None, *made
 

@@ -99,6 +99,14 @@ class LiveBytes(TorchDispatchMode):
             self._known.add(storage := tensor.untyped_storage())
             self._count(storage)
 
+    def has_counted(self, value: Any) -> bool:
+        """Whether a value is a tensor in a counted storage."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and value.untyped_storage() in self._counted
+        )
+
     def bytes_among(self, tensors: Any) -> int:
         """The bytes of the counted storages that these tensors lie in."""
         storages = {tensor.untyped_storage() for tensor in tensors_in(tensors) if tensor.layout == torch.strided}
