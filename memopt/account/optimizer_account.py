@@ -98,15 +98,15 @@ def _takes_singly(optimizer: OptimizerLike) -> bool:
 
 
 def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> OptimizerAccount | None:
-    """The account from trials on one parameter of each kind, and on two kinds that follow each other where that may be
-    the peak, since a parameter's last temporary is freed in the step of the next one; None where that would take
-    longer, or all are stepped at once."""
-    kinds = [(parameter.shape, parameter.stride(), parameter.dtype) for parameter in trained]
+    """The account from trials on single parameters, and on two kinds that follow each other where that may be the peak,
+    since a parameter's last temporary is freed in the step of the next one; None where that would take longer, or all
+    are stepped at once."""
+    kinds = [_kind(parameter) for parameter in trained]
     first = dict(zip(reversed(kinds), reversed(trained), strict=True))
     pairs = dict.fromkeys(pairwise(kinds))
     if len(first) + 2 * len(pairs) >= len(trained):
         return None
-    singly = {kind: _tried(optimizer, [parameter], "cpu", home="cpu") for kind, parameter in first.items()}
+    singly = _singly(optimizer, first.values())
     if any(not account.name.endswith("(for-loop)") for account in singly.values()):
         return None
     temporaries = max(account.step_temporary_bytes for account in singly.values())
@@ -117,6 +117,41 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
         both = _tried(optimizer, [first[one], first[following]], "cpu", home="cpu")
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
+
+
+def _kind(parameter: torch.Tensor) -> Layout:
+    return parameter.shape, parameter.stride(), parameter.dtype
+
+
+def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dict[Layout, OptimizerAccount]:
+    """The accounts of single parameters by their kind. Contiguous ones of one dtype differ by their number of elements
+    alone, in which state and temporaries are linear: the fewest and the most are tried, the others lie between them."""
+    found: dict[Layout, OptimizerAccount] = {}
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.is_contiguous() and parameter.numel() > 1:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        else:
+            found[_kind(parameter)] = _tried(optimizer, [parameter], "cpu", home="cpu")
+    for alike in by_dtype.values():
+        fewest, most = (end(alike, key=torch.Tensor.numel) for end in (min, max))
+        ends = [_tried(optimizer, [parameter], "cpu", home="cpu") for parameter in dict.fromkeys((fewest, most))]
+        for parameter in alike:
+            part = (parameter.numel() - fewest.numel()) / max(1, most.numel() - fewest.numel())
+            found[_kind(parameter)] = _between(ends[0], ends[-1], part)
+    return found
+
+
+def _between(low: OptimizerAccount, high: OptimizerAccount, part: float) -> OptimizerAccount:
+    """The account on the line between two, `part` of the way from the first to the second."""
+    state, temporaries = (
+        round(a + part * (b - a))
+        for a, b in (
+            (low.state_bytes, high.state_bytes),
+            (low.step_temporary_bytes, high.step_temporary_bytes),
+        )
+    )
+    return OptimizerAccount(state, temporaries, low.name)
 
 
 class _TrialError(ValueError):

@@ -59,8 +59,8 @@ class AotTrace:
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
 
-        `forward` and `backward` compile them. This may be called repeatedly with different partitions, each time in the
-        tracing context of the region.
+        `forward` and `backward` compile them; their graphs are empty afterwards. This may be called repeatedly with
+        different partitions, each time in the tracing context of the region.
         """
         halves: list[fx.GraphModule] = []
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from memopt.account import optimizer_account as optimizer_account_module
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.meter import measure_peak
@@ -267,6 +268,21 @@ def test_parameters_that_are_stepped_singly_are_tried_once_for_each_kind(
     parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
     parameters.append(torch.nn.Parameter(torch.empty(9, dtype=torch.bfloat16)))
     parameters.append(torch.nn.Parameter(torch.empty(17, 30).t()))
+    parameters += [torch.nn.Parameter(torch.empty(rows, 300)) for rows in (7, 100, 7, 999, 101) * 4]
     by_kinds = optimizer_account(name, parameters)
     monkeypatch.setattr("memopt.account.optimizer_account._SINGLY", ())
     assert by_kinds == optimizer_account(name, parameters)
+
+
+def test_parameters_of_sizes_between_two_others_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        tried.append(len(args[1]))
+        return original(*args, **kwargs)
+
+    original = optimizer_account_module._tried
+    monkeypatch.setattr(optimizer_account_module, "_tried", counted)
+    parameters = [torch.nn.Parameter(torch.empty(3 + size, 77)) for size in (*range(20), *range(20)) * 4]
+    optimizer_account("adamw", parameters)
+    assert tried.count(1) == 2

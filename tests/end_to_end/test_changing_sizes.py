@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim
 
 import memopt
@@ -17,6 +17,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.run import calls_by_size
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.whole_calls import WholeCalls
+from memopt.solver import Portfolio
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 VOCABULARY = 128
@@ -88,6 +89,28 @@ def test_a_plan_for_declared_sizes_is_for_the_largest() -> None:
     plan = memopt.plan(model, 1, batch_of(4, 48), dynamic=dynamic, **EXACT)
     largest = memopt.plan(model, 1, batch_of(4, 96), **EXACT)
     assert plan.predicted_peak_gb == largest.predicted_peak_gb
+
+
+def test_a_planned_call_keeps_little_of_its_planning() -> None:
+    """One joint graph and Dynamo's graph for each capture; no nodes that were erased, no emitted graphs, no solvers."""
+
+    def alive(kind: type) -> int:
+        gc.collect()
+        return sum(type(found) is kind for found in gc.get_objects())
+
+    model = BY_NAME["gpt2-sdpa"].make()
+    budget = tight_budget(model, batch_of(4, 96))
+    kinds = (fx.Node, Portfolio)
+    before = [*map(alive, kinds)]
+    memopt.optimize(model, budget, **EXACT)
+    for length in (48, 64):
+        loss_of(model(**batch_of(4, length))).backward()
+    nodes, solvers = (now - then for now, then in zip(map(alive, kinds), before, strict=True))
+    plan = memopt.plan_of(model)
+    assert plan.captured is not None
+    assert nodes < 4 * len(plan.captured.regions[0].module.graph.nodes)
+    assert solvers == 0
+    assert plan.smallest_gb() < budget  # solved anew
 
 
 @pytest.mark.slow

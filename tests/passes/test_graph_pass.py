@@ -1,9 +1,10 @@
 import dataclasses
+import gc
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_manager import PassManager, pass_result_wrapper
 
 from passes import (
@@ -88,6 +89,18 @@ def test_the_copy_shares_values_and_constants_and_keeps_metadata() -> None:
     constant = before.graph.find_nodes(op="get_attr")[0].target
     assert getattr(after, constant) is getattr(before, constant)
     assert after.code == before.code
+
+
+def test_nodes_that_a_pass_erases_are_freed() -> None:
+    sketch = Sketch()
+    given = sketch.input("primals_1", 4)
+    sketch.call(aten.relu.default, given)
+    before = sketch.returns(sketch.call(aten.relu.default, given))
+    after = EliminateDeadCode()(before)
+    gc.collect()
+    alive = [found.name for found in gc.get_objects() if type(found) is Node and found.graph is after.graph]
+    assert sorted(filter(None, alive)) == sorted(node.name for node in after.graph.nodes)
+    assert len(before.graph.nodes) == len(after.graph.nodes) + 1
 
 
 def test_the_check_after_the_pass_names_pass_node_and_mend() -> None:
