@@ -46,8 +46,10 @@ def trained(rank: int, budget_gb: float | None) -> tuple[list[list[str]], float]
         gc.collect()
         torch.manual_seed(step + rank)
         with memopt.measure_peak("cpu") as peak:
-            loss = model(**batch(rank, step)).loss
-            loss.backward()
+            outputs = model(**batch(rank, step))  # held to the step's end, as plans of several regions have it
+            outputs.loss.backward()
+        loss = outputs.loss.detach()
+        del outputs
         gradients = [shard_of(value.grad) for value in model.parameters()]
         found.append([fingerprint(loss), *map(fingerprint, gradients)])
         del gradients
