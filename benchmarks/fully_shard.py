@@ -1,8 +1,8 @@
-"""FSDP2 on two or four ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
+"""FSDP2 on two ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
 FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and the added time within the peak of
 checkpoints at every block, against the floating-point operations that those add; one JSON file and a table.
 
-    python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT]
+    python -m benchmarks.fully_shard [--ranks 2] [--models GPT-2 Llama ViT]
 
 The ranks are processes of this machine that exchange tensors by gloo. Peaks are those of whole steps with AdamW after
 the first one, optimiser's step and gloo's copies included.
@@ -149,7 +149,7 @@ def show(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     given = parser.parse_args()
     found: list[dict[str, Any]] = []

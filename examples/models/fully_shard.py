@@ -74,11 +74,12 @@ FAMILIES = {
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Train one step; return its loss. The gradients are left."""
-    loss: Tensor = model(**batch).loss
-    loss.backward()
+    """Train one step; return its loss. The gradients are left. Its outputs are held, as many loops do."""
+    outputs = model(**batch)
+    outputs.loss.backward()
     optimizer.step()
-    return loss.detach()
+    loss: Tensor = outputs.loss.detach()
+    return loss
 
 
 def planned(model: Any, budget_gb: float, optimizer: torch.optim.Optimizer) -> Any:

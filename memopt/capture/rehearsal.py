@@ -121,10 +121,11 @@ def rehearse(
     """
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
+    parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
     try:
         with without_backward_hooks(model), mode or nullcontext(), rehearsal.between:
             outputs = run()
-            rehearsal.differentiate(outputs, model.parameters())
+            rehearsal.differentiate(outputs, parameters)
             captured = rehearsal.captured(reason) if rehearsal.runs else None
             del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
