@@ -117,8 +117,7 @@ def stand_in(
     region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
-    passes on are counted. `number` is that
-    of the run."""
+    passes on are counted. `number` is that of the run."""
     run: Any = _StandIn.apply
     return run(region, between, number, low, *arguments)
 
@@ -130,13 +129,9 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
-<<<<<<< HEAD
-        # Other leaves get no gradient: the regions' plan accounts for it.
-=======
         # A plan takes a region's inputs for there in its backward: what eager code made of them is held until then.
         ctx.held = [argument for argument in arguments if between.has_counted(argument)]
-        # Leaves get no gradient: autograd would copy it into `.grad`, since Python code holds it too.
->>>>>>> h17
+        # Other leaves get no gradient: the regions' plan accounts for it.
         with between.planned():
             ctx.likes = [
                 (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None
