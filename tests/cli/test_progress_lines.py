@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import re
@@ -21,8 +22,9 @@ STEP = ("--shape", "input_ids=2x32", "--device", "h100", "--budget-gb", "6")
 
 @pytest.fixture
 def every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages leave a line however short they are."""
+    """Stages leave a line however short they are, and none while they run, however long that takes."""
     monkeypatch.setattr(progress, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_LOG_SECONDS", math.inf)
 
 
 @pytest.mark.usefixtures("every_stage")
