@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
@@ -26,8 +25,6 @@ LITTLE = 5e-3
 _ROUNDS = 6
 # The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
 _PARTS = 8
-# The most schedules known from other budgets that are replayed to find a faster one.
-_TRIED = 16
 # The share of a budget, as a fraction, by which each of the next larger ones is larger.
 _NEXT = 1, 256
 
@@ -86,28 +83,27 @@ def solve(joined: Joined, request: Request) -> Solution:
 
 def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account]:
     """The solution of `solve_settled` with the problem that it solves and the account that includes the allocator's
-    overhead, solved with fewer bytes where torch's allocator would exceed the budget. Schedules that were found on the
-    way are replayed as well, and the fastest with which the allocator keeps the budget is returned.
+    overhead, solved with fewer bytes where torch's allocator would exceed the budget. Where that finds none, schedules
+    that were found on the way are replayed as well.
 
     Raises `BudgetError`.
     """
     ways = [joined]
     if joined.solvers and request.account.context:  # other schedules than without them would be replayed
         ways.insert(0, replace(joined, solvers=()))
-    found = [one for way in ways if (one := _fastest_on_card(way, request)) is not None]
+    found = [one for way in ways if (one := _on_card(way, request)) is not None]
     if not found:
         raise request.refusal(joined)
     return min(found, key=lambda one: one[1].added_seconds)
 
 
-def _fastest_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
-    """The result of `solve_on_card`; None where none is found."""
-    found = _narrowed(joined, request) or _first_within(_with_less(joined, request), request)
-    if found is None:
+def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
+    """The result of `solve_on_card`; None for a budget below the smallest, or where no schedule passes the replay."""
+    if found := _narrowed(joined, request):
+        return found
+    if smallest(joined, request.account)[0] > request.budget_bytes:
         return None
-    slower = found[1].added_seconds
-    known = (one for one in _known(joined, request) if one[1].added_seconds < slower)
-    return _first_within(islice(known, _TRIED), request) or found
+    return _first_within(_with_less(joined, request), request)
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
@@ -151,18 +147,18 @@ def _first_within(
 
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
-    """The solutions for a few budgets between the request's and the smallest, all others that are known, and last the
-    one with the smallest peak: a schedule with which the allocator runs out of memory may lie between two with which it
-    does not."""
+    """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
+    others that are known: a schedule with which the allocator runs out of memory may lie between two with which it does
+    not."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
+    yield taken, least
     spare = request.budget_bytes - breakdown(taken.problem, least.schedule, bare).peak_bytes
     for part in range(1, _PARTS if spare > 0 else 1):
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
             yield solve_settled(joined, replace(request, account=tighter))
     yield from _known(joined, request)
-    yield taken, least
 
 
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
