@@ -17,14 +17,11 @@ from memopt.account.optimizer_state import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
 from memopt.checks.account_check import AccountCheck, AccountRow
 from memopt.checks.phases import PhaseMeter
-from memopt.compat.pytree import tree_leaves
 from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
-from memopt.run.on_demand import OnDemand
 from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.run.training import TrainingCalls
 from memopt.solver import simulate
@@ -78,7 +75,7 @@ def _checked_step(
         with torch.enable_grad():
             start.restore()
             for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
-                on_demand = _train(lambda: calls(*call[0], **call[1]), optimizer)
+                _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
             elsewhere = calls.planner.elsewhere.about(around)
             measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
@@ -87,17 +84,15 @@ def _checked_step(
         start.restore_gradients()
         kept.restore()
     assert calls.latest is not None
-    predicted = predicted_rows(calls.latest, on_demand=on_demand)
+    predicted = predicted_rows(calls.latest)
     rows = tuple(AccountRow(name, predicted[name], measured[name]) for name in measured)
     return AccountCheck(type(model).__name__, type(optimizer).__name__, str(start.device), rows[:-1], rows[-1])
 
 
-def predicted_rows(plan: Plan, *, on_demand: bool = False) -> Rows:
+def predicted_rows(plan: Plan) -> Rows:
     """The bytes of each row as a plan predicts them; the peak without the bytes that no allocator counts.
 
-    The plan must have been made in this process, not loaded. `on_demand`: some outputs are computed when they are
-    first looked at. They hold the state of the generators, which the plan's reserve has room for, and until the
-    backward begins the values that they are computed from.
+    The plan must have been made in this process, not loaded.
     """
     assert plan.captured is not None
     assert plan.schedule is not None
@@ -105,8 +100,6 @@ def predicted_rows(plan: Plan, *, on_demand: bool = False) -> Rows:
     problem = plan.captured.joined(accumulating=account.gradients_held, as_seen=True).problem
     held = set(held_storages(problem, plan.schedule))
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
-    on_cpu = plan.captured.hardware.name == "cpu"
-    states = GENERATOR_STATE_BYTES["cpu"] if on_demand and on_cpu else 0  # in the host's memory on any device
     moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     return {
         "parameters": account.parameters,
@@ -114,9 +107,9 @@ def predicted_rows(plan: Plan, *, on_demand: bool = False) -> Rows:
         "inputs": account.inputs,
         "optimizer state": account.optimizer_state,
         "gradients": account.gradients,
-        "outputs": output_bytes(problem) + states,
-        "held by the forward": sum(problem.storages[storage].bytes for storage in held) + states,
-        "forward and backward": moving + states,
+        "outputs": output_bytes(problem),
+        "held by the forward": sum(problem.storages[storage].bytes for storage in held),
+        "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,
         "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes - account.elsewhere,
     }
@@ -158,9 +151,8 @@ def _measure(
 
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
-) -> bool:
-    """Run a forward, its backward and the optimiser's step, while the outputs are held as training loops do. Returns
-    whether some outputs are computed on demand."""
+) -> None:
+    """Run a forward, its backward and the optimiser's step, while the outputs are held as training loops do."""
     output = call()
     loss = scalar_loss(output)
     end_phase()
@@ -168,7 +160,6 @@ def _train(
     end_phase()
     optimizer.step()
     end_phase()
-    return any(isinstance(leaf, OnDemand) for leaf in tree_leaves(output))
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
