@@ -134,7 +134,7 @@ class CallPlanner(CallAccounts):
             except CaptureError as failure:
                 raise CaptureError(cannot_capture(self.model, str(failure))) from failure
             finally:
-                gc.collect()  # tracing leaves cycles, between which the graphs would lie scattered
+                gc.collect(1)  # tracing leaves cycles, between which the graphs would lie scattered
 
     def forget_solvers(self) -> None:
         """Free the solvers of all calls, once one of them is planned: they take more memory than its graphs."""

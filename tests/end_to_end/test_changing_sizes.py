@@ -91,6 +91,7 @@ def test_a_plan_for_declared_sizes_is_for_the_largest() -> None:
     assert plan.predicted_peak_gb == largest.predicted_peak_gb
 
 
+@pytest.mark.slow
 def test_a_planned_call_keeps_little_of_its_planning() -> None:
     """One joint graph and Dynamo's graph for each capture; no nodes that were erased, no emitted graphs, no solvers."""
 

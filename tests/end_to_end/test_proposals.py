@@ -133,8 +133,9 @@ def resnet() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "inputs"),
-    [(make, batch), pytest.param(resnet, lambda: BY_NAME["resnet"].batch("usual"), marks=pytest.mark.slow)],
+    [(make, batch), (resnet, lambda: BY_NAME["resnet"].batch("usual"))],
 )
+@pytest.mark.slow
 def test_bf16_parameters_are_kept_to(make: Callable[[], nn.Module], inputs: Callable[[], Batch]) -> None:
     least = smallest_gb(make(), inputs(), allow=NARROW, **BF16)
     assert least < smallest_gb(make(), inputs(), allow=BASE, **BF16)

@@ -121,7 +121,7 @@ def trained(
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "gpt2")) for name in MODELS])
 def test_a_step_goes_on_as_if_nothing_had_happened_and_is_planned_tighter(name: str, half: str) -> None:
     undisturbed, losses, *_ = trained(MODELS[name], {})
     state, found, model, peaks = trained(MODELS[name], {2: (half, 1)})
