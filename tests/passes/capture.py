@@ -147,6 +147,11 @@ def run(captured: Captured, graph_module: GraphModule) -> list[Any]:
     return [*outputs, *inputs, torch.get_rng_state()]
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in the order of its elements, whatever its strides."""
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def assert_bitwise_equal(captured: Captured, before: GraphModule, after: GraphModule) -> None:
     """Both graphs return the same bits, write the same bits, and leave the generator in the same state."""
     first, second = run(captured, before), run(captured, after)
@@ -156,7 +161,7 @@ def assert_bitwise_equal(captured: Captured, before: GraphModule, after: GraphMo
         if isinstance(one, torch.Tensor):
             assert one.dtype == other.dtype
             assert one.stride() == other.stride()
-            assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+            assert torch.equal(bits_of(one), bits_of(other))
         else:
             assert one == other
 
