@@ -20,6 +20,7 @@ import memopt
 from benchmarks import card_bytes
 from benchmarks.gpu_methods import Method, adamw, peers, within
 from benchmarks.gpu_models import Candidate, candidates
+from examples.models.card import temporary_bytes
 from memopt.device import measure_hardware
 from memopt.device.context_probe import measure_context_bytes
 from memopt.device.hardware_table import Hardware, reported_chip
@@ -53,7 +54,7 @@ def workspaces(known: Known, small: bool) -> Lines:
     for name, (op, args) in _operators(64 if small else 1024).items():
         call = describe(op, args, {}, op(*args))
         ran = library_run(call, chip)
-        used = _temporary_bytes(lambda op=op, args=args: op(*args))
+        used = temporary_bytes(lambda op=op, args=args: op(*args))
         figures = {"rule_mb": estimate_workspace(call, "cuda", chip) / MB, "used_mb": used / MB}
         yield name, figures | ({} if ran is None else {"run_mb": ran.workspace_bytes / MB})
 
@@ -216,16 +217,6 @@ def _gradients(candidate: Candidate, backend: SDPBackend | None) -> list[torch.T
         loss = model(**batch).loss
     loss.backward()
     return [one.grad for one in model.parameters() if one.grad is not None]
-
-
-def _temporary_bytes(run: Callable[[], Any]) -> int:
-    run()  # libraries make their plans and workspaces
-    torch.cuda.reset_peak_memory_stats()
-    result = run()
-    torch.cuda.synchronize()
-    beside = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del result
-    return beside
 
 
 def _timed(method: Method, candidate: Candidate) -> dict[str, Any]:

@@ -37,8 +37,11 @@ PLAIN, CHECKPOINTS, SMALLEST, PLANNED = "plain", "checkpoints at every block", "
 
 
 def train(rank: int, ranks: int, name: str, way: str, budget_gb: float | None, folder: Path) -> dict[str, Any]:
-    """Train some steps one way: the peak after the first, and the largest difference of a loss or gradient to those of
-    the plain way, as a part of the largest magnitude of its tensor."""
+    """Train for `STEPS` steps in one of the four ways.
+
+    Returns the peak of the steps after the first one, and the largest absolute difference of a loss or gradient to that
+    of the plain way, divided by the largest magnitude in its tensor.
+    """
     family = FAMILIES[name]
     model = family.sharded(ranks, checkpointed=way == CHECKPOINTS)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -100,13 +103,13 @@ def on_rank(rank: int, folder: Path, ranks: int, name: str, way: str, budget_gb:
 
 
 def of_ranks(folder: Path, ranks: int, name: str, way: str, budget_gb: float | None = None) -> list[dict[str, Any]]:
-    """What one way gives on each rank, in processes of its own: so that nothing of another way is in its memory."""
+    """The results of each rank for one way, each from a new process, whose memory holds nothing of the other ways."""
     multiprocessing.spawn(on_rank, (folder, ranks, name, way, budget_gb), nprocs=ranks)
     return [torch.load(folder / str(rank)) for rank in range(ranks)]
 
 
 def rows(name: str, ranks: int) -> list[dict[str, Any]]:
-    """The rows of one model on so many ranks, each with the peaks of all of them."""
+    """The rows of one model on a number of ranks, each row with the peaks of all ranks."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         by_way = {way: of_ranks(folder, ranks, name, way) for way in (PLAIN, CHECKPOINTS)}

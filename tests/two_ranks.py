@@ -27,3 +27,16 @@ def _run(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[
     distributed.barrier()
     # No teardown: the group's destructor joins gloo's thread while it holds the GIL that this thread may wait for.
     os._exit(0)
+
+
+def check_refused_together(ranks: list[list[tuple[str, str, float]]], within_seconds: float) -> None:
+    """Check three calls of two ranks, of which the second is too large for rank 1: as kinds of error, texts ("" where a
+    step is taken) and seconds."""
+    first, second = ranks
+    assert first[0][:2] == second[0][:2] == ("", "")
+    for kind, text, seconds in (first[1], second[1]):
+        assert kind == "BudgetError"
+        assert text == first[1][1]
+        assert text.endswith("so it is on rank 1, and all ranks stop")
+        assert seconds < within_seconds
+    assert first[2][:2] == second[2][:2] == ("", "")

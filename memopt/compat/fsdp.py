@@ -53,7 +53,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def sharding_in_words(model: nn.Module) -> str:
-    """What has to be equal on all ranks for their collectives to match: the groups, and what each of them exchanges."""
+    """A text that is equal on two ranks if their collectives match: the number of parameter groups, and a digest of
+    their shapes, resharding and mixed precision."""
     groups = groups_of(model)
     facts = [
         (
@@ -71,10 +72,10 @@ def _digest(value: object) -> str:
 
 
 class _Staging:
-    """The copies of the larger of its tensors that gloo makes for each exchange on the CPU.
+    """Stand-ins for the copies that gloo makes on the CPU, one of the larger tensor of each collective.
 
-    Its threads free them some time after the exchange is over, not before the next one if they are kept from running:
-    here they are held until `let_go`.
+    Gloo's threads free their copies at an unknown time after the collective, so that all of them may be alive at once.
+    Here they are held until `let_go`.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class _Staging:
 
 
 class _OwnGather:
-    """An all-gather that fills the places of all ranks with this rank's shard, and asks no other rank."""
+    """An all-gather without communication: it puts this rank's shard in the place of every rank's."""
 
     def __init__(self, usual: Any, staging: _Staging) -> None:
         self.allocate, self.staging = usual.allocate, staging
@@ -102,7 +103,7 @@ class _OwnGather:
 
 
 class _OwnReduce:
-    """A reduce-scatter that returns the first part of what this rank has."""
+    """A reduce-scatter without communication: it returns the first part of this rank's input."""
 
     def __init__(self, usual: Any, staging: _Staging) -> None:
         self.allocate, self.staging = usual.allocate, staging
@@ -113,7 +114,7 @@ class _OwnReduce:
 
 
 class Gathered:
-    """The parameters of a model that `fully_shard` gathers before they are used, and frees; false without any."""
+    """The parameters of a model that `fully_shard` gathers before use and frees after it. False if there are none."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -128,7 +129,7 @@ class Gathered:
         return any(getattr(parameter, "_unsharded_param", None) is tensor for parameter in self._parameters)
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """The tensors into which they are gathered. Their storages have no bytes while they are not."""
+        """The tensors into which the parameters are gathered; their storages have 0 bytes between uses."""
         for parameter in self._parameters:
             yield from parameter.all_gather_outputs
 
@@ -138,9 +139,9 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A block for a forward and backward in which the model's parts gather and reduce as always, with buffers of
-        the same sizes, but with no other rank: what runs in it need not run on all of them. Values that are gathered
-        repeat this rank's shard. Gradients are set aside, and there again after the block."""
+        """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers, but
+        communicate with no other rank. Gathered values repeat this rank's shard. Gradients are removed for the block
+        and restored after it."""
         with ExitStack() as stack:
             for group in self._groups:
                 gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
@@ -164,8 +165,9 @@ NOTHING_GATHERED = Gathered(nn.Module())
 
 
 def exchange_in_words(model: nn.Module) -> str:
-    """What `set_requires_gradient_sync` and backwards without it have left: which groups will reduce their gradients,
-    and whether whole gradients are held; "" for a model that is not sharded."""
+    """A text for the state of gradient accumulation: which groups reduce their gradients in the next backward (see
+    `set_requires_gradient_sync`), and whether unsharded gradients of earlier backwards are held; "" for a model that is
+    not sharded."""
     groups = groups_of(model)
     if not groups:
         return ""
@@ -183,7 +185,7 @@ def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.
 
 
 def _abandon(model: nn.Module) -> None:
-    """Have the model's parts forget an iteration that failed, so that another one can begin."""
+    """Reset the state of an iteration that failed, so that another one can begin."""
     for module in model.modules():
         reset = getattr(module, "reset_iter_state", None)
         if reset is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.plan import Plan
@@ -32,18 +34,50 @@ class SafetyNet:
         self, model: nn.Module, planner: CallAccounts, pending: PendingForwards, forget: Callable[[], None]
     ) -> None:
         self.model, self.planner, self.pending, self.forget = model, planner, pending, forget
-        self._begun = 0
+        self.before: CallState | None = None
+        """The state of the model before the call that runs."""
+        self._forwards_before = 0
+        """The number of forwards that had begun before the call that runs."""
 
-    def begin(self) -> CallState:
-        """The state of the model before a call that begins now."""
-        self._begun = self.pending.begun
-        return CallState.of(self.model)
+    def run(self, attempt: Callable[[], Any], *, repeat: bool) -> Any:
+        """Run a training call by `attempt`; with `repeat` a second time, by a tighter plan, if an allocation of its
+        forward fails.
 
-    def forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
+        Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
+        """
+        before, self._forwards_before = CallState.of(self.model), self.pending.begun
+        self.before = before
+        try:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as failure:
+                failed = self._forward_failed(failure, before)
+                if failed is None:
+                    raise
+            # Outside of the handler, whose exception would keep what the forward made.
+            if not (failed.undone and repeat):
+                raise failed
+            return self._repeated(attempt, failed, before)
+        finally:
+            self.before = None
+
+    def _repeated(self, attempt: Callable[[], Any], failed: StepMemoryError, before: CallState) -> Any:
+        failed.repeated = True
+        try:
+            return attempt()
+        except BudgetError as refused:
+            before.undo()
+            raise failed from refused.with_traceback(None)
+        except torch.OutOfMemoryError as failure:
+            again = self._forward_failed(failure, before) or failed
+            again.repeated = True
+            raise again from None
+
+    def _forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
         """Undo a forward in which an allocation failed, and plan tighter; the error for the user. None where no forward
         had begun: memory ran out while the call was planned."""
         forward = self.pending.latest() if self.pending.latest else None
-        if self.pending.begun == self._begun or forward is None:
+        if self.pending.begun == self._forwards_before or forward is None:
             return None
         forward.after_backward()  # it will have none
         failure.with_traceback(None)  # its frames hold what the forward made

@@ -26,18 +26,17 @@ class Sharded:
         self.model = model
         self._ranks: Ranks | None = None
         self._open = self._settled = False
-        """Whether a forward is under way, and whether the ranks have settled who of them can take it."""
+        """Whether a forward is under way, and whether the ranks have agreed that all of them can run it."""
 
     @property
     def there(self) -> bool:
-        """Whether the model is sharded. Once it was, it is: in a forward, its parameters may be whole."""
+        """Whether the model is sharded: now, or at an earlier call, since parameters are unsharded within a forward."""
         return self._ranks is not None or any(map(is_sharded, self.model.parameters()))
 
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-        """A block around a forward, or around its planning ahead, that fails on all ranks if it fails on one before
-        `begin` is called, or where that is not called at all. Before the first one, ranks with other terms are told so.
-        """
+        """A block around a forward, or around planning ahead of it, that raises on all ranks if it raises on one of
+        them before `begin` is called. The first block checks that all ranks have the same `terms`."""
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             self._ranks.check_terms({**terms(), "the sharding": sharding_in_words(self.model)})

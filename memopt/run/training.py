@@ -24,7 +24,6 @@ from memopt.compat.modules import plain_call
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
-from memopt.memory_error import StepMemoryError
 from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
@@ -49,7 +48,7 @@ from memopt.run.surroundings import Surroundings
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
-from memopt.training_state import CallState, set_generators
+from memopt.training_state import set_generators
 
 
 class TrainingCalls:
@@ -85,8 +84,6 @@ class TrainingCalls:
         self._log, self._plans_logged = PlanningLog(), 0
         self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
-        self._before: CallState | None = None
-        """The state of the model before the call that runs."""
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._recorders_by_dtype: dict[torch.dtype | None, tuple[CallsBySize, BrokenCalls]] = {}
@@ -138,39 +135,20 @@ class TrainingCalls:
 
     def _run(self, under_way: UnderWay) -> Any:
         self.planner.screen(under_way.call, under_way.crowded)
-        before = self._before = self._safety_net.begin()
+        # Under DDP the other ranks go on, so that no rank runs a call a second time.
+        return self._safety_net.run(partial(self._run_any_size, under_way), repeat=self.parallel.wrapper is None)
+
+    def _run_any_size(self, under_way: UnderWay) -> Any:
+        """Run a call; with new plans where it has sizes that those at hand do not serve."""
         try:
             return self._run_once(under_way)
         except SizeOutgrown:
             # A forward writes to buffers only at its end, so that the generators are all there is to undo.
+            before = self._safety_net.before
+            assert before is not None
             set_generators(before.generators, before.device)
             self._forget_plans()
             return self._run_once(under_way)
-        except torch.OutOfMemoryError as failure:
-            failed = self._safety_net.forward_failed(failure, before)
-            if failed is None:
-                raise
-        finally:
-            self._before = None
-        return self._run_tighter(under_way, before, failed)
-
-    def _run_tighter(self, under_way: UnderWay, before: CallState, failed: StepMemoryError) -> Any:
-        """Run a call once more in whose forward an allocation failed, by a tighter plan; raise `failed` where there is
-        none, where the call could not be undone, and under DDP, whose other ranks go on."""
-        if not failed.undone or self.parallel.wrapper is not None:
-            raise failed
-        self._before, failed.repeated = before, True
-        try:
-            return self._run_once(under_way)
-        except BudgetError as refused:
-            before.undo()
-            raise failed from refused.with_traceback(None)
-        except torch.OutOfMemoryError as failure:
-            again = self._safety_net.forward_failed(failure, before) or failed
-            again.repeated = True
-            raise again from None
-        finally:
-            self._before = None
 
     def _run_once(self, under_way: UnderWay) -> Any:
         """Run a call; one that could not be captured before is refused without trying again."""
@@ -368,7 +346,7 @@ class TrainingCalls:
         self._latest, self._ran_plain = plan, False
         self.sharded.begin()
         forward = self.surroundings.planned(call, situation, plan, self.accumulation)
-        forward.before = self._before
+        forward.before = self._safety_net.before
         return forward
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.initialization import no_init_weights
 
 MB = 1024**2
@@ -32,17 +32,20 @@ def forget() -> None:
     torch.cuda.empty_cache()
 
 
-def temporary_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes allocated while `run` runs, beside those of its results."""
-    run()  # libraries allocate their workspaces at the first call
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    result = run()
-    torch.cuda.synchronize()
-    beside = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    del result
-    return beside
+def vision_job(layers: int, width: int, images: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A vision transformer on the card and a batch of pictures of 224 by 224 pixels."""
+    config = ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
+        problem_type="single_label_classification",
+    )
+    with torch.device("cuda"), without_values():
+        model = ViTForImageClassification(config).train()
+        batch = {"pixel_values": torch.randn(images, 3, 224, 224), "labels": torch.zeros(images, dtype=torch.int64)}
+    model.loss_type = "ForSequenceClassification"
+    return model, batch
 
 
 def cap(limit_bytes: float) -> None:

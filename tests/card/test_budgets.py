@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
 from memopt.errors import GIB
-from tests.card.card import cap, forget, without_values
+from tests.card.card import cap, forget, vision_job
 
 STEPS = 8
 MOST = {"aten": 1.01, "inductor": 1.02}
@@ -35,16 +35,6 @@ def job() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def images_job() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    config = ViTConfig(num_hidden_layers=4, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
-    config.problem_type = "single_label_classification"
-    with torch.device("cuda"), without_values():
-        model = ViTForImageClassification(config).train()
-        batch = {"pixel_values": torch.randn(64, 3, 224, 224), "labels": torch.zeros(64, dtype=torch.int64)}
-    model.loss_type = "ForSequenceClassification"
-    return model, batch
-
-
 def smallest_gb(model: nn.Module, batch: Any, **options: Any) -> float:
     with pytest.raises(memopt.BudgetError) as refusal:
         memopt.plan(model, 0.001, batch, **options)
@@ -63,7 +53,7 @@ def test_steps_run_in_a_process_that_has_the_budget_alone(backend: Any, fused: b
 @pytest.mark.slow
 def test_steps_that_offload_run_in_a_process_that_has_the_budget_alone() -> None:
     """At the tightest budgets activations go to the host."""
-    model, batch = images_job()
+    model, batch = vision_job(layers=4, width=1024, images=64)
     check_budgets(model, batch, torch.optim.AdamW(model.parameters()), "aten", (0.0, 0.01, 0.02))
 
 

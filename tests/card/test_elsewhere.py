@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
 
 import memopt
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.elsewhere import Around, look
-from tests.card.card import without_values
+from tests.card.card import vision_job
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
@@ -31,12 +30,7 @@ def test_blocks_that_the_allocator_does_not_split_are_nothing_elsewhere() -> Non
 
 def test_inputs_that_the_caller_holds_are_nothing_elsewhere_in_the_backward() -> None:
     """Saved for the backward is a copy in 16 bits."""
-    config = ViTConfig(num_hidden_layers=2, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
-    config.problem_type = "single_label_classification"
-    with torch.device("cuda"), without_values():
-        model = ViTForImageClassification(config).train()
-        batch = {"pixel_values": torch.randn(128, 3, 224, 224), "labels": torch.zeros(128, dtype=torch.int64)}
-    model.loss_type = "ForSequenceClassification"
+    model, batch = vision_job(layers=2, width=512, images=128)
     options = {"precision": "bf16", "backend": "aten"}
     budget_gb = memopt.plan(model, 100.0, batch, **options).plain_peak_gb
     memopt.optimize(model, budget_gb, example_inputs=batch, **options)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples.models.card import temporary_bytes
 from memopt.device.hardware_table import reported_chip
 from memopt.device.library_run import library_run
 from memopt.device.op_call import describe
-from tests.card.card import MB, temporary_bytes
+from tests.card.card import MB
 
 aten = torch.ops.aten
 CONVOLUTION = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)

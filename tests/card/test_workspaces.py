@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.models.card import temporary_bytes
 from memopt.device.hardware_table import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace_table import estimate_workspace
-from tests.card.card import MB, needs_numbers, temporary_bytes
+from tests.card.card import MB, needs_numbers
 
 aten = torch.ops.aten
 UNSPLIT = MB

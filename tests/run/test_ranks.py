@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import check_refused_together, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case starts two processes
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -114,14 +114,7 @@ def test_other_terms_are_named_on_every_rank(case: Any, named: str) -> None:
 
 
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
-    first, second = on_two_ranks(one_does_not_fit)
-    assert first[0][:2] == second[0][:2] == ("", "")
-    for kind, text, seconds in (first[1], second[1]):
-        assert kind == "BudgetError"
-        assert text == first[1][1]
-        assert text.endswith("so it is on rank 1, and all ranks stop")
-        assert seconds < LONGEST_SECONDS
-    assert first[2][:2] == second[2][:2] == ("", "")
+    check_refused_together(on_two_ranks(one_does_not_fit), LONGEST_SECONDS)
 
 
 def test_a_refusal_ahead_of_training_is_that_of_all() -> None:

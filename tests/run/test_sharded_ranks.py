@@ -19,7 +19,7 @@ import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from memopt.compat.subclasses import shard_of
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import check_refused_together, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case plans on two ranks
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -117,14 +117,7 @@ def test_other_terms_are_named_on_every_rank(ranks: list[dict[str, Any]], name: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["too large"] for rank in ranks)
-    assert first[0][:2] == second[0][:2] == ("", "")
-    for kind, text, seconds in (first[1], second[1]):
-        assert kind == "BudgetError"
-        assert text == first[1][1]
-        assert text.endswith("so it is on rank 1, and all ranks stop")
-        assert seconds < LONGEST_SECONDS
-    assert first[2][:2] == second[2][:2] == ("", "")
+    check_refused_together([rank["too large"] for rank in ranks], LONGEST_SECONDS)
 
 
 @pytest.mark.filterwarnings("ignore")
