@@ -52,13 +52,17 @@ def stays_within_its_budget(printed: str) -> None:
     assert re.search(r"^│ recompute +│", printed, re.MULTILINE), "the budget asks for nothing"
 
 
-@pytest.mark.parametrize("example", ["nanogpt.py", "diffusion_unet.py", "lora.py"])
+@pytest.mark.parametrize(
+    "example",
+    ["nanogpt.py", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diffusion_unet.py", "lora.py"))],
+)
 def test_training_programs(example: str) -> None:
     if example == "lora.py":
         pytest.importorskip("peft")
     stays_within_its_budget(printed_by(example, "--small"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda notebook: notebook.name)
 def test_notebooks(notebook: Path, tmp_path: Path) -> None:
     program = tmp_path / "cells.py"

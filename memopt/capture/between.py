@@ -30,7 +30,7 @@ class EagerBytes:
     """Held while its backward runs."""
 
     def __or__(self, other: EagerBytes) -> EagerBytes:
-        """The larger of each."""
+        """The larger number of bytes of each kind."""
         return EagerBytes(*map(max, astuple(self), astuple(other)))
 
     def scaled(self, factor: float) -> EagerBytes:

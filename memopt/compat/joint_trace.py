@@ -103,15 +103,16 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
         raise _JointGraphTraced
 
     with suppress(_JointGraphTraced):
-        _second_phase(state, capture, look, _no_compiler, _no_compiler)
+        _second_phase(state, capture, look, _no_compiler, _no_compiler, log=False)
     forget_erased(found[0][0].graph)
     return AotTrace(*found[0], state, capture)
 
 
 def _second_phase(
-    state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile
+    state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool = True
 ) -> Callable[[list[Any]], Any]:
-    """Compiles the region's halves, and returns the function that runs them on a list of inputs."""
+    """Compiles the region's halves, and returns the function that runs them on a list of inputs. With `log`, torch logs
+    the graphs, which costs the time of printing them whether or not its log is on."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -129,7 +130,7 @@ def _second_phase(
     state.fw_metadata = copy.copy(state.fw_metadata)
     state.fw_metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
     state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
-    state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True)
+    state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
     with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
         compiled, _ = second_phase(

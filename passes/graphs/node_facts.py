@@ -82,12 +82,17 @@ def may_write(node: Node) -> bool:
 def binds_new_symbols(node: Node) -> bool:
     """True if the result's sizes or value depend on data, so that every call has symbols of its own."""
     found = _unbacked_symbols(node.meta.get("val"))
+    if not found:
+        return False
     return bool(found.difference(*(_unbacked_symbols(source.meta.get("val")) for source in node.all_input_nodes)))
 
 
 def _unbacked_symbols(value: object) -> set[Any]:
     if isinstance(value, (tuple, list)):
         return {symbol for element in value for symbol in _unbacked_symbols(element)}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        numbers = (*value.shape, *value.stride(), value.storage_offset())
+        return {symbol for number in numbers if not isinstance(number, int) for symbol in free_unbacked_symbols(number)}
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_unbacked_symbols(value))
     return set()

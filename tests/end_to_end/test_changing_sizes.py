@@ -69,6 +69,7 @@ def test_lengths_make_two_captures(name: str, captures: list[RecordedRegion]) ->
     assert len(captures) <= 3  # one with fixed sizes, one with symbols, one for the batch of a single sample
 
 
+@pytest.mark.slow
 def test_declared_sizes_make_one_capture(captures: list[RecordedRegion]) -> None:
     model = BY_NAME["gpt2-sdpa"].make()
     plain = copy.deepcopy(model)

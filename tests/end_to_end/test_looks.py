@@ -16,6 +16,7 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 LENGTHS = (96, 16, 80, 24, 64, 32)
 
 
+@pytest.mark.slow
 def test_a_backward_of_another_length_is_not_taken_for_memory_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_PLAN", "always")
     model, batch = language_models.make(SMALL_CONFIGS["gpt2"](), samples=4, length=max(LENGTHS))

@@ -39,6 +39,7 @@ def train_step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.slow
 def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
     """Nothing is counted that nobody holds, and what is held is counted."""
     model, batch = make(name)

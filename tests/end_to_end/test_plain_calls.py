@@ -86,6 +86,7 @@ def test_the_count_is_what_the_step_holds(name: str) -> None:
     assert peak.allocated_bytes - BOOKKEEPING_BYTES <= step.peak_bytes <= 1.02 * peak.allocated_bytes
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_fit_is_planned(captures: list[RecordedRegion]) -> None:
     """It is captured with symbols, since its sizes differ from those of the plain calls before."""
     family = BY_NAME["gpt2-sdpa"]

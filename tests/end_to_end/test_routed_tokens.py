@@ -69,7 +69,8 @@ def regions_recorded(model: nn.Module) -> int:
     )
 
 
-@pytest.mark.parametrize("lengths", [pytest.param((32, 32), marks=pytest.mark.slow), (24, 48)])
+@pytest.mark.parametrize("lengths", [(32, 32), (24, 48)])
+@pytest.mark.slow
 def test_routed_tokens_train_bit_by_bit_and_are_seldom_planned(
     lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

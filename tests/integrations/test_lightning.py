@@ -143,6 +143,7 @@ def test_within_a_budget_and_in_the_log(tmp_path: Path) -> None:
     assert "memopt_peak_gb" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
 
+@pytest.mark.slow
 def test_resumes(tmp_path: Path) -> None:
     """As a plain run resumes: Lightning itself begins the epoch's data and random numbers again."""
     data, saved, resumed = list(batches(6)), [], []

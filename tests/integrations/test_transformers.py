@@ -111,6 +111,7 @@ def test_token_weighted_accumulation_within_a_budget(tmp_path: Path) -> None:
     assert plans[0]["memopt_peak_gb"] <= plans[0]["memopt_budget_gb"] <= BUDGET_GB
 
 
+@pytest.mark.slow
 def test_bert_with_dynamic_padding(tmp_path: Path) -> None:
     lengths = integers(57, 64, seed=5) + 40
     data = [text(row[:length]) for row, length in zip(integers(VOCABULARY, 64, 96), lengths, strict=True)]

@@ -66,6 +66,7 @@ def test_another_optimizer_or_adapters() -> None:
 ON_H100: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"recompute"}, "device": "h100"}
 
 
+@pytest.mark.slow
 def test_growing_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expandable segments leave fewer holes between the blocks of torch's allocator."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

@@ -225,6 +225,7 @@ def by_trainer(folder: Path, failing: bool) -> tuple[dict[str, Tensor], nn.Modul
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_trainer_of_transformers_goes_on_by_a_tighter_plan(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     undisturbed, _ = by_trainer(tmp_path, failing=False)
