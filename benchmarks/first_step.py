@@ -142,6 +142,7 @@ def in_a_process(tree: Path, *arguments: str) -> dict[str, float]:
     code = f"import sys; sys.path.insert(0, {str(tree)!r}); import runpy; runpy.run_path({__file__!r}, {{}}, 'child')"
     with tempfile.TemporaryDirectory() as folder:
         surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        surroundings.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], check=True, stdout=subprocess.PIPE, env=surroundings, text=True,
             cwd=tree,

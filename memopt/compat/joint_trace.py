@@ -4,8 +4,8 @@ Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
 graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`) and `_aot_graph_capture` (with
-`graph_module`), `torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once
-`var_to_val`.
+`graph_module`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
+shape environment `backed_var_to_val`, once `var_to_val`.
 
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """
@@ -13,6 +13,8 @@ Functions import torch._dynamo and torch._functorch.aot_autograd themselves: the
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._logging._internal import getArtifactLogger
 
 from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
@@ -68,7 +71,7 @@ class AotTrace:
             halves.extend(partition(*args, **kwargs))
             return halves[0], halves[1]
 
-        compiled = _second_phase(self.state, self.capture, noted, forward, backward)
+        compiled = _second_phase(self.state, self.capture, noted, forward, backward, log=_graphs_are_logged())
         for half in halves:
             erase_all(half.graph)  # their code is compiled
         compiled = _disable(compiled, reason="a planned region is not traced again")
@@ -109,10 +112,10 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 
 def _second_phase(
-    state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool = True
+    state: Any, capture: Any, partition: Partition, forward: Compile, backward: Compile, *, log: bool
 ) -> Callable[[list[Any]], Any]:
-    """Compiles the region's halves, and returns the function that runs them on a list of inputs. With `log`, torch logs
-    the graphs, which costs the time of printing them whether or not its log is on."""
+    """Compiles the region's halves, and returns the function that runs them on a list of inputs. With `log`,
+    AOTAutograd logs the graphs."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
     def cut(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -142,6 +145,12 @@ def _second_phase(
             inference_compiler=forward,
         )
     return compiled
+
+
+def _graphs_are_logged() -> bool:
+    """Whether a log of AOTAutograd's graphs is on. Without asking, AOTAutograd turns them into text for each region."""
+    name = "torch._functorch._aot_autograd.graph_compile"
+    return "TORCH_TRACE" in os.environ or getArtifactLogger(name, "aot_graphs").isEnabledFor(logging.DEBUG)
 
 
 @contextmanager

@@ -95,3 +95,15 @@ def test_what_the_partition_raises_comes_through() -> None:
     trace = traced(region)
     with region.tracing(), pytest.raises(Stop):
         trace.compile(stop, as_it_stands, as_it_stands)
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_graphs_become_text_only_for_a_log(logged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[fx.GraphModule] = []
+    monkeypatch.setattr(fx.GraphModule, "print_readable", lambda module, *_, **__: printed.append(module) or "")
+    monkeypatch.setattr("memopt.compat.joint_trace._graphs_are_logged", lambda: logged)
+    region = recorded(nn.Sequential(nn.Linear(4, 4)).train(), torch.randn(2, 4))
+    trace = traced(region)
+    with region.tracing():
+        trace.compile(by(default_partition), as_it_stands, as_it_stands)
+    assert bool(printed) is logged
