@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -55,6 +56,10 @@ class CallAccounts(ModelTerms):
             if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
                 elsewhere = max(0, elsewhere - account.buckets)
         return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes)
+
+    def one_look(self, call: Call, situation: Situation) -> AbstractContextManager[None]:
+        """A block that plans a call: memory elsewhere is looked for when it begins only, since planning adds none."""
+        return self.elsewhere.held_still(self.around(call)) if situation.elsewhere is None else nullcontext()
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

@@ -65,7 +65,7 @@ class Road:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        with self._planning():
+        with self._planning(), self.planner.one_look(call, situation):
             self.plans += 1
             key = self.kept.key(captured, call, situation)
             self.kept.note(key, call, situation)
@@ -87,7 +87,8 @@ class Road:
             with self._planning():
                 self.plans += 1
                 start_libraries(self.planner.device())
-                return self._emitted(captured, call, situation, planned)
+                with self.planner.one_look(call, situation):
+                    return self._emitted(captured, call, situation, planned)
         finally:
             self.planner.forget_solvers()
             gc.collect()
