@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+# Many tests start programs, which would compile memopt to bytecode each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 CARD := .venv-card
 CARD_INSTALLED := $(CARD)/installed

@@ -98,6 +98,7 @@ def test_budgets_are_kept_and_gradients_are_those_of_torch_compile(share: float)
     assert step.peak_bytes < compiled().peak_bytes
 
 
+@pytest.mark.slow
 def test_gradients_are_added_within_the_compiled_backward() -> None:
     model = memopt.optimize(make(), budget(0.6) + ahead().account.gradients / GIB, backend="inductor", **MODE)
     train_step(model, batch())

@@ -387,6 +387,7 @@ def test_where_it_makes_no_sense() -> None:
         memopt.optimize(small_gpt2(), 1e-4, example_inputs=text(), precision="fp32", allow=EXACT, backend="inductor")
 
 
+@pytest.mark.slow
 def test_a_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Kept plans are used at the second start, and step as before."""
     monkeypatch.setenv("MEMOPT_CACHE", "1")

@@ -49,6 +49,7 @@ def refusal(allow: frozenset[str] = BASE) -> BudgetError:
     return error.value.with_traceback(None)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_proposals_that_make_it_fit() -> None:
     plain = refusal().smallest_gb
     error = refusal(allow=LOW_BIT)

@@ -54,6 +54,7 @@ def test_accumulation_within_a_budget() -> None:
     assert_within(run, BUDGET_GB, plain)
 
 
+@pytest.mark.slow
 def test_resumes(tmp_path: Path) -> None:
     plain = train(None, steps=4)
     train(BUDGET_GB, steps=4, save=tmp_path)

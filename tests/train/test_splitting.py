@@ -38,6 +38,7 @@ def between() -> float:
     return (half + gradients + whole) / 2
 
 
+@pytest.mark.slow
 def test_it_is_split_and_the_step_is_that_of_the_whole() -> None:
     plain, ours = gpt2_without_dropout(), gpt2_without_dropout()
     expected = TrainStep(plain, torch.optim.SGD(plain.parameters(), 0.1))(BATCH)
