@@ -13,6 +13,7 @@ Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ class _Corrected:
 
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.fake(func, types, args, kwargs)
+        if not _is_decomposed(func):
+            return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not _is_doubtful(func, inputs, result):
+        if not _is_doubtful(inputs, result):
             return result
         key = func, *map(_layout, tree_leaves((args, kwargs)))
         if key not in self._orders:
@@ -104,20 +107,27 @@ class _Corrected:
             return laid.permute([order.index(dim) for dim in range(len(order))])
 
 
-def _is_doubtful(func: Any, inputs: list[torch.Tensor], result: Any) -> bool:
+@lru_cache(maxsize=4096)
+def _is_decomposed(func: Any) -> bool:
+    """Whether an operator's fake results may be laid out in another order than its kernel's."""
     from torch._decomp import decomposition_table
 
-    if func not in decomposition_table or not all(_is_number(tensor.dtype) for tensor in inputs):
+    if func not in decomposition_table:
+        return False
+    schema = schema_of(func)
+    if any(part in schema.name for part in _TRUSTED) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
+
+
+def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
+    """Whether these operands and results are such that the operator has to be tried."""
+    if not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
     numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
     if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
         return False
     if all(tensor.is_contiguous() for tensor in inputs):
-        return False
-    schema = schema_of(func)
-    if any(part in schema.name for part in _TRUSTED) or torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    if any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns)):
         return False
     return any(
         isinstance(leaf, FakeTensor) and leaf.dim() > 1 and not is_symbolic(leaf) for leaf in tree_leaves(result)
