@@ -91,7 +91,7 @@ class Road:
                     return self._emitted(captured, call, situation, planned)
         finally:
             self.planner.forget_solvers()
-            gc.collect()
+            gc.collect(1)  # the graphs that compiling halves leaves are young; older ones are part of the plan
 
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
