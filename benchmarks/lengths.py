@@ -10,7 +10,7 @@ in a process of its own:
     plain       the model as it is
     memopt      memopt.optimize with recompute and reinplace alone, in a budget half-way between the smallest one that
                 works for the longest batch and the peak with nothing recomputed
-    peaks       the same once more, with the peak of every batch measured
+    peaks       the same once more on the first batches, with the peak of every one measured
     torch       torch.compile(backend="aot_eager", dynamic=True), on the first batches
     checkpoint  torch.utils.checkpoint around every block, on the first batches
 
@@ -52,8 +52,8 @@ from memopt.errors import GIB
 RESULTS = Path(__file__).parent / "results"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
-FIRST = {"peaks": 202, "torch": 120, "checkpoint": 60}
-"""The number of batches of ways that are run for their peaks or their speed alone; two epochs have 202."""
+FIRST = {"peaks": 104, "torch": 120, "checkpoint": 60}
+"""The number of batches of ways that are run for their peaks or their speed alone; an epoch has 101."""
 SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 144, 4, 201
 SETTLED = 52
 """The batch after which resident memory should not grow. Like the last batch, it ends an accumulation: no gradients are
@@ -248,25 +248,26 @@ def kept(folder: Path | None, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def compare(name: str, count: int, ways: list[str], folder: Path | None, *, small: bool) -> dict[str, Any]:
-    """Measure the ways of one model, and compare each with plain on the batches that both ran."""
+def compare(name: str, count: int, ways: list[str], folder: Path | None, *, small: bool) -> Iterator[dict[str, Any]]:
+    """Measure the ways of one model, and compare each with plain on the batches that both ran; yields what is known
+    after each way."""
     size = ["--small"] if small else []
     limits = kept(folder, name, "budget", *size)
-    found = {}
+    lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
+    plain_losses, plain_seconds = list[float](), list[float]()
+    rows = []
     for way in ways:
         most = min(count, FIRST.get(way, count))
         limit = str(limits["budget_gb"])
-        found[way] = kept(folder, name, way, *size, "--batches", str(most), "--budget-gb", limit)
-        print(name, way, {key: value for key, value in found[way].items() if not isinstance(value, list)}, flush=True)
-    rows = []
-    plain_losses, plain_seconds = found["plain"]["losses"], found["plain"]["seconds"]
-    for way, run in found.items():
+        run = kept(folder, name, way, *size, "--batches", str(most), "--budget-gb", limit)
         losses, seconds = run.pop("losses"), run.pop("seconds")
+        if way == "plain":
+            plain_losses, plain_seconds = losses, seconds
         bitwise = losses == plain_losses[: len(losses)]
         of_plain = sum(seconds) / sum(plain_seconds[: len(seconds)])
         rows.append({"way": way, **run, "total_s": sum(seconds), "losses_bitwise": bitwise, "of_plain": of_plain})
-    lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
-    return {"model": name, **limits, "lengths": lengths, "rows": rows}
+        print(name, rows[-1], flush=True)
+        yield {"model": name, **limits, "lengths": lengths, "rows": rows}
 
 
 def main() -> None:
@@ -291,11 +292,11 @@ def main() -> None:
     ways = ["plain", *(way for way in WAYS if way in chosen.ways and way != "plain")]
     result = RESULTS / ("lengths_small.json" if chosen.small else "lengths.json")
     known = json.loads(result.read_text())["models"] if result.exists() else []
-    models = [model for model in known if model["model"] not in chosen.only]
+    models = {model["model"]: model for model in known}
     for name in chosen.only:
-        models.append(compare(name, chosen.batches, ways, chosen.keep, small=chosen.small))
-        print(json.dumps(models[-1], indent=1), flush=True)
-        write_result(result, {**stamp(), "models": models})
+        for measured in compare(name, chosen.batches, ways, chosen.keep, small=chosen.small):
+            models[name] = measured
+            write_result(result, {**stamp(), "models": list(models.values())})
 
 
 if __name__ == "__main__":

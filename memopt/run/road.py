@@ -90,6 +90,8 @@ class Road:
                 return self._emitted(captured, call, situation, planned)
         finally:
             self.planner.forget_solvers()
+            for region in captured.regions:
+                region.forget_dispatches()
             gc.collect()
 
     def extend(
