@@ -3,9 +3,9 @@
     python -m benchmarks.lengths [--only GPT-2] [--batches 500] [--small] [--keep FOLDER]
 
 GPT-2 of 12 layers and width 768 and a Llama of 16 layers and width 512, random weights, on bytes of Python's own
-documentation: two samples a batch, padded to the longer one (102 lengths, 144 at most), an odd number of samples,
-so that the last batch of an epoch has one; AdamW, gradients accumulated over 4 batches; one thread; fp32. Each way runs
-in a process of its own:
+documentation: two samples a batch, padded to the longer one (more than 100 lengths; 120 at most for GPT-2, 144 for the
+Llama), an odd number of samples, so that the last batch of an epoch has one; AdamW, gradients accumulated over 4
+batches; one thread; fp32. Each way runs in a process of its own:
 
     plain       the model as it is
     memopt      memopt.optimize with recompute and reinplace alone, in a budget half-way between the smallest one that
@@ -54,7 +54,8 @@ EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
 FIRST = {"peaks": 104, "torch": 120, "checkpoint": 60}
 """The number of batches of ways that are run for their peaks or their speed alone; an epoch has 101."""
-SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 144, 4, 201
+SAMPLES, SHORTEST, ACCUMULATED, PER_EPOCH = 2, 8, 4, 201
+LONGEST = {"GPT-2": 120, "Llama": 144}
 SETTLED = 52
 """The batch after which resident memory should not grow. Like the last batch, it ends an accumulation: no gradients are
 held."""
@@ -71,24 +72,30 @@ def make(name: str, *, small: bool) -> nn.Module:
         width = 64 if small else 512
         config = transformers.LlamaConfig(
             hidden_size=width, intermediate_size=2 * width, num_hidden_layers=16, num_attention_heads=8,
-            num_key_value_heads=4, max_position_embeddings=LONGEST, **tokens,
+            num_key_value_heads=4, max_position_embeddings=LONGEST[name], **tokens,
         )  # fmt: skip
     model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
     model.loss_type = "ForCausalLM"  # as it would be anyway, after a warning
     return model  # type: ignore[no-any-return]
 
 
-def samples() -> list[bytes]:
-    """Return the paragraphs of Python's documentation, cut to at most `LONGEST` bytes, at least 8."""
+def samples(name: str) -> list[bytes]:
+    """Return paragraphs of Python's documentation, cut at random lengths for Llama; for GPT-2, whose steps take long,
+    more often short than long, so that all padded lengths are about equally frequent."""
     paragraphs = [" ".join(text.split()).encode() for topic in topics.values() for text in topic.split("\n\n")]
-    chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= 8], PER_EPOCH)
-    lengths = random.Random(1)
-    return [text[: lengths.randint(8, LONGEST)] for text in chosen]
+    longest = LONGEST[name]
+    if name == "GPT-2":
+        chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= longest], PER_EPOCH)
+        parts = [(number / PER_EPOCH) ** 2 for number in range(1, PER_EPOCH + 1)]
+        return [text[: SHORTEST + round((longest - SHORTEST) * part)] for text, part in zip(chosen, parts, strict=True)]
+    chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= SHORTEST], PER_EPOCH)
+    chance = random.Random(1)
+    return [text[: chance.randint(SHORTEST, longest)] for text in chosen]
 
 
-def batches(count: int) -> Iterator[Batch]:
+def batches(name: str, count: int) -> Iterator[Batch]:
     """Yield batches of shuffled epochs, each padded to its longest sample."""
-    data, order = samples(), random.Random(2)
+    data, order = samples(name), random.Random(2)
     while True:
         order.shuffle(data)
         for begin in range(0, PER_EPOCH, SAMPLES):
@@ -105,8 +112,8 @@ def collate(texts: list[bytes]) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def longest() -> Batch:
-    return collate([b"x" * LONGEST] * SAMPLES)
+def longest(name: str) -> Batch:
+    return collate([b"x" * LONGEST[name]] * SAMPLES)
 
 
 class Events(logging.Handler):
@@ -159,7 +166,7 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
     optimizer = torch.optim.AdamW(model.parameters())
     losses, seconds, eventful, peaks, resident = [], [], [], [], dict[int, int]()
     torch.manual_seed(1)
-    for number, batch in enumerate(batches(count), 1):
+    for number, batch in enumerate(batches(name, count), 1):
         before, began = events.seen, time.process_time()
         if way == "peaks":
             peaks.append(peak_of(model, batch, losses))
@@ -218,7 +225,7 @@ def budget(name: str, *, small: bool) -> dict[str, float]:
     with the gradients of earlier batches held."""
     model = memopt.optimize(make(name, small=small), 1000, **EXACT)
     for _ in range(2):
-        backward(model, longest())
+        backward(model, longest(name))
     plan = memopt.plan_of(model)
     assert plan.account.gradients_held
     return {"budget_gb": (plan.smallest_gb() + plan.plain_peak_gb) / 2, "plain_gb": plan.plain_peak_gb}
@@ -253,7 +260,7 @@ def compare(name: str, count: int, ways: list[str], folder: Path | None, *, smal
     after each way."""
     size = ["--small"] if small else []
     limits = kept(folder, name, "budget", *size)
-    lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
+    lengths = len({batch["input_ids"].shape[1] for batch in batches(name, count)})
     plain_losses, plain_seconds = list[float](), list[float]()
     rows = []
     for way in ways:
