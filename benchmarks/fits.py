@@ -56,7 +56,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, image_size=SIDE,
         patch_size=8, num_labels=CLASSES,
     ),
+    "ViT-S": lambda: transformers.ViTConfig(
+        hidden_size=384, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=6, image_size=SIDE,
+        patch_size=8, num_labels=CLASSES,
+    ),
 }  # fmt: skip
+IMAGES = "ViT", "ViT-S"
 
 
 @dataclass
@@ -95,7 +100,10 @@ class Row:
 
 def make(name: str) -> nn.Module:
     """A model of `CONFIGS` in train mode, with random weights."""
-    kinds = {"BERT": transformers.AutoModelForMaskedLM, "ViT": transformers.AutoModelForImageClassification}
+    kinds = {
+        "BERT": transformers.AutoModelForMaskedLM,
+        **dict.fromkeys(IMAGES, transformers.AutoModelForImageClassification),
+    }
     model: nn.Module = kinds.get(name, transformers.AutoModelForCausalLM).from_config(CONFIGS[name]()).train()
     return model
 
@@ -104,7 +112,7 @@ def batches(name: str, steps: int) -> list[Batch]:
     """Batches for a model, of which the last one of each epoch is smaller."""
     torch.manual_seed(0)
     rows = [LAST_ROWS if step % EPOCH == EPOCH - 1 else ROWS for step in range(steps)]
-    return images(rows) if name == "ViT" else texts(rows)
+    return images(rows) if name in IMAGES else texts(rows)
 
 
 def images(rows_of_batches: Sequence[int]) -> list[Batch]:

@@ -3,14 +3,14 @@
     python -m benchmarks.lengths [--only GPT-2] [--batches 500] [--small] [--keep FOLDER]
 
 GPT-2 of 12 layers and width 768 and a Llama of 16 layers and width 512, random weights, on bytes of Python's own
-documentation: two samples a batch, padded to the longer one (102 lengths, 144 at most), an odd number of samples,
-so that the last batch of an epoch has one; AdamW, gradients accumulated over 4 batches; one thread; fp32. Each way runs
-in a process of its own:
+documentation: two samples a batch, padded to the longer one (more than 100 lengths; 120 at most for GPT-2, 144 for the
+Llama), an odd number of samples, so that the last batch of an epoch has one; AdamW, gradients accumulated over 4
+batches; one thread; fp32. Each way runs in a process of its own:
 
     plain       the model as it is
     memopt      memopt.optimize with recompute and reinplace alone, in a budget half-way between the smallest one that
                 works for the longest batch and the peak with nothing recomputed
-    peaks       the same once more, with the peak of every batch measured
+    peaks       the same once more on the first batches, with the peak of every one measured
     torch       torch.compile(backend="aot_eager", dynamic=True), on the first batches
     checkpoint  torch.utils.checkpoint around every block, on the first batches
 
@@ -52,9 +52,10 @@ from memopt.errors import GIB
 RESULTS = Path(__file__).parent / "results"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
-FIRST = {"peaks": 202, "torch": 120, "checkpoint": 60}
-"""The number of batches of ways that are run for their peaks or their speed alone; two epochs have 202."""
-SAMPLES, LONGEST, ACCUMULATED, PER_EPOCH = 2, 144, 4, 201
+FIRST = {"peaks": 104, "torch": 120, "checkpoint": 60}
+"""The number of batches of ways that are run for their peaks or their speed alone; an epoch has 101."""
+SAMPLES, SHORTEST, ACCUMULATED, PER_EPOCH = 2, 8, 4, 201
+LONGEST = {"GPT-2": 120, "Llama": 144}
 SETTLED = 52
 """The batch after which resident memory should not grow. Like the last batch, it ends an accumulation: no gradients are
 held."""
@@ -71,24 +72,30 @@ def make(name: str, *, small: bool) -> nn.Module:
         width = 64 if small else 512
         config = transformers.LlamaConfig(
             hidden_size=width, intermediate_size=2 * width, num_hidden_layers=16, num_attention_heads=8,
-            num_key_value_heads=4, max_position_embeddings=LONGEST, **tokens,
+            num_key_value_heads=4, max_position_embeddings=LONGEST[name], **tokens,
         )  # fmt: skip
     model: Any = transformers.AutoModelForCausalLM.from_config(config).train()
     model.loss_type = "ForCausalLM"  # as it would be anyway, after a warning
     return model  # type: ignore[no-any-return]
 
 
-def samples() -> list[bytes]:
-    """Return the paragraphs of Python's documentation, cut to at most `LONGEST` bytes, at least 8."""
+def samples(name: str) -> list[bytes]:
+    """Return paragraphs of Python's documentation, cut at random lengths for Llama; for GPT-2, whose steps take long,
+    more often short than long, so that all padded lengths are about equally frequent."""
     paragraphs = [" ".join(text.split()).encode() for topic in topics.values() for text in topic.split("\n\n")]
-    chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= 8], PER_EPOCH)
-    lengths = random.Random(1)
-    return [text[: lengths.randint(8, LONGEST)] for text in chosen]
+    longest = LONGEST[name]
+    if name == "GPT-2":
+        chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= longest], PER_EPOCH)
+        parts = [(number / PER_EPOCH) ** 2 for number in range(1, PER_EPOCH + 1)]
+        return [text[: SHORTEST + round((longest - SHORTEST) * part)] for text, part in zip(chosen, parts, strict=True)]
+    chosen = random.Random(0).sample([text for text in paragraphs if len(text) >= SHORTEST], PER_EPOCH)
+    chance = random.Random(1)
+    return [text[: chance.randint(SHORTEST, longest)] for text in chosen]
 
 
-def batches(count: int) -> Iterator[Batch]:
+def batches(name: str, count: int) -> Iterator[Batch]:
     """Yield batches of shuffled epochs, each padded to its longest sample."""
-    data, order = samples(), random.Random(2)
+    data, order = samples(name), random.Random(2)
     while True:
         order.shuffle(data)
         for begin in range(0, PER_EPOCH, SAMPLES):
@@ -105,8 +112,8 @@ def collate(texts: list[bytes]) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def longest() -> Batch:
-    return collate([b"x" * LONGEST] * SAMPLES)
+def longest(name: str) -> Batch:
+    return collate([b"x" * LONGEST[name]] * SAMPLES)
 
 
 class Events(logging.Handler):
@@ -159,7 +166,7 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
     optimizer = torch.optim.AdamW(model.parameters())
     losses, seconds, eventful, peaks, resident = [], [], [], [], dict[int, int]()
     torch.manual_seed(1)
-    for number, batch in enumerate(batches(count), 1):
+    for number, batch in enumerate(batches(name, count), 1):
         before, began = events.seen, time.process_time()
         if way == "peaks":
             peaks.append(peak_of(model, batch, losses))
@@ -218,7 +225,7 @@ def budget(name: str, *, small: bool) -> dict[str, float]:
     with the gradients of earlier batches held."""
     model = memopt.optimize(make(name, small=small), 1000, **EXACT)
     for _ in range(2):
-        backward(model, longest())
+        backward(model, longest(name))
     plan = memopt.plan_of(model)
     assert plan.account.gradients_held
     return {"budget_gb": (plan.smallest_gb() + plan.plain_peak_gb) / 2, "plain_gb": plan.plain_peak_gb}
@@ -248,25 +255,26 @@ def kept(folder: Path | None, *arguments: str) -> dict[str, Any]:
     return found
 
 
-def compare(name: str, count: int, ways: list[str], folder: Path | None, *, small: bool) -> dict[str, Any]:
-    """Measure the ways of one model, and compare each with plain on the batches that both ran."""
+def compare(name: str, count: int, ways: list[str], folder: Path | None, *, small: bool) -> Iterator[dict[str, Any]]:
+    """Measure the ways of one model, and compare each with plain on the batches that both ran; yields what is known
+    after each way."""
     size = ["--small"] if small else []
     limits = kept(folder, name, "budget", *size)
-    found = {}
+    lengths = len({batch["input_ids"].shape[1] for batch in batches(name, count)})
+    plain_losses, plain_seconds = list[float](), list[float]()
+    rows = []
     for way in ways:
         most = min(count, FIRST.get(way, count))
         limit = str(limits["budget_gb"])
-        found[way] = kept(folder, name, way, *size, "--batches", str(most), "--budget-gb", limit)
-        print(name, way, {key: value for key, value in found[way].items() if not isinstance(value, list)}, flush=True)
-    rows = []
-    plain_losses, plain_seconds = found["plain"]["losses"], found["plain"]["seconds"]
-    for way, run in found.items():
+        run = kept(folder, name, way, *size, "--batches", str(most), "--budget-gb", limit)
         losses, seconds = run.pop("losses"), run.pop("seconds")
+        if way == "plain":
+            plain_losses, plain_seconds = losses, seconds
         bitwise = losses == plain_losses[: len(losses)]
         of_plain = sum(seconds) / sum(plain_seconds[: len(seconds)])
         rows.append({"way": way, **run, "total_s": sum(seconds), "losses_bitwise": bitwise, "of_plain": of_plain})
-    lengths = len({batch["input_ids"].shape[1] for batch in batches(count)})
-    return {"model": name, **limits, "lengths": lengths, "rows": rows}
+        print(name, rows[-1], flush=True)
+        yield {"model": name, **limits, "lengths": lengths, "rows": rows}
 
 
 def main() -> None:
@@ -291,11 +299,11 @@ def main() -> None:
     ways = ["plain", *(way for way in WAYS if way in chosen.ways and way != "plain")]
     result = RESULTS / ("lengths_small.json" if chosen.small else "lengths.json")
     known = json.loads(result.read_text())["models"] if result.exists() else []
-    models = [model for model in known if model["model"] not in chosen.only]
+    models = {model["model"]: model for model in known}
     for name in chosen.only:
-        models.append(compare(name, chosen.batches, ways, chosen.keep, small=chosen.small))
-        print(json.dumps(models[-1], indent=1), flush=True)
-        write_result(result, {**stamp(), "models": models})
+        for measured in compare(name, chosen.batches, ways, chosen.keep, small=chosen.small):
+            models[name] = measured
+            write_result(result, {**stamp(), "models": list(models.values())})
 
 
 if __name__ == "__main__":

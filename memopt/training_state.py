@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -99,7 +98,7 @@ class Attributes:
         found = {id(vars(one)): vars(one) for one in model.modules()}
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
-        self._contents = [(container, copy.copy(container)) for container in held.values()]
+        self._contents = [(container, container.copy()) for container in held.values()]
 
     def restore(self) -> None:
         """Set all of them to what they were."""

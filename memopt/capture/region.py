@@ -21,6 +21,7 @@ from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
+from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.subclasses import is_wrapper
 from memopt.compat.symbols import AssumedSizes, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
@@ -131,6 +132,11 @@ class RecordedRegion:
     def _assumed(self) -> AssumedSizes:
         inputs = self.inputs
         return AssumedSizes([inputs[number] for number in self.changing])
+
+    def forget_dispatches(self) -> None:
+        """Free what its fake mode remembers of operators, once the region is traced and planned."""
+        for mode in {value.fake_mode for value in self.inputs if isinstance(value, FakeTensor)}:
+            forget_dispatches(mode)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

@@ -107,8 +107,11 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     with suppress(_JointGraphTraced):
         _second_phase(state, capture, look, _no_compiler, _no_compiler, log=False)
-    forget_erased(found[0][0].graph)
-    return AotTrace(*found[0], state, capture)
+    joint, forward_outputs = found[0]
+    forget_erased(joint.graph)
+    for node in joint.graph.nodes:
+        node.meta.pop("tensor_meta", None)  # a second description of `val`
+    return AotTrace(joint, forward_outputs, state, capture)
 
 
 def _second_phase(

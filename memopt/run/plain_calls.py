@@ -93,9 +93,9 @@ class _Kind:
 
     def known_too_large(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
         """Whether sizes that no count answers for are not to be counted: smaller ones do not fit, there are enough
-        counts, or a plan was made whose graph serves other sizes in less time than a count takes."""
+        counts, or a plan was made whose graph serves these sizes, too, in less time than a count takes."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
-        planned = plans_serve_all and bool(self.too_large)
+        planned = plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large)
         return enough or planned or any(covers(sizes, least) for least in self.too_large)
 
     def growth(self, sizes: Sizes) -> float:
@@ -209,7 +209,8 @@ class PlainCalls:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         for batch in (*_grown(call, kind), call):
-            step = self._count_step(batch, situation)
+            with self._settings.naming():
+                step = self._count_step(batch, situation)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = on_meta(call)
@@ -255,6 +256,11 @@ class PlainCalls:
             or planner.proposing.chosen
             or planner.proposing.allowed
         )
+
+
+def _constants(sizes: Sizes) -> Sizes:
+    """The sizes that a captured graph has as numbers even where they change: 0 and 1; -1 in place of the others."""
+    return tuple([size if size < 2 else -1 for size in sizes])
 
 
 def _without_sizes(tensor: torch.Tensor) -> Hashable:

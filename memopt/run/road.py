@@ -91,6 +91,8 @@ class Road:
                     return self._emitted(captured, call, situation, planned)
         finally:
             self.planner.forget_solvers()
+            for region in captured.regions:
+                region.forget_dispatches()
             gc.collect(1)  # the graphs that compiling halves leaves are young; older ones are part of the plan
 
     def extend(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, compress
 from operator import is_not, itemgetter
 from types import CodeType
@@ -55,6 +56,23 @@ class Settings:
             self._note(latest)
         return self._number
 
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A block in which the model runs. What its code names there for the first time, such as the kind of problem
+        that transformers takes from the first labels, makes no other state: the code runs by these names from there on.
+
+        To be entered after `number`, in the same state.
+        """
+        before, number = self._latest, self._number
+        yield
+        latest = self._read()
+        if self._latest is not before or len(latest) != len(before):
+            return  # attributes came or went
+        changed = [(old, new) for old, new in zip(before, latest, strict=True) if old is not new]
+        state = self._state(_without_tensors(latest))
+        if state not in self._numbers and all(old is None and type(new) is str for old, new in changed):
+            self._numbers[state] = number
+
     def _watch(self, modules: list[nn.Module]) -> None:
         """Find the settings of these modules; what has changed so far is forgotten."""
         self._modules, self._latest = modules, []
@@ -85,17 +103,20 @@ class Settings:
             self._changes.clear()
         else:
             self._changes.update(compress(range(len(latest)), map(is_not, latest, self._latest)))
-        # Tensors are not held, which attributes of a plain type may have become.
-        self._latest = [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in latest]
-        often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
-        state = tuple(
-            bool(value) if position in often and type(value) in (int, float) else value
-            for position, value in enumerate(self._latest)
-        )
+        self._latest = _without_tensors(latest)
+        state = self._state(self._latest)
         if state not in self._numbers:
             self._states += 1
             self._numbers[state] = self._states
         self._number = self._numbers[state]
+
+    def _state(self, settings: list[Any]) -> tuple[Any, ...]:
+        """The settings as a key, with numbers that change often as whether they are zero."""
+        often = {position for position, changes in self._changes.items() if changes > _MOST_CHANGES}
+        return tuple(
+            bool(value) if position in often and type(value) in (int, float) else value
+            for position, value in enumerate(settings)
+        )
 
 
 def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
@@ -104,6 +125,11 @@ def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
     if not names:
         return lambda _: ()
     return itemgetter(*names, names[0])  # with one name alone it would not return a tuple
+
+
+def _without_tensors(settings: list[Any]) -> list[Any]:
+    """The settings with the type of those that no longer are plain values, which may be tensors and are not held."""
+    return [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in settings]
 
 
 def _is_code(value: Any) -> bool:

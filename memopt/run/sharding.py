@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
+from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.subclasses import is_sharded, ranks_of
 from memopt.errors import RankError
 from memopt.run.ranks import Ranks
@@ -31,7 +32,7 @@ class Sharded:
     @property
     def there(self) -> bool:
         """Whether the model is sharded: now, or at an earlier call, since parameters are unsharded within a forward."""
-        return self._ranks is not None or any(map(is_sharded, self.model.parameters()))
+        return self._ranks is not None or any(map(is_sharded, parameters_in(modules_of(self.model))))
 
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:

@@ -20,7 +20,7 @@ from memopt.capture.inputs import Call, call_signature, check_device, on_meta, t
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
-from memopt.compat.modules import plain_call
+from memopt.compat.modules import modules_of, parameters_in, plain_call
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
@@ -116,7 +116,7 @@ class TrainingCalls:
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, plans_serve_all=one_graph):
             self._ran_plain = True
             self._ceilings.see(call)
-            self.planner.reached |= frozenset(map(id, self.model.parameters()))  # which of them is not looked at
+            self.planner.reached |= frozenset(map(id, parameters_in(modules_of(self.model))))  # which is not looked at
             return self.plain_calls.run(call, fits)
         try:
             with self.planner.types():

@@ -294,7 +294,9 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     assert rooms[0] - rooms[1] == fits.step.output_bytes
 
 
-def test_lengths_that_grow_take_few_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of the counts of plain steps that are made in the test."""
     counts = []
 
     def count(*args: Any, **kwargs: Any) -> Any:
@@ -302,10 +304,41 @@ def test_lengths_that_grow_take_few_counts(monkeypatch: pytest.MonkeyPatch) -> N
         return count_plain_step(*args, **kwargs)
 
     monkeypatch.setattr("memopt.run.plain_calls.count_plain_step", count)
+    return counts
+
+
+def test_lengths_that_grow_take_few_counts(counts: list[Any]) -> None:
     model = memopt.optimize(gpt2(), 1, **FP32)
     for rows, length in [(8, 20), (4, 24), (8, 30), (8, 38), (3, 39), (8, 11)]:
         train(model, [tokens(rows, length)])
     assert len(counts) == 2
+
+
+def test_what_the_first_forward_names_is_not_counted_again(counts: list[Any]) -> None:
+    """Classifiers of transformers note in their config which loss the first labels are for."""
+    family = BY_NAME["vit"]
+    plain = family.make()
+    plain.config.problem_type = None
+    model = memopt.optimize(copy.deepcopy(plain), 1, **FP32)
+    batches = [family.batch("usual")] * 3
+    assert train(model, batches) == train(plain, batches)
+    assert model.config.problem_type == "single_label_classification"
+    assert len(counts) == 1
+
+
+def test_a_last_batch_of_one_sample_that_fits_is_not_captured(captures: list[RecordedRegion]) -> None:
+    """No graph serves one sample and more, since torch takes a size of 1 as a constant."""
+    model, plain = gpt2(), gpt2()
+    budget = 0.9 * plain_peak(model, tokens(2, 64))
+    captures.clear()
+    memopt.optimize(model, budget, **RECOMPUTING)
+    batches = [tokens(2, length) for length in (64, 60, 62)]
+    last = [tokens(1, length) for length in (8, 64, 40)]
+    losses = train(model, batches)
+    planned = len(captures)
+    assert planned
+    assert losses + train(model, last) == train(plain, batches) + train(plain, last)
+    assert len(captures) == planned
 
 
 def test_check_and_compare_look_at_the_planned_step() -> None:

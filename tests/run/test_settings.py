@@ -63,3 +63,32 @@ def test_tensors_are_not_held(gpt2: GPT2LMHeadModel) -> None:
         gpt2.auxiliary = torch.ones(3)
         assert settings.number() != first
     assert not any(isinstance(value, torch.Tensor) for value in settings._latest)
+
+
+def test_a_name_that_the_model_gives_makes_no_other_state(gpt2: GPT2LMHeadModel) -> None:
+    settings = Settings(gpt2)
+    assert gpt2.config.problem_type is None
+    first = settings.number()
+    with settings.naming():
+        gpt2.config.problem_type = "regression"
+    assert settings.number() == first
+    gpt2.config.problem_type = "multi_label_classification"
+    assert settings.number() != first
+
+
+def test_a_name_that_the_user_gives_makes_another_state(gpt2: GPT2LMHeadModel) -> None:
+    settings = Settings(gpt2)
+    first = settings.number()
+    with settings.naming():
+        pass
+    gpt2.config.problem_type = "regression"
+    assert settings.number() != first
+
+
+def test_a_number_that_the_model_counts_up_makes_another_state(gpt2: GPT2LMHeadModel) -> None:
+    gpt2.config.layers_in_use = None
+    settings = Settings(gpt2)
+    first = settings.number()
+    with settings.naming():
+        gpt2.config.layers_in_use = 1
+    assert settings.number() != first
