@@ -3,7 +3,7 @@
     python -m benchmarks.max_flow
 
 OR-tools is no dependency of memopt: install it beside (`pip install ortools`) to have its rows. All solve the same
-cuts, those of the lower hull and of the lower bound at the middle of the budgets, on problems of about 12,000 and 40,000
+cuts, those of the lower hull and of the lower bound at the middle of the budgets, on problems of 12,000 and 40,000
 operators. scipy's flow has 32 bits, so its costs are scaled to 2^29. A run takes at most `LIMIT_SECONDS`.
 """
 
