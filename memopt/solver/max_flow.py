@@ -1,10 +1,10 @@
 """The minimum cut of a network whose arcs cost seconds, by a maximum flow of integers.
 
-The flow is found by pushing and relabelling (Goldberg and Tarjan, "A new approach to the maximum-flow problem", 1988)
-first in first out, with all heights measured anew by a breadth-first search after about as much work as that search
-takes (Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a node then lies
-on the source's side exactly if the source still reaches it, and the second half of the algorithm, which would take back
-what never arrives, is not needed. Among all minimum cuts this is the one with the fewest nodes on the source's side.
+The flow is found by pushing and relabelling (Goldberg and Tarjan, "A new approach to the maximum-flow problem", 1988),
+first in first out, with all heights measured anew by a breadth-first search after about as much work as that takes
+(Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a node then lies on
+the source's side exactly if the source still reaches it, and the algorithm's second half, which would take back what
+never arrives, is not needed. Among all minimum cuts this is the one with the fewest nodes on the source's side.
 """
 
 from __future__ import annotations
