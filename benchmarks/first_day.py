@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("torch", "transformers", "networkx", "numpy", "numba", "ortools", "scipy", "rich", "click")
+NEEDED = ("torch", "transformers", "networkx", "numpy", "numba", "scipy", "rich", "click")
 DONE = "done"
 """The key of a subject's last line."""
 

@@ -261,6 +261,17 @@ def planning(document: Document) -> str:
     return f"{table(head, rows)}\n\n{source(document)}"
 
 
+def max_flow(document: Document) -> str:
+    rows = [
+        (row["problem"], f"{row['operators']:,}", row["method"], number(row["hull_seconds"]), str(row["vertices"]),
+         number(row["bound_seconds"]), number(row["bound_percent"], 4), number(row["installed_mb"], 0))
+        for row in document["rows"] if "over_seconds" not in row
+    ]  # fmt: skip
+    head = ("problem", "operators", "flow by", "hull, CPU s", "its vertices", "bound, CPU s", "bound, % of the step",
+            "installed MB")  # fmt: skip
+    return f"{table(head, rows)}\n\n{source(document)}"
+
+
 def second_start(document: Document) -> str:
     rows = [
         (row["model"], row["job"], *(number(seconds) for seconds in row["planning_seconds"]))
@@ -321,6 +332,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Articles": ("articles", articles),
     "An article's fine-tuning, measured": ("vit_finetune_small", vit_finetune),
     "Planning large models": ("plan_large", planning),
+    "Minimum cuts of large problems": ("max_flow", max_flow),
     "The page of a plan": ("page", html_page),
     "The second start of a job": ("second_start", second_start),
     "The first step": ("first_step", first_step),

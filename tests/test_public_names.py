@@ -17,7 +17,6 @@ import memopt
 ROOT = Path(memopt.__file__).parents[1]
 SLOW_TO_IMPORT = (
     "numba",
-    "ortools",
     "networkx",
     "rich",
     "scipy",

@@ -73,6 +73,15 @@ class Around:
         return inputs + self.waiting_bytes + self.others_bytes
 
 
+@dataclass(frozen=True)
+class _Looked:
+    """A look at what lies beside a step."""
+
+    found: Found
+    allocated_bytes: int | None
+    """The bytes that were allocated then, without those that are known; None where the device does not say."""
+
+
 class Elsewhere:
     """Counts what lies on the device of a model beside its training step.
 
@@ -91,8 +100,9 @@ class Elsewhere:
         self.model, self.budget_bytes, self.fixed_bytes = model, budget_bytes, fixed_bytes
         self.with_state, self.card_major = with_state, card_major
         self._found = Found()
-        self._allocated_by_kind: Recent[object, int] = Recent(_MOST_KINDS)
-        """The bytes that were allocated at the latest look at such a moment, without those that are known."""
+        """Of the latest look at any moment."""
+        self._looks: Recent[object, _Looked] = Recent(_MOST_KINDS)
+        """The latest look, by the kind of moment."""
         self._next_look = 0.0
         self._held_still = False
 
@@ -141,11 +151,12 @@ class Elsewhere:
         growth = self._growth(around)
         if growth is None or growth < -self._notable:  # what was freed since the look may hide what has grown
             return None
-        return replace(self._found, other=self._found.other + max(0, growth))
+        found = self._found_at(around)
+        return replace(found, other=found.other + max(0, growth))
 
     def about(self, around: Around) -> int:
         """The bytes of other tensors that are there now, as far as it is known without a look."""
-        found = self._found.other if self.fixed_bytes is None else self.fixed_bytes
+        found = self._found_at(around).other if self.fixed_bytes is None else self.fixed_bytes
         growth = None if self._held_still or self.fixed_bytes is not None else self._growth(around)
         return found + min(0, growth or 0)
 
@@ -163,30 +174,40 @@ class Elsewhere:
         little = allocated_bytes(self.device) is None if growth is None else abs(growth) < notable
         patient = little and time.monotonic() < self._next_look
         none = growth is not None and abs(growth) < BOOKKEEPING_BYTES
+        before = self._found_at(around)
         if self._held_still or patient or none:
-            return self._found
+            self._found = before
+            return before
         found = self._look(around)
-        if found.other - self._found.other > notable:
+        if found.other - before.other > notable:
             gc.collect()
             found = self._look(around)
         self._found = found
         return found
 
+    def _found_at(self, around: Around) -> Found:
+        """What the latest look at such a moment found: what lies elsewhere in a forward may be the step's own in its
+        backward. Where there was none, or what appears is not counted, what the latest look at any moment found."""
+        looked = None if self._held_still else self._looks.get(around.kind)
+        return self._found if looked is None else looked.found
+
     def _growth(self, around: Around) -> int | None:
         """The bytes allocated beyond those at the latest look at such a moment; None where that is not known."""
         allocated = allocated_bytes(self.device)
-        before = self._allocated_by_kind.get(around.kind)
-        return None if allocated is None or before is None else allocated - around.known_bytes - before
+        looked = self._looks.get(around.kind)
+        if allocated is None or looked is None or looked.allocated_bytes is None:
+            return None
+        return allocated - around.known_bytes - looked.allocated_bytes
 
     def _look(self, around: Around) -> Found:
         started = time.monotonic()
         found = look(self.model, self.device, around, libraries=sum(library_workspaces(self.card_major)))
+        found = found if self.with_state else replace(found, state=0)
         allocated = allocated_bytes(self.device)
-        if allocated is not None:
-            self._allocated_by_kind[around.kind] = allocated - around.known_bytes
+        self._looks[around.kind] = _Looked(found, None if allocated is None else allocated - around.known_bytes)
         ended = time.monotonic()
         self._next_look = ended + _PATIENCE * (ended - started)
-        return found if self.with_state else replace(found, state=0)
+        return found
 
 
 def look(model: nn.Module, device: torch.device, around: Around, *, libraries: int = 0) -> Found:

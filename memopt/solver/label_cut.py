@@ -11,15 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import max_flow
 
 from memopt.solver.arrays import Flags, Floats, Ints
+from memopt.solver.max_flow import FlowNetwork
 
 ZERO, ONE = 0, 1
-# Finite capacities are scaled so that they sum to this: a cost is resolved to 2^-46 of the sum of all costs, and
-# thousands of infinite arcs still add up to less than 2^63.
-_FINITE_TOTAL = 2**46
-_INFINITE = 2**47
 # A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
 _TOLERANCE = 1e-9
 # At this multiple of the ratio of costs to tolls, tolls outweigh costs; costs still decide between equal tolls.
@@ -67,27 +63,14 @@ class LabelNetwork:
 
     def __init__(self, problem: LabelProblem) -> None:
         self.problem = problem
-        self._flow = max_flow.SimpleMaxFlow()
-        capacities = np.zeros(len(problem.costs), np.int64)
-        self._arcs = self._flow.add_arcs_with_capacity(problem.ones, problem.zeros, capacities)
-        # This arc makes ONE and ZERO nodes of the network even if no pair names them.
-        self._flow.add_arc_with_capacity(ONE, ZERO, 0)
+        self._flow = FlowNetwork(problem.ones, problem.zeros, problem.nodes)
 
     def cut(self, price: float) -> Labels:
         """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
         problem = self.problem
-        forbidden = np.isinf(problem.costs)
-        amounts = np.where(forbidden, 0.0, problem.costs) + price * problem.tolls
-        total = float(amounts.sum())
-        scale = _FINITE_TOTAL / total if total > 0 else 1.0
-        capacities = np.where(forbidden, _INFINITE, np.floor(amounts * scale)).astype(np.int64)
-        self._flow.set_arcs_capacity(self._arcs, capacities)
-        status = self._flow.solve(ONE, ZERO)
-        assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
-        if self._flow.optimal_flow() >= _INFINITE:
+        labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
+        if np.isinf(bound):
             raise ValueError("forced labels contradict each other: no labels cost a finite sum")
-        labels = np.zeros(problem.nodes, np.bool_)
-        labels[self._flow.get_source_side_min_cut()] = True
         return labels_of(problem, labels)
 
 

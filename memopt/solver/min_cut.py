@@ -22,17 +22,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import max_flow
 
-from memopt.solver.arrays import Floats
+from memopt.solver.arrays import Flags, Floats
+from memopt.solver.max_flow import FlowNetwork
 from memopt.solver.problem import RematProblem
 
 _SOURCE, _SINK = 0, 1
 _NONE = -1
-# Finite capacities are scaled so that they sum to this: 2^-46 of the total is far below any op's share, and thousands
-# of infinite arcs still add up to less than 2^63.
-_FINITE_TOTAL = 2**46
-_INFINITE = 2**47
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,8 @@ class CutNetwork:
         self._arc_storages = np.array(self._storages, np.int64)
         self._arc_bytes = np.array(self._bytes, np.float64)
         self._arc_seconds = np.array(self._seconds, np.float64)
-        self._infinite = np.isinf(self._arc_seconds)
-        self._arc_seconds[self._infinite] = 0.0
-        self._flow = max_flow.SimpleMaxFlow()
-        capacities = np.zeros(len(self._tails), np.int64)
-        self._arcs = self._flow.add_arcs_with_capacity(np.array(self._tails), np.array(self._heads), capacities)
+        nodes = 2 + len(self._storage_node) + len(self._op_node)
+        self._flow = FlowNetwork(np.array(self._tails, np.int64), np.array(self._heads, np.int64), nodes)
 
     @property
     def total_bytes(self) -> int:
@@ -100,7 +93,7 @@ class CutNetwork:
     @property
     def total_seconds(self) -> float:
         """Seconds of all ops that the network may recompute."""
-        return float(self._arc_seconds.sum())
+        return float(self._arc_seconds[np.isfinite(self._arc_seconds)].sum())
 
     def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
         """The cheapest cut at `price` seconds a byte.
@@ -121,25 +114,18 @@ class CutNetwork:
         if offload_seconds is not None:
             is_storage = self._arc_storages >= 0
             save_costs[is_storage] = np.minimum(save_costs, offload_seconds[self._arc_storages])[is_storage]
-        costs = self._arc_seconds + save_costs
-        total = float(costs.sum())
-        scale = _FINITE_TOTAL / total if total > 0 else 1.0
-        capacities = np.where(self._infinite, _INFINITE, np.floor(costs * scale)).astype(np.int64)
-        self._flow.set_arcs_capacity(self._arcs, capacities)
-        status = self._flow.solve(_SOURCE, _SINK)
-        assert status == self._flow.OPTIMAL, f"maximum flow ended with {status}"
-        return self._read_cut(price, offload_seconds), self._flow.optimal_flow() / scale
+        side, bound = self._flow.cut(self._arc_seconds + save_costs, _SOURCE, _SINK)
+        return self._read_cut(side, price, offload_seconds), bound
 
-    def _read_cut(self, price: float, offload_seconds: Floats | None) -> Cut:
-        """The cut of the last maximum flow, for the given prices."""
+    def _read_cut(self, side: Flags, price: float, offload_seconds: Floats | None) -> Cut:
+        """The cut with the nodes of `side` on the source's side, for the given prices."""
         problem = self._problem
-        side = set(self._flow.get_source_side_min_cut())
-        recomputed = [op for op, node in self._op_node.items() if node in side]
+        recomputed = [op for op, node in self._op_node.items() if side[node]]
         again = set(recomputed)
         saved = frozenset(
             storage
             for storage, node in self._storage_node.items()
-            if node in side and problem.producer[storage] not in again
+            if side[node] and problem.producer[storage] not in again
         )
         offloaded: frozenset[int] = frozenset()
         if offload_seconds is not None:

@@ -26,6 +26,7 @@ KERNEL_MODULES = (
     "links",
     "liveness",
     "look_ahead",
+    "max_flow",
     "min_heap",
     "offload.place",
     "offload.queue",

@@ -67,6 +67,20 @@ def test_growth_before_a_moment_of_another_kind_is_found_at_once() -> None:
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_what_lies_elsewhere_in_a_forward_still_does_after_a_backward_in_which_it_does_not() -> None:
+    """A step's outputs are its own in its backward, and elsewhere in the next forward where the caller holds them."""
+    elsewhere = Elsewhere(nn.Linear(16, 16), 2**24, None, with_state=True)
+    outputs = torch.zeros(8 * MB // 4)
+    forward, backward = Around(kind="forward"), Around((outputs,), kind="backward")
+    before = elsewhere.now(forward).other
+    assert before >= outputs.nbytes
+    assert elsewhere.now(backward).other <= before - outputs.nbytes
+    found = elsewhere.at_most(forward)
+    assert found is None or found.other >= outputs.nbytes
+    assert elsewhere.about(forward) >= outputs.nbytes
+    assert elsewhere.now(forward).other >= outputs.nbytes
+
+
 def test_what_is_freed_hides_no_growth() -> None:
     """Memory that a look does not see, as of planning, is freed after it, and as much is allocated elsewhere."""
     passing = bytearray(8 * MB)
