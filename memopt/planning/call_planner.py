@@ -136,6 +136,12 @@ class CallPlanner(CallAccounts):
             finally:
                 gc.collect(1)  # tracing leaves cycles, between which the graphs would lie scattered
 
+    def share_graphs(self, earlier: CallPlanner) -> None:
+        """Use the graphs that an earlier planner of the model traced and priced, whose options differ in the budget
+        alone."""
+        self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
+        self._data_sizes = earlier._data_sizes
+
     def forget_solvers(self) -> None:
         """Free the solvers of all calls, once one of them is planned: they take more memory than its graphs."""
         for _, (_, step) in self._steps.items():
