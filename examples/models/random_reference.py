@@ -13,7 +13,7 @@ from examples.models.random_block import Block
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case
 from examples.models.twins import Run, Twin, difference, verdict_of
-from memopt.capture.departures import BITS_DEPART, BUFFERS_WRITTEN_ONCE
+from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -34,7 +34,7 @@ class Reference:
             runs = self.written_once
         apart, at = difference(ours, runs[number])
         verdict = verdict_of(apart)
-        if verdict == "rounding" and any(BITS_DEPART in note for note in notes):
+        if verdict == "rounding" and any(BITS_DEPART in note or note == BETWEEN_REGIONS for note in notes):
             verdict = "rounding, named"
         return verdict, f"{apart:.1e} apart: {at}" if apart else ""
 

@@ -33,8 +33,6 @@ FORCED = 0.4
 BUDGETS = (0.0, 0.0, 0.1, 0.3, 0.6, 0.9)
 """Where budgets lie between the smallest that works and the plain peak."""
 ROOMY_GB = 1000.0
-WORSE = ("right", "rounding, named", "rounding", "wrong")
-"""The verdicts on numbers, the best first."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
@@ -109,8 +107,8 @@ class _Planned:
         twin = twin_of(self.model, self.case, self.optimizer)
         verdict, message = "right", ""
         for number, run in enumerate(steps_of(twin) if share is None else _unless_refused(steps_of(twin))):
-            found = self.plain.judge(run, number, memopt.plan_of(self.model).notes)
-            verdict, message = max((verdict, message), found, key=lambda judged: WORSE.index(judged[0]))
+            if verdict == "right":  # steps make any rounding before them larger
+                verdict, message = self.plain.judge(run, number, memopt.plan_of(self.model).notes)
         self.model.zero_grad()
         if share is None or verdict == "wrong":
             return verdict, message

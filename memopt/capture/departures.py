@@ -23,6 +23,11 @@ BUFFERS_WRITTEN_ONCE = (
     "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
 )
 
+BETWEEN_REGIONS = (
+    "gradients that pass from one region to another may round otherwise than in eager mode: a region takes them in "
+    "contiguous memory, and sums over a tensor run in the order of its memory"
+)
+
 
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""

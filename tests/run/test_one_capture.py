@@ -108,6 +108,23 @@ def test_another_budget_adds_a_plan_and_no_capture(ahead: bool, counted: Counter
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_regions_are_kept_for_another_budget_and_solved_anew(counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = BreakInLoop().train()
+    batch = {"x": torch.randn(32, WIDTH), "labels": torch.randint(0, CLASSES, (32,))}
+    options = {"example_inputs": batch, "optimizer": None, **EXACT}
+    budget = tight_budget(copy.deepcopy(model), batch, optimizer=None)
+    fresh = memopt.optimize(copy.deepcopy(model), budget, **options)
+    memopt.optimize(model, 1, **options)
+    loss_of(model(**batch)).backward()
+    model.zero_grad()
+    counted.clear()
+    memopt.optimize(model, budget, **options)
+    loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == 0
+    assert memopt.plan_of(model).regions == memopt.plan_of(fresh).regions
+
+
 def test_a_refused_budget_leaves_the_graphs_to_the_plan_before(counted: Counter[str]) -> None:
     model, batch = gpt2(), causal_batch("usual")
     options = {"example_inputs": batch, "optimizer": None, **EXACT}
