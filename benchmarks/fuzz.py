@@ -1,6 +1,6 @@
 """Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
 
-    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--backend inductor] [--again]
+    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--backend inductor] [--cases 1] [--again]
 
 A seed draws a model, a batch and an optimiser. Each of its cases draws a schedule for it: a budget for the solvers or a
 random schedule, planned ahead or at the first call. It trains two steps, then one that accumulates, from the same state
@@ -34,7 +34,7 @@ os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
 import torch
 
 from benchmarks.stamp import stamp, write_result
-from examples.models.random_trials import Trial, trials
+from examples.models.random_trials import CASES, Trial, trials
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 50
@@ -47,7 +47,7 @@ EXPLAINED = ("refused", "rounding, named", "plain fails")
 def main() -> None:
     arguments = _arguments()
     if arguments.child:
-        _run_here(arguments.child, arguments.backend)
+        _run_here(arguments.child, arguments.backend, arguments.cases)
         return
     record = _Record(RESULTS / ("fuzz.json" if arguments.backend == "aten" else f"fuzz_{arguments.backend}.json"))
     again = record.take_back() if arguments.again else {}
@@ -55,7 +55,7 @@ def main() -> None:
     end = time.time() + 60 * arguments.minutes
     while (left := [seed for seed in wanted if seed not in record.done][:AT_ONCE]) and time.time() < end:
         began = time.time()
-        for results in _in_a_process(left, arguments.backend):
+        for results in _in_a_process(left, arguments.backend, arguments.cases):
             record.add(results, again.get(results[0]["seed"]))
             record.seconds, began = record.seconds + time.time() - began, time.time()
             record.write()
@@ -132,10 +132,11 @@ def _reason(result: dict[str, Any]) -> str:
     return f"{result['verdict']}: {cause}"
 
 
-def _in_a_process(seeds: list[int], backend: str) -> Iterator[list[dict[str, Any]]]:
+def _in_a_process(seeds: list[int], backend: str, cases: int) -> Iterator[list[dict[str, Any]]]:
     """The results of these seeds, those of all its cases for each; where the process dies or hangs, the seed at which
     it did is the last one."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--child", *map(str, seeds)]
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--cases", str(cases), "--child"]
+    command += map(str, seeds)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
@@ -163,13 +164,13 @@ def _pass_on(output: Iterable[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _run_here(seeds: list[int], backend: str) -> None:
+def _run_here(seeds: list[int], backend: str, cases: int) -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models or compilers print
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for number, seed in enumerate(seeds):
-        print(json.dumps([one.record() for one in trials(seed, backend)]), file=results, flush=True)
+        print(json.dumps([one.record() for one in trials(seed, backend, cases)]), file=results, flush=True)
         if number == 0:
             gc.freeze()  # what all seeds share need not be looked through for garbage at each
 
@@ -179,6 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 1000], metavar=("FIRST", "END"))
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten")
+    parser.add_argument("--cases", type=int, default=CASES, help="cases of each seed")
     parser.add_argument("--again", action="store_true", help="repeat the seeds that were not right")
     parser.add_argument("--child", nargs="*", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
