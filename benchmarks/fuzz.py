@@ -1,18 +1,24 @@
 """Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
 
-    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--backend inductor] [--again]
+    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--backend inductor] [--cases 1] [--again]
 
-Each case is a seed. Results are written as they come, so that a run goes on where the last one stopped; `--again`
-repeats what was found. The result file holds counts and every seed that is not right. Cases run in a process of their
-own, fifty at a time, on one thread of the CPU.
+A seed draws a model, a batch and an optimiser. Each of its cases draws a schedule for it: a budget for the solvers or a
+random schedule, planned ahead or at the first call. It trains two steps, then one that accumulates, from the same state
+as the plain model, and compares all losses, gradients, buffers, parameters and random numbers; within a budget, the
+memory of one more step is measured. One capture serves the cases of a seed (`examples/models/random_trials.py`).
+
+Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.
+The result file holds counts and every case that needs a look. Fifty seeds run in one process, on one thread of the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -28,26 +34,29 @@ os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
 import torch
 
 from benchmarks.stamp import stamp, write_result
-from examples.models.random_trials import Trial, trial
+from examples.models.random_trials import CASES, Trial, trials
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 50
-LIMIT_SECONDS = 120
-"""The time after which a case that gives no result is taken for hanging."""
+LIMIT_SECONDS = 240
+"""The time after which a seed that gives no result is taken for hanging."""
+EXPLAINED = ("refused", "rounding, named", "plain fails")
+"""Verdicts that are counted by their reason; all others but "right" are listed."""
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.child:
-        _run_here(arguments.child, arguments.backend)
+        _run_here(arguments.child, arguments.backend, arguments.cases)
         return
     record = _Record(RESULTS / ("fuzz.json" if arguments.backend == "aten" else f"fuzz_{arguments.backend}.json"))
-    wanted = record.taken_back() if arguments.again else range(*arguments.seeds)
+    again = record.take_back() if arguments.again else {}
+    wanted = sorted(again) if arguments.again else range(*arguments.seeds)
     end = time.time() + 60 * arguments.minutes
     while (left := [seed for seed in wanted if seed not in record.done][:AT_ONCE]) and time.time() < end:
         began = time.time()
-        for result in _in_a_process(left, arguments.backend):
-            record.add(result)
+        for results in _in_a_process(left, arguments.backend, arguments.cases):
+            record.add(results, again.get(results[0]["seed"]))
             record.seconds, began = record.seconds + time.time() - began, time.time()
             record.write()
             if time.time() > end:
@@ -56,37 +65,43 @@ def main() -> None:
 
 
 class _Record:
-    """The result file: counts of verdicts, the seeds that were tried, and all results that are not right."""
+    """The result file: counts of verdicts, the seeds that were tried, and the cases that need a look."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.done = {seed for first, last in known.get("seeds", []) for seed in range(first, last + 1)}
-        self.found: dict[int, dict[str, Any]] = {result["seed"]: result for result in known.get("found", [])}
+        self.counts = Counter(known.get("counts", {}))
+        self.reasons: dict[str, dict[str, int]] = known.get("reasons", {})
+        self.found: list[dict[str, Any]] = known.get("found", [])
         self.seconds = known.get("seconds", 0.0)
 
     def __str__(self) -> str:
-        return f"{len(self.done)} cases in {self.seconds:.0f} s: {self.counts}"
+        return f"{self.counts.total()} cases in {self.seconds:.0f} s: {dict(+self.counts)}"
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Verdict → number of cases."""
-        others = Counter(result["verdict"] for result in self.found.values())
-        return {"right": len(self.done) - len(self.found), **others}
+    def take_back(self) -> dict[int, set[int]]:
+        """The listed cases by seed, which then count as not tried."""
+        taken: dict[int, set[int]] = {}
+        for result in self.found:
+            taken.setdefault(result["seed"], set()).add(result["case"])
+            self.counts[result["verdict"]] -= 1
+        self.done -= taken.keys()
+        self.found = []
+        return taken
 
-    def taken_back(self) -> list[int]:
-        """The seeds that were not right, which then count as not tried."""
-        seeds = sorted(self.found)
-        self.done -= set(seeds)
-        self.found = {}
-        return seeds
-
-    def add(self, result: dict[str, Any]) -> None:
-        """Add the result of a seed."""
-        self.done.add(result["seed"])
-        if result["verdict"] != "right":
-            self.found[result["seed"]] = result
-            print(json.dumps(result), flush=True)
+    def add(self, results: list[dict[str, Any]], cases: set[int] | None = None) -> None:
+        """Add the results of a seed: those of all its cases, or of these."""
+        self.done.add(results[0]["seed"])
+        for result in results:
+            if cases is not None and result["case"] not in cases:
+                continue
+            self.counts[result["verdict"]] += 1
+            if result["verdict"] in EXPLAINED:
+                reason = self.reasons.setdefault(_reason(result), {"cases": 0, "first_seed": result["seed"]})
+                reason["cases"] += 1
+            elif result["verdict"] != "right":
+                self.found.append(result)
+                print(json.dumps(result), flush=True)
 
     def write(self) -> None:
         """Write the file."""
@@ -96,16 +111,32 @@ class _Record:
                 ranges[-1][1] = seed
             else:
                 ranges.append([seed, seed])
-        found = [self.found[seed] for seed in sorted(self.found)]
-        write_result(
-            self.path,
-            {**stamp(), "counts": self.counts, "seconds": round(self.seconds), "seeds": ranges, "found": found},
-        )
+        document = {
+            **stamp(),
+            "cases": self.counts.total(),
+            "counts": dict(+self.counts),
+            "seconds": round(self.seconds),
+            "seeds": ranges,
+            "reasons": dict(sorted(self.reasons.items(), key=lambda item: -item[1]["cases"])),
+            "found": sorted(self.found, key=lambda result: (result["seed"], result["case"])),
+        }
+        write_result(self.path, document)
 
 
-def _in_a_process(seeds: list[int], backend: str) -> Iterator[dict[str, Any]]:
-    """The results of these seeds; where the process dies or hangs, the seed at which it did is the last one."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--child", *map(str, seeds)]
+def _reason(result: dict[str, Any]) -> str:
+    """The verdict with the cause, without figures and lines of code, so that equal causes have equal texts."""
+    if result["verdict"] == "rounding, named":
+        return "rounding, named"
+    text = result["message"].replace("the forward of RandomModel cannot be captured as a graph: ", "")
+    cause = re.split(r" \(|; |: the smallest that works| of [0-9]", text)[0][:120]
+    return f"{result['verdict']}: {cause}"
+
+
+def _in_a_process(seeds: list[int], backend: str, cases: int) -> Iterator[list[dict[str, Any]]]:
+    """The results of these seeds, those of all its cases for each; where the process dies or hangs, the seed at which
+    it did is the last one."""
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--cases", str(cases), "--child"]
+    command += map(str, seeds)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
@@ -119,7 +150,7 @@ def _in_a_process(seeds: list[int], backend: str) -> Iterator[dict[str, Any]]:
                 except queue.Empty:
                     line, reason = "", f"no result after {LIMIT_SECONDS} s"
                 if not line:
-                    yield Trial(seed, "error not ours", "", reason).record()
+                    yield [Trial(seed, 0, "error not ours", "", reason).record()]
                     return
                 yield json.loads(line)
         finally:
@@ -133,13 +164,15 @@ def _pass_on(output: Iterable[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _run_here(seeds: list[int], backend: str) -> None:
+def _run_here(seeds: list[int], backend: str, cases: int) -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models or compilers print
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for seed in seeds:
-        print(json.dumps(trial(seed, backend).record()), file=results, flush=True)
+    for number, seed in enumerate(seeds):
+        print(json.dumps([one.record() for one in trials(seed, backend, cases)]), file=results, flush=True)
+        if number == 0:
+            gc.freeze()  # what all seeds share need not be looked through for garbage at each
 
 
 def _arguments() -> argparse.Namespace:
@@ -147,6 +180,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 1000], metavar=("FIRST", "END"))
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten")
+    parser.add_argument("--cases", type=int, default=CASES, help="cases of each seed")
     parser.add_argument("--again", action="store_true", help="repeat the seeds that were not right")
     parser.add_argument("--child", nargs="*", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from typing import Any
+
+from benchmarks.report_tables import Document, number, percent, source, table
+from benchmarks.report_trials import abuse, fuzz
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
@@ -22,33 +24,6 @@ INTRODUCTION = """# Results
 Written by `python -m benchmarks.report` from `benchmarks/results/`: do not edit. Each table names the command that
 measured it, the day and the machine. GB are of 1024³ bytes where nothing else is said. Nothing here has been measured
 on a GPU."""
-Document = dict[str, Any]
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
-    titles = list(head)
-    lines = [titles, ["---"] * len(titles), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def source(document: Document) -> str:
-    """Return one sentence that says by what, when and where a document was measured."""
-    machine = document["machine"]
-    if isinstance(machine, dict):
-        threads = f", {machine['threads']} thread{'s' * (machine['threads'] > 1)}" if "threads" in machine else ""
-        machine = f"{machine['processor']}, {machine.get('cores', 2)} cores{threads}"
-    return f"`{document['command']}`, {document['date']}, {machine}, torch {document.get('torch', '2.13.0')}."
-
-
-def percent(value: float | None) -> str:
-    """Return a fraction as a percentage."""
-    return "–" if value is None else f"{100 * value:.1f}%"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """Return a number with `digits` decimals, or a dash."""
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def frontier(document: Document) -> str:
@@ -325,6 +300,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "FSDP2 on two ranks": ("fully_shard", fully_sharded),
     "The account": ("account", account),
     "Predicted and measured time": ("step_time", step_time),
+    "Random models": ("fuzz", fuzz),
+    "Random models through inductor": ("fuzz_inductor", fuzz),
+    "Damaged files, kills and changing shapes": ("abuse", abuse),
     "Precision beside autocast": ("precision", precision),
     "Learning in 16 bits": ("learning", learning),
     "8-bit layers": ("fp8_small", fp8),

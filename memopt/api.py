@@ -39,7 +39,8 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
     if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
-    Without `example_inputs`, a call whose plain step fits the budget runs plain.
+    Without `example_inputs`, a call whose plain step fits the budget runs plain. Called again with another budget and
+    otherwise the same options, it plans from the graphs that are captured already.
 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
@@ -103,8 +104,9 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     call = PlannedCall(model, replace(checked, kept=True))
     if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
-    if example_inputs is not None:
-        call.plan(example_inputs)
+    with call.from_captures(planned_call_of(model)):
+        if example_inputs is not None:
+            call.plan(example_inputs)
     remove(model)
     call.take_over()
     return model

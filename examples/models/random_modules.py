@@ -92,9 +92,9 @@ def looped(inner: nn.Module, draw: Draw, width: int) -> nn.Module:
 
 def checkpointed(inner: nn.Module, draw: Draw, width: int) -> nn.Module:
     def run(self: Any, h: Tensor) -> Tensor:
-        return checkpoint(self.inner, h, use_reentrant=False)
+        return self.inner(h) if self.direct else checkpoint(self.inner, h, use_reentrant=False)
 
-    return Block(run, inner=inner)
+    return Block(run, inner=inner, direct=False)
 
 
 def without_gradient(inner: nn.Module, draw: Draw, width: int) -> nn.Module:

@@ -1,7 +1,8 @@
-"""One random model trained plain and planned side by side: the verdict, and where the two are apart.
+"""One random model trained plain and planned side by side: the verdicts, and where the two are apart.
 
-The seed draws the model, the budget between the smallest that works and the plain peak, the optimiser, and whether the
-schedule is the solvers' or a random one, in which any operator may be recomputed at any place.
+The seed draws the model and the optimiser. A case is one draw of a schedule for it: the solvers' within a budget between
+the smallest that works and the plain peak, or a random one, in which any operator may be recomputed at any place. The
+model is captured once for all of its cases.
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 import memopt
 from examples.models.problems import random_schedule
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case, random_case
-from examples.models.twins import EXACT, REFUSALS, Run, Twin, difference, said, verdict_of, where
+from examples.models.random_reference import Reference, reference, steps_of, twin_of
+from examples.models.twins import EXACT, REFUSALS, Run, said, where
 from memopt.errors import GIB
 from memopt.planning import captured
 from memopt.solver import Portfolio, RematProblem, Solution, simulate
 
+CASES = 4
+"""The number of cases of a seed."""
+FORCED = 0.4
+"""The share of cases with a random schedule."""
 BUDGETS = (0.0, 0.0, 0.1, 0.3, 0.6, 0.9)
+"""Where budgets lie between the smallest that works and the plain peak."""
+ROOMY_GB = 1000.0
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
@@ -36,13 +43,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one seed."""
+    """The result of one case."""
 
     seed: int
+    case: int
+    """The number of the case among those of the seed."""
     verdict: str
-    """right, rounding, wrong, over budget, refused, error not ours, or plain fails."""
+    """right, rounding ("rounding, named" where the plan names an operator), wrong, over budget, refused, error
+    not ours, or plain fails."""
     drawn: str
-    """The budget's place, the optimiser and the blocks."""
+    """The schedule, the optimiser and the blocks."""
     message: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -50,75 +60,86 @@ class Trial:
         return asdict(self)
 
 
-def trial(seed: int, backend: str = "aten") -> Trial:
-    """Train the model of a seed plain and planned. Numbers of the backend "inductor" are right to rounding."""
+def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Trial]:
+    """Train the model of a seed plain, and planned in several cases. Numbers of the backend "inductor" are right to
+    rounding."""
     torch.compiler.reset()
     draw = random.Random(f"trial {seed}")
-    share, optimizer, forced = draw.choice(BUDGETS), draw.choice(list(OPTIMIZERS)), draw.random() < 0.4
-    drawn = f"{'forced schedule' if forced else f'budget {share}'}, {optimizer}"
+    optimizer = draw.choice(list(OPTIMIZERS))
+    blocks = ""
     try:
         case = random_case(seed)
-        drawn = f"{drawn}: {' '.join(case.blocks)}"
-        plain = _steps(case, copy.deepcopy(case.model), optimizer)
+        blocks = " ".join(case.blocks)
+        plain = reference(case, OPTIMIZERS[optimizer])
     except Exception as error:
-        return Trial(seed, "plain fails", drawn, said(error))
-    if difference(plain.run, _steps(case, copy.deepcopy(case.model), optimizer).run)[0]:
-        return Trial(seed, "plain fails", drawn, "the plain model gives other numbers each time")
-    options = EXACT | {"backend": backend, "optimizer": OPTIMIZERS[optimizer]}
-    try:
-        with random_schedules(draw) if forced else nullcontext():
-            verdict, message = _planned(case, plain, optimizer, None if forced else share, options)
-    except REFUSALS as refused:
-        verdict, message = "refused", said(refused)
-    except Exception as error:
-        verdict, message = "error not ours", f"{said(error)} | {where(error)}"
-    return Trial(seed, verdict, drawn, message)
-
-
-def _steps(case: Case, model: nn.Module, optimizer: str) -> Twin:
-    hook_parameters(model)
-    twin = Twin(model, case.batch)
-    twin.optimizer = OPTIMIZERS[optimizer](model.parameters())
-    twin.step("step 1")
-    twin.step("step 2")
-    return twin
-
-
-def _planned(case: Case, plain: Twin, optimizer: str, share: float | None, options: dict[str, Any]) -> tuple[str, str]:
-    budget_gb = 1000.0
-    if share is not None:
-        roomy = memopt.plan(copy.deepcopy(case.model), budget_gb, case.batch, **options)
-        smallest, most = roomy.smallest_gb(), roomy.plain_peak_gb
-        budget_gb = max(smallest, smallest + share * (most - smallest))
-    ours = copy.deepcopy(case.model)
-    memopt.optimize(ours, budget_gb, example_inputs=case.batch, **options)
-    twin = _steps(case, ours, optimizer)
-    verdict, message = judged(twin.run, plain.run)
-    if verdict != "wrong" and share is not None:
-        twin.measured_bytes()  # the first one holds caches of torch's, too
-        measured = twin.measured_bytes() / GIB
-        if measured > budget_gb:
-            return "over budget", f"{measured / budget_gb - 1:.2%} above {budget_gb * 1024:.4f} MB"
-    if verdict != "wrong":
-        plain.run, twin.run = Run([], {}, []), Run([], {}, [])
-        if share is not None:
-            plain.measured_bytes()
-            plain.measured_bytes()
-        plain.step("accumulated", 2)
+        yield from (Trial(seed, number, "plain fails", f"{optimizer}: {blocks}", said(error)) for number in range(cases))
+        return
+    model = _Planned(case, plain, optimizer, backend)
+    for number in range(cases):
+        forced, share, ahead = draw.random() < FORCED, draw.choice(BUDGETS), draw.random() < 0.7
+        schedule = "forced schedule" if forced else f"budget {share}"
         try:
-            twin.step("accumulated", 2)
-        except memopt.BudgetError:  # gradients held need more than the plain step's smallest budget
+            with random_schedules(draw) if forced else nullcontext():
+                verdict, message = model.train(None if forced else share, ahead=ahead)
+        except REFUSALS as refused:
+            verdict, message = "refused", said(refused)
+        except Exception as error:
+            verdict, message = "error not ours", f"{said(error)} | {where(error)}"
+        drawn = f"{schedule}{'' if ahead else ' at the first call'}, {optimizer}: {blocks}"
+        yield Trial(seed, number, verdict, drawn, message)
+
+
+class _Planned:
+    """The model of a seed, planned anew for each case, beside the plain model's numbers."""
+
+    def __init__(self, case: Case, plain: Reference, optimizer: str, backend: str) -> None:
+        self.case, self.plain, self.optimizer = case, plain, OPTIMIZERS[optimizer]
+        self.model = copy.deepcopy(case.model)
+        hook_parameters(self.model)
+        self.options = EXACT | {"backend": backend, "optimizer": self.optimizer}
+        self._limits_gb: tuple[float, float] | None = None
+
+    def train(self, share: float | None, *, ahead: bool) -> tuple[str, str]:
+        """Train by a plan from the same state as the plain model: the verdict and where the two are apart."""
+        budget_gb = ROOMY_GB if share is None else self._budget_gb(share)
+        self.model.load_state_dict(self.case.model.state_dict())
+        self._optimize(budget_gb, ahead=ahead)
+        twin = twin_of(self.model, self.case, self.optimizer)
+        verdict, message = "right", ""
+        for number, run in enumerate(steps_of(twin) if share is None else _unless_refused(steps_of(twin))):
+            if verdict == "right":  # steps make any rounding before them larger
+                verdict, message = self.plain.judge(run, number, memopt.plan_of(self.model).notes)
+        if verdict.startswith("rounding") and self.options["backend"] == "inductor":
+            verdict = "right"
+        self.model.zero_grad()
+        if share is None or verdict == "wrong":
             return verdict, message
-        again, at = judged(twin.run, plain.run)
-        if again == "wrong":
-            return again, at
-    return verdict, message
+        measured_gb = twin.measured_bytes() / GIB
+        if measured_gb > budget_gb:
+            measured_gb = twin.measured_bytes() / GIB  # the first one may hold caches of torch's, too
+        if measured_gb > budget_gb:
+            return "over budget", f"{measured_gb / budget_gb - 1:.2%} above {budget_gb * 1024:.4f} MB"
+        return verdict, message
+
+    def _optimize(self, budget_gb: float, *, ahead: bool) -> None:
+        example = self.case.batch if ahead else None
+        memopt.optimize(self.model, budget_gb, example_inputs=example, **self.options)
+
+    def _budget_gb(self, share: float) -> float:
+        if self._limits_gb is None:
+            self._optimize(ROOMY_GB, ahead=True)
+            roomy = memopt.plan_of(self.model)
+            self._limits_gb = roomy.smallest_gb(), roomy.plain_peak_gb
+        smallest, most = self._limits_gb
+        return max(smallest, smallest + share * (most - smallest))
 
 
-def judged(ours: Run, plain: Run) -> tuple[str, str]:
-    """The verdict on the numbers, and where they are farthest apart."""
-    apart, at = difference(ours, plain)
-    return verdict_of(apart), f"{apart:.1e} apart: {at}" if apart else ""
+def _unless_refused(runs: Iterator[Run]) -> Iterator[Run]:
+    """The runs; without those after the first where they are refused: gradients that are held need more than the
+    smallest budget of a single step."""
+    yield next(runs)
+    with suppress(memopt.BudgetError):
+        yield from runs
 
 
 @contextmanager

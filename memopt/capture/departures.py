@@ -16,10 +16,16 @@ DEPARTURES: Mapping[str, str] = {
 }
 """For each operator of torch, by name, why its traced form departs from eager mode."""
 
+BITS_DEPART = "is not computed bit by bit as in eager mode"
 
 BUFFERS_WRITTEN_ONCE = (
     "buffers that are written inside of torch.utils.checkpoint are written once a step; in eager mode the block runs "
     "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
+)
+
+BETWEEN_REGIONS = (
+    "gradients that pass from one region to another may round otherwise than in eager mode: a region takes them in "
+    "contiguous memory, and sums over a tensor run in the order of its memory"
 )
 
 
@@ -27,7 +33,7 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(graph_module.graph))
-    notes = tuple(f"{name} is not computed bit by bit as in eager mode: {DEPARTURES[name]}" for name in found)
+    notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
     return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
 
 

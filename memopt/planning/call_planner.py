@@ -14,7 +14,7 @@ from torch import nn
 from memopt.account.account import Account, in_blocks
 from memopt.account.elsewhere import in_steps
 from memopt.capture.data_sizes import DataSizes, is_real, match, new_symbols, observe
-from memopt.capture.departures import departures
+from memopt.capture.departures import BETWEEN_REGIONS, departures
 from memopt.capture.fake_model import Narrowed
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
@@ -136,6 +136,13 @@ class CallPlanner(CallAccounts):
             finally:
                 gc.collect(1)  # tracing leaves cycles, between which the graphs would lie scattered
 
+    def share_graphs(self, earlier: CallPlanner) -> None:
+        """Use the graphs that an earlier planner of the model traced and priced, whose options differ in the budget
+        alone."""
+        self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
+        self._data_sizes = earlier._data_sizes
+        self.forget_solvers()  # what they found for another budget would make plans depend on what was asked before
+
     def forget_solvers(self) -> None:
         """Free the solvers of all calls, once one of them is planned: they take more memory than its graphs."""
         for _, (_, step) in self._steps.items():
@@ -154,6 +161,8 @@ class CallPlanner(CallAccounts):
         if captured.whole:
             sizes |= self._sizes(joints[0], call)
             notes += (LOSS_OUTSIDE,) * joints[0].ends_before_loss
+        if len(joints) > 1:
+            notes += (BETWEEN_REGIONS,)
         if self.options.passes:
             notes += (f"passes of your own ran, and memopt does not know what they change: {self.options.passes!r}",)
         if self.fuses and not all(joint.fused for joint in joints):

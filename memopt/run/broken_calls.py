@@ -98,6 +98,11 @@ class BrokenCalls:
         self._plans.clear()
         self._emitted.clear()
 
+    def travel_by(self, road: Road) -> None:
+        """Plan recorded regions anew, by another road."""
+        self.road = road
+        self.forget()
+
     def forget_plans(self, but: Plan | None) -> None:
         """Drop all plans but one; emitted regions are kept."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from memopt.capture.dynamic_shapes import Place
@@ -40,10 +40,10 @@ class CallsBySize:
         *,
         differentiate_all: bool,
     ) -> None:
-        self._ceilings, notice = ceilings, Notice()
+        self._ceilings, self._road, notice = ceilings, road, Notice()
 
         def make() -> WholeCalls:
-            return WholeCalls(to_capture, road, self._ceilings, notice, differentiate_all=differentiate_all)
+            return WholeCalls(to_capture, self._road, self._ceilings, notice, differentiate_all=differentiate_all)
 
         self._make = make
         self._name = type(road.planner.model).__name__
@@ -68,8 +68,17 @@ class CallsBySize:
 
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
-        for whole in (self._first, *(whole for _, whole in self._own.items())):
+        for whole in self._captures():
             whole.forget()
+
+    def travel_by(self, road: Road) -> None:
+        """Plan recorded regions anew, by another road."""
+        self._road = road
+        for whole in self._captures():
+            whole.travel_by(road)
+
+    def _captures(self) -> Iterable[WholeCalls]:
+        return self._first, *(whole for _, whole in self._own.items())
 
     def _with(self, call: Call, run: Callable[[WholeCalls], Any]) -> Any:
         whole = self._for(call)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
 from memopt.compat.ddp import unwrapped
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
-from memopt.optimizers import Proposals
+from memopt.optimizers import OPTIMIZER_PROPOSALS, Proposals
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -98,6 +100,33 @@ class PlannedCall:
         call = as_call(example_inputs, with_targets=self.with_loss is not None)
         check_device(call, self.model, meta_allowed=True)
         return self.with_loss or self.forward, call
+
+    @contextmanager
+    def from_captures(self, earlier: PlannedCall | None) -> Iterator[None]:
+        """A block in which this call is planned from the graphs of an earlier one of the same model, if its options
+        differ in the budget alone; the earlier one has them back if the block fails."""
+        if earlier is None or not self._differs_in_budget(earlier):
+            yield
+            return
+        self._take_captures(earlier)
+        try:
+            yield
+        except BaseException:
+            earlier._take_captures(self)
+            raise
+
+    def _differs_in_budget(self, earlier: PlannedCall) -> bool:
+        """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
+        decide about its parameters, nor where other ranks take part."""
+        alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)
+        proposes = self.options.allow & set(OPTIMIZER_PROPOSALS)
+        same = replace(earlier.options, budget_bytes=self.options.budget_bytes) == self.options
+        return alone and not proposes and same and earlier.own_call is self.own_call
+
+    def _take_captures(self, earlier: PlannedCall) -> None:
+        self.forward.take_captures(earlier.forward)
+        if self.with_loss and earlier.with_loss:
+            self.with_loss.take_captures(earlier.with_loss)
 
     def take_over(self) -> None:
         """Replace the model's call. Further plans use exactly the proposals of the plan made so far, if any.

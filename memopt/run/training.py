@@ -186,6 +186,17 @@ class TrainingCalls:
             self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result
 
+    def take_captures(self, earlier: TrainingCalls) -> None:
+        """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures anew if it is
+        called again."""
+        self.planner.share_graphs(earlier.planner)
+        self._breaks, self._ceilings = earlier._breaks, earlier._ceilings
+        self._ceilings.declared = self._declared
+        self._recorders_by_dtype, earlier._recorders_by_dtype = earlier._recorders_by_dtype, {}
+        for whole, broken in self._recorders_by_dtype.values():
+            whole.travel_by(self.road)
+            broken.travel_by(self.road)
+
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a call ahead of its first run; `gradients_held`: as one that adds to existing gradients; `advise`: a
         refusal names changes that would help. Ahead of training, all ranks plan together.

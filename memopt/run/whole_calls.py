@@ -103,6 +103,11 @@ class WholeCalls:
         self._plans.clear()
         self._emitted.clear()
 
+    def travel_by(self, road: Road) -> None:
+        """Plan recorded regions anew, by another road."""
+        self.road = road
+        self.forget()
+
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run the region of the present call by the plan for its situation, and return its outputs."""
         self._has_symbols |= bool(region.changing)

@@ -42,21 +42,24 @@ def solve_exactly(
     gap_seconds: float | None = None,
     below_seconds: float | None = None,
     nodes: int | None = None,
+    variables: int | None = None,
 ) -> ExactResult:
     """The fastest schedule of stages with a peak of at most `budget_bytes`, found within `seconds` of wall time.
 
-    `nodes` also limits the search tree, for a result that is the same in every run. The search ends early when the
-    best schedule is within `gap_seconds` of the bound (default: 1e-4 of the step). Schedules that add more than
-    `below_seconds` are excluded.
+    `nodes` also limits the search tree, for a result that is the same in every run; problems whose program has more
+    than `variables` are left unsolved. The search ends early when the best schedule is within `gap_seconds` of the
+    bound (default: 1e-4 of the step). Schedules that add more than `below_seconds` are excluded.
     """
-    gap = 1e-4 * problem.seconds if gap_seconds is None else gap_seconds
     if problem.forward_ops == len(problem.ops):
         fits = simulate(problem, Schedule.save_all(problem)).peak_bytes <= budget_bytes
         return ExactResult(Schedule.save_all(problem), 0.0, 0.0, True) if fits else _nothing
     staged = StageModel(problem, budget_bytes)
     if staged.impossible:
         return _nothing
+    if variables is not None and staged.model.variables > variables:
+        return ExactResult(None, float("inf"), 0.0, False)
     unit = problem.seconds or 1.0
+    gap = _GAP if gap_seconds is None else gap_seconds / unit  # of the cost, which is at most about 1: a step's seconds
     if below_seconds is not None:
         staged.model.cost_at_most(below_seconds / unit)
     values, bound, complete = staged.model.solve(seconds, gap, nodes)
@@ -69,6 +72,7 @@ def solve_exactly(
     return ExactResult(schedule, simulation.added_seconds, bound * unit, complete)
 
 
+_GAP = 1e-4
 _nothing = ExactResult(None, float("inf"), float("inf"), True)
 
 
@@ -76,15 +80,24 @@ _nothing = ExactResult(None, float("inf"), float("inf"), True)
 class Exact:
     """Proposes the exact solver's schedule for problems of at most `most_forward_ops` forward ops, else nothing.
 
-    `nodes` limits the search tree, so that the schedule is the same in every run.
+    `nodes` limits the search tree and `variables` the program, so that the schedule is the same in every run and takes
+    less than a second. `gap` is the share of the step's seconds by which it may be above the optimum.
     """
 
     name: str = "exact"
     most_forward_ops: int = 24
     nodes: int = 300
+    variables: int = 600
+    gap: float = _GAP
 
     def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
         if problem.forward_ops > self.most_forward_ops:
             return []
-        found = solve_exactly(problem, budget_bytes, nodes=self.nodes).schedule
+        found = solve_exactly(
+            problem,
+            budget_bytes,
+            gap_seconds=self.gap * problem.seconds,
+            nodes=self.nodes,
+            variables=self.variables,
+        ).schedule
         return [] if found is None else [found]

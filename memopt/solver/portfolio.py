@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -31,8 +31,11 @@ _NEEDS_NO_NESTING = 1e-3
 # Evaluations that the plans of one local search may have together: half a second's worth. More are allowed for small
 # problems, whose plans take less time to build and cut.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
-# The exact solver takes part for problems with at most this many forward ops: a tenth of a second.
+# The exact solver takes part for problems with at most this many forward ops.
 _TINY_OPS = 24
+# Where any schedule within a cap will do, the exact solver may be this share above the optimum, which takes a hundredth
+# of the time of a proof, and is asked for programs of that size: a second.
+_ROUGH_GAP, _ROUGH_VARIABLES = 0.3, 1_100
 # Repairs of the plan that saves everything take longest and do not help large problems: none once repairs have made
 # this many evaluations and a plan fits.
 _SPENT_BEFORE_SAVE_ALL = 100_000
@@ -183,7 +186,7 @@ class Portfolio:
             if search.best is None or search.spent < _SPENT_BEFORE_SAVE_ALL:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
-        search.offer(None if search.done else self._exact(cap_bytes))
+        search.offer(None if search.done else self._exact(cap_bytes) or self._exact(cap_bytes, rough=True))
 
     def _plans_of(self, solver: Solver, budget_bytes: int = 0) -> list[Candidate]:
         """The plans that a built-in solver proposes; many propose the same ones for every budget."""
@@ -211,13 +214,17 @@ class Portfolio:
         if search.best is None and self._smallest.peak_bytes <= search.cap_bytes:
             search.offer(self._smallest)
 
-    def _exact(self, cap_bytes: int) -> Candidate | None:
-        """The exact solver's plan for a tiny problem; None for other problems, or if it finds none."""
+    def _exact(self, cap_bytes: int, *, rough: bool = False) -> Candidate | None:
+        """The exact solver's plan for a tiny problem; None for other problems, or if it finds none. `rough`: any plan
+        within the cap will do."""
         if self._problem.forward_ops > _TINY_OPS:
             return None
         from memopt.solver.exact import Exact  # scipy.optimize takes a while to import
 
-        return next(iter(self._plans_of(Exact(most_forward_ops=_TINY_OPS), cap_bytes)), None)
+        solver = Exact(most_forward_ops=_TINY_OPS)
+        if rough:
+            solver = replace(solver, gap=_ROUGH_GAP, variables=_ROUGH_VARIABLES)
+        return next(iter(self._plans_of(solver, cap_bytes)), None)
 
     def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
         """Add to `known` the nested plans with ever smaller peaks; returns a function from caps to nested plans.
@@ -261,7 +268,7 @@ class Portfolio:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
             plan = next((plan for plan in nested(cap_bytes) if plan.peak_bytes <= cap_bytes), None)
-            plan = plan or _first_fit(search, seeds) or self._exact(cap_bytes)
+            plan = plan or _first_fit(search, seeds) or self._exact(cap_bytes, rough=True)
             spent += search.spent
             if plan is None:
                 low = cap_bytes

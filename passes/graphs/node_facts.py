@@ -18,6 +18,9 @@ OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 
 _PURE_NAMESPACES = frozenset({"aten", "prims"})
 
+_DROPOUT = "dropout_p"
+"""The argument of attention operators that makes them draw random numbers."""
+
 # Those of our own operators that have no state: the same arguments give the same bits.
 _PURE_OURS = frozenset(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear"))
 
@@ -46,9 +49,19 @@ _PURE_PYTHON = frozenset(
 
 
 def is_random(node: Node) -> bool:
-    """True if the operator draws from a random generator."""
+    """True if the operator draws from a random generator; attention does so only with dropout, whatever its tags say."""
     target: Any = node.target
-    return isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags
+    if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
+        return False
+    return _argument(node, _DROPOUT) != 0.0
+
+
+def _argument(node: Node, name: str) -> object:
+    """The value that an operator's node gives an argument, or its default; None where it has no such argument."""
+    for place, argument in enumerate(schema_of(node.target).arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def is_tangent(node: Node) -> bool:

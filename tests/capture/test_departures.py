@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memopt
-from memopt.capture.departures import BUFFERS_WRITTEN_ONCE, departures
+from memopt.capture.departures import BETWEEN_REGIONS, BUFFERS_WRITTEN_ONCE, departures
 from tests.capture.recorded import recorded
 
 
@@ -82,3 +82,26 @@ class Checkpointed(nn.Module):
 def test_buffers_written_under_a_checkpoint_are_named(norm: nn.Module, named: bool) -> None:
     plan = memopt.plan(Checkpointed(norm), 1, torch.randn(8, 16), precision="fp32", allow={"recompute"})
     assert (BUFFERS_WRITTEN_ONCE in plan.notes) is named
+
+
+class Broken(nn.Module):
+    """Has a graph break before a transposed convolution, whose gradient is not contiguous; or none."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.breaks = nn.Linear(16, 16), breaks
+        self.convolution = nn.ConvTranspose1d(16, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.convolution(x.transpose(1, 2)).pow(2).mean()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_sums_over_gradients_between_regions_are_named(breaks: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Broken(breaks).train(), torch.randn(3, 12, 16)
+    plan = memopt.plan(model, 1, batch, precision="fp32", allow={"recompute"}, optimizer=None)
+    assert (BETWEEN_REGIONS in plan.notes) is breaks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from examples.models.random_trials import trial
+from examples.models.random_trials import trials
 
 SEEDS = (1, 6)
-FOUND = (300,)
+FOUND = (300, 222)
 """Seeds that were not right once."""
 
 
@@ -15,8 +15,8 @@ FOUND = (300,)
 def test_a_random_module_trains_as_the_plain_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_PLAN", "always")
     monkeypatch.setenv("MEMOPT_CACHE", "0")
-    found = trial(seed)
-    assert found.verdict == "right", found
+    verdicts = [(found.verdict, found) for found in trials(seed)]
+    assert all(verdict == "right" for verdict, _ in verdicts), verdicts
 
 
 @pytest.mark.slow
@@ -24,5 +24,5 @@ def test_a_random_module_trains_as_the_plain_one(seed: int, monkeypatch: pytest.
 def test_further_random_modules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_PLAN", "always")
     monkeypatch.setenv("MEMOPT_CACHE", "0")
-    found = trial(seed)
-    assert found.verdict in ("right", "rounding"), found
+    verdicts = [(found.verdict, found) for found in trials(seed)]
+    assert all(verdict in ("right", "rounding, named") for verdict, _ in verdicts), verdicts

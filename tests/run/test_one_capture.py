@@ -84,6 +84,67 @@ def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahea
     assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 1
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_another_budget_adds_a_plan_and_no_capture(ahead: bool, counted: Counter[str]) -> None:
+    """The plan is the one that a fresh copy of the model gets within that budget."""
+    model, batch = gpt2(), causal_batch("usual")
+    fresh = copy.deepcopy(model)
+    given = {"example_inputs": batch if ahead else None, "optimizer": torch.optim.SGD, **EXACT}
+    budget = tight_budget(model, batch)
+    counted.clear()
+    memopt.optimize(model, 1, **given)
+    loss_of(model(**batch)).backward()
+    model.zero_grad()
+    memopt.optimize(model, budget, **given)
+    torch.manual_seed(0)
+    loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == 1
+    memopt.optimize(fresh, budget, **given)
+    torch.manual_seed(0)
+    loss_of(fresh(**batch)).backward()
+    again, first = memopt.plan_of(model), memopt.plan_of(fresh)
+    assert (again.budget_bytes, again.regions, again.account) == (first.budget_bytes, first.regions, first.account)
+    assert again.added_seconds > 0
+    for ours, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_regions_are_kept_for_another_budget_and_solved_anew(counted: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = BreakInLoop().train()
+    batch = {"x": torch.randn(32, WIDTH), "labels": torch.randint(0, CLASSES, (32,))}
+    options = {"example_inputs": batch, "optimizer": None, **EXACT}
+    budget = tight_budget(copy.deepcopy(model), batch, optimizer=None)
+    fresh = memopt.optimize(copy.deepcopy(model), budget, **options)
+    memopt.optimize(model, 1, **options)
+    loss_of(model(**batch)).backward()
+    model.zero_grad()
+    counted.clear()
+    memopt.optimize(model, budget, **options)
+    loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == 0
+    assert memopt.plan_of(model).regions == memopt.plan_of(fresh).regions
+
+
+def test_a_refused_budget_leaves_the_graphs_to_the_plan_before(counted: Counter[str]) -> None:
+    model, batch = gpt2(), causal_batch("usual")
+    options = {"example_inputs": batch, "optimizer": None, **EXACT}
+    memopt.optimize(model, 1, **options)
+    with pytest.raises(memopt.BudgetError):
+        memopt.optimize(model, 1e-4, **options)
+    loss_of(model(**batch)).backward()
+    assert memopt.plan_of(model).budget_bytes == 2**30
+    assert counted["captures"] == counted["traces"] == 1
+
+
+def test_other_options_are_captured_anew(counted: Counter[str]) -> None:
+    model, batch = gpt2(), causal_batch("usual")
+    for outputs in ("loss", "all"):
+        memopt.optimize(model, 1, example_inputs=batch, optimizer=None, outputs=outputs, **EXACT)
+        loss_of(model(**batch)).backward()
+    assert counted["captures"] == counted["traces"] == 2
+
+
 def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
     """Nor does it where nothing was planned ahead."""
     model, batch = gpt2(), causal_batch("usual")

@@ -1,5 +1,6 @@
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -127,3 +128,19 @@ def test_the_portfolio_is_as_good_on_many_graphs() -> None:
     assert tally.equal >= 0.9 * tally.proven
     assert tally.worst_points <= 1.0
     assert not tally.missed
+
+
+def test_a_program_above_the_size_asked_for_is_left_unsolved() -> None:
+    problem = chain(12)
+    assert solve_exactly(problem, 40, variables=10).schedule is None
+    assert not solve_exactly(problem, 40, variables=10).proven
+
+
+def test_the_gap_is_a_share_of_the_step_whatever_the_seconds() -> None:
+    """A search that ends at the gap ends as early for a step of microseconds as for one of seconds."""
+    problem = random_problem(random.Random(101), 13)
+    faster = replace(problem, ops=tuple(replace(op, seconds=op.seconds * 1e-6) for op in problem.ops))
+    gaps = [solve_exactly(one, 257, gap_seconds=0.3 * one.seconds) for one in (problem, faster)]
+    assert gaps[0].schedule == gaps[1].schedule
+    assert gaps[0].bound_seconds * 1e-6 == pytest.approx(gaps[1].bound_seconds)
+    assert gaps[0].bound_seconds < gaps[0].added_seconds

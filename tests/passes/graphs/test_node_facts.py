@@ -34,6 +34,17 @@ def test_what_is_not_known_to_be_pure_stays() -> None:
     assert not may_write(x)
 
 
+def test_attention_without_dropout_draws_no_random_numbers() -> None:
+    sketch = Sketch()
+    q = sketch.input("primals_1", 1, 2, 4, 8)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    without = [sketch.call(attention, q, q, q), sketch.call(attention, q, q, q, 0.0, True)]
+    assert all(is_pure(node) and not is_random(node) for node in without)
+    dropping = sketch.graph.call_function(attention, (q, q, q), {"dropout_p": 0.1})
+    assert is_random(dropping)
+    assert not is_pure(dropping)
+
+
 def test_a_custom_operator_is_not_trusted() -> None:
     @torch.library.custom_op("passes_test::noise", mutates_args=())
     def noise(x: torch.Tensor) -> torch.Tensor:

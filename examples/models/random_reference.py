@@ -1,0 +1,76 @@
+"""The numbers of a random model's plain steps, and how far those of a planned one are from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from examples.models.random_block import Block
+from examples.models.random_habits import hook_parameters
+from examples.models.random_modules import Case
+from examples.models.twins import Run, Twin, difference, verdict_of
+from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The numbers of plain steps."""
+
+    runs: tuple[Run, ...]
+    """Those of `steps_of`."""
+    written_once: tuple[Run, ...] | None
+    """The same where blocks under `torch.utils.checkpoint` run once, without it; None for a model that has none."""
+
+    def judge(self, ours: Run, number: int, notes: Collection[str]) -> tuple[str, str]:
+        """The verdict on the numbers of a planned run, and where they are farthest apart, by the notes of its plan."""
+        runs = self.runs
+        if self.written_once is not None and BUFFERS_WRITTEN_ONCE in notes:
+            runs = self.written_once
+        apart, at = difference(ours, runs[number])
+        verdict = verdict_of(apart)
+        if verdict == "rounding" and any(BITS_DEPART in note or note == BETWEEN_REGIONS for note in notes):
+            verdict = "rounding, named"
+        return verdict, f"{apart:.1e} apart: {at}" if apart else ""
+
+
+def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
+    """Train the plain model of a case. Raises `ValueError` where it gives other numbers each time."""
+
+    def train(*, directly: bool = False) -> tuple[Run, ...]:
+        model = copy.deepcopy(case.model)
+        hook_parameters(model)
+        for block in _checkpointed(model):
+            block.direct = directly
+        return tuple(steps_of(twin_of(model, case, make_optimizer)))
+
+    runs = train()
+    if any(difference(again, first)[0] for again, first in zip(train(), runs, strict=True)):
+        raise ValueError("the plain model gives other numbers each time")
+    return Reference(runs, train(directly=True) if _checkpointed(case.model) else None)
+
+
+def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
+    """The model with the batch of a case and an optimiser of its own."""
+    twin = Twin(model, case.batch)
+    twin.optimizer = make_optimizer(model.parameters())
+    return twin
+
+
+def steps_of(twin: Twin) -> Iterator[Run]:
+    """Two steps; then one that accumulates the gradients of two forwards."""
+    twin.step("step 1")
+    twin.step("step 2")
+    yield twin.run
+    twin.run = Run([], {}, [])
+    twin.step("accumulated", 2)
+    yield twin.run
+
+
+def _checkpointed(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block) and hasattr(module, "direct")]
