@@ -1,7 +1,8 @@
 """Exchanges of FSDP2 by gloo that hold no memory once they return, so that measured peaks do not depend on threads.
 
-gloo's worker threads drop their references to an exchange's tensors some time after it is over. A buffer that is freed
-there is freed late, and `measure_peak`, which sees one thread, counts it to the end.
+gloo's worker threads drop their references to an exchange's tensors, and to its own buffers, some time after it is
+over. A buffer that is freed there is freed late, and `measure_peak`, which sees one thread, counts it to the end. Here
+gloo is given only tensors that this thread holds longer.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
 from memopt.compat.storages import users_of
-
-_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # until torch 2.12
 
 
 def settled(model: nn.Module) -> None:
@@ -35,11 +34,18 @@ class _Settled:
 
 
 class SettledGather(_Settled):
-    """An all-gather that returns when gloo has dropped its references."""
+    """An all-gather by one broadcast from each rank, with a copy of the result as gloo's own makes, that returns when
+    gloo has dropped its references."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        with _settling(output_tensor), _settling(input_tensor):
-            _gather(output_tensor, input_tensor, group=group)
+        torch.empty_like(output_tensor)
+        pieces = output_tensor.view(distributed.get_world_size(group), -1).unbind()
+        own = pieces[distributed.get_rank(group)]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        for rank, piece in enumerate(pieces):
+            with _settling(piece):
+                distributed.broadcast(piece, group=group, group_src=rank)
 
 
 class SettledReduce(_Settled):

@@ -50,13 +50,13 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 @functools.cache
-def _run_frames_eagerly(masking: ModuleType) -> None:
-    """Have Dynamo trace the functions of a module only as parts of graphs that begin elsewhere. Where the forward breaks
-    before them, they run as in the eager model, and choose by values."""
+def _run_frames_eagerly(module: ModuleType) -> None:
+    """Have Dynamo trace the functions of a module only as parts of graphs that begin elsewhere. Where a forward with
+    graph breaks calls them outside of any graph, they run as in the eager model and choose by values."""
     from torch._dynamo.eval_frame import skip_code
 
-    for function in vars(masking).values():
-        while isinstance(function, FunctionType) and function.__module__ == masking.__name__:
+    for function in vars(module).values():
+        while isinstance(function, FunctionType) and function.__module__ == module.__name__:
             skip_code(function.__code__)
             function = getattr(function, "__wrapped__", None)
 
