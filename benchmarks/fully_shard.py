@@ -1,35 +1,42 @@
-"""FSDP2 on two ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
-FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and the added time within the peak of
-checkpoints at every block, against the floating-point operations that those add; one JSON file and a table.
+"""FSDP2 on several ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
+FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and within the peak of checkpoints at every
+block the floating-point operations that a plan adds, against those that the checkpoints add; one JSON file and a table.
 
-    python -m benchmarks.fully_shard [--ranks 2] [--models GPT-2 Llama ViT]
+    python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT]
 
-The ranks are processes of this machine that exchange tensors by gloo. Peaks are those of whole steps with AdamW after
-the first one, optimiser's step and gloo's copies included.
+The ranks are processes of this machine that exchange tensors by gloo (`examples/models/settled_gloo.py`). Peaks are
+those of whole steps with AdamW after the first one, optimiser's step and gloo's copies included. Rows of models and
+numbers of ranks that are not measured again are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import tempfile
+from collections.abc import Sequence
 from itertools import product
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed, fx, multiprocessing
 from torch.utils.flop_counter import FlopCounterMode
 
 import memopt
 from benchmarks.stamp import stamp, write_result
 from examples.models.fully_shard import FAMILIES, planned, train_step
 from memopt.compat.subclasses import shard_of
+from memopt.device.op_flops import flop_formula
 
 RESULT = Path(__file__).parent / "results" / "fully_shard.json"
+COMMAND = "python -m benchmarks.fully_shard"
+"""What measures all rows, which may have been measured a few at a time."""
 SHARES = (0.1, 0.4, 0.7)
 """Where the budgets lie between the smallest and plain FSDP2's peak."""
 STEPS = 2
@@ -55,22 +62,32 @@ def train(rank: int, ranks: int, name: str, way: str, budget_gb: float | None, f
         with memopt.measure_peak("cpu") as peak:
             loss = train_step(model, optimizer, batch)
         peak_gb = max(peak_gb, peak.gb if step else 0.0)
-        values = [loss, *(shard_of(value.grad) for value in model.parameters())]
-        if way == PLAIN:
-            torch.save(values, f"{plain} {step}")
-        else:
-            pairs = zip(values, torch.load(f"{plain} {step}"), strict=True)
-            difference = max(difference, *(_apart(*pair) for pair in pairs))
-        del values
+        difference = max(difference, _difference(model, loss, f"{plain} {step}", first=way == PLAIN))
         optimizer.zero_grad()
     if budget_gb is None:
         return {"peak_gb": peak_gb, "difference": difference, "flops": operations(model, batch)}
     plan = memopt.plan_of(model)
     figures = {"predicted_gb": plan.predicted_peak_gb, "added_time": plan.added_time}
+    figures["flops"] = operations_again(plan)
     return {"budget_gb": budget_gb, "peak_gb": peak_gb, "difference": difference, **figures}
 
 
+def _difference(model: Any, loss: Tensor, path: str, *, first: bool) -> float:
+    """The largest relative difference of the loss or a gradient to those saved at `path`; saves them there if `first`.
+
+    No gradient is referenced any more when it returns: the shards of one group are views of one storage, so that a
+    reference to the smallest would hold all of them through the next step.
+    """
+    values = [loss, *(shard_of(value.grad) for value in model.parameters())]
+    if first:
+        torch.save(values, path)
+        return 0.0
+    return max(_apart(one, other) for one, other in zip(values, torch.load(path), strict=True))
+
+
 def _apart(one: Tensor, other: Tensor) -> float:
+    if not one.numel():  # a rank's shard of a parameter with fewer rows than there are ranks
+        return 0.0
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
@@ -79,6 +96,26 @@ def operations(model: Any, batch: dict[str, Tensor]) -> int:
     with FlopCounterMode(display=False) as counter:
         model(**batch).loss.backward()
     return counter.get_total_flops()
+
+
+def operations_again(plan: Any) -> int:
+    """The floating-point operations that a plan's recomputations add, by torch's formulas."""
+    pairs = zip(plan.captured.regions, plan.regions, strict=True)
+    again = (node for joint, schedule in pairs for node in _recomputed(joint.module.graph, schedule.evaluations))
+    return sum(map(_flops, again))
+
+
+def _recomputed(graph: fx.Graph, evaluations: Sequence[str]) -> list[fx.Node]:
+    """The node of each evaluation after a node's first."""
+    named = {node.name: node for node in graph.nodes}
+    seen: set[str] = set()
+    return [named[name] for name in evaluations if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
+def _flops(node: fx.Node) -> int:
+    formula = flop_formula(node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def smallest(rank: int, ranks: int, name: str) -> dict[str, Any]:
@@ -104,7 +141,8 @@ def on_rank(rank: int, folder: Path, ranks: int, name: str, way: str, budget_gb:
 
 def of_ranks(folder: Path, ranks: int, name: str, way: str, budget_gb: float | None = None) -> list[dict[str, Any]]:
     """The results of each rank for one way, each from a new process, whose memory holds nothing of the other ways."""
-    multiprocessing.spawn(on_rank, (folder, ranks, name, way, budget_gb), nprocs=ranks)
+    given = folder, ranks, name, way, budget_gb
+    multiprocessing.start_processes(on_rank, given, nprocs=ranks, start_method="forkserver")
     return [torch.load(folder / str(rank)) for rank in range(ranks)]
 
 
@@ -114,20 +152,20 @@ def rows(name: str, ranks: int) -> list[dict[str, Any]]:
         folder = Path(temporary)
         by_way = {way: of_ranks(folder, ranks, name, way) for way in (PLAIN, CHECKPOINTS)}
         least = max(one["smallest_gb"] for one in of_ranks(folder, ranks, name, SMALLEST))
-        most, recipe = (max(one["peak_gb"] for one in by_way[way]) for way in (PLAIN, CHECKPOINTS))
-        found = [{"way": way, **_row(runs)} for way, runs in by_way.items()]
+        most, recipe = (min(one["peak_gb"] for one in by_way[way]) for way in (PLAIN, CHECKPOINTS))
+        plain_flops = by_way[PLAIN][0]["flops"]
+        found = [{"way": way, **_row(runs, plain_flops)} for way, runs in by_way.items()]
+        for row in found:
+            row["more_flops"] -= 1
         for budget_gb in (*(least + share * (most - least) for share in SHARES), recipe):
-            found.append({"way": PLANNED, **_row(of_ranks(folder, ranks, name, PLANNED, budget_gb))})
-    plain_flops = found[0]["flops"]
-    for row in found:
-        if "flops" in row:
-            row["more_flops"] = row.pop("flops") / plain_flops - 1
+            found.append({"way": PLANNED, **_row(of_ranks(folder, ranks, name, PLANNED, budget_gb), plain_flops)})
     return [{"model": name, "ranks": ranks, **row} for row in found]
 
 
-def _row(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(runs: list[dict[str, Any]], plain_flops: int) -> dict[str, Any]:
     row = {**runs[0], "peaks_gb": [one["peak_gb"] for one in runs]}
     row["difference"] = max(one["difference"] for one in runs)
+    row["more_flops"] = row.pop("flops") / plain_flops
     del row["peak_gb"]
     return row
 
@@ -150,15 +188,22 @@ def show(found: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def others(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of the result file that are of none of these models on none of these numbers of ranks."""
+    kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    return [row for row in kept if row["model"] not in models or row["ranks"] not in ranks]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     given = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    for name, ranks in product(given.models, given.ranks):
+    set_forkserver_preload(["examples.models.fully_shard", "torch._dynamo"])  # imported once for all processes
+    found = others(given.models, given.ranks)
+    for ranks, name in product(given.ranks, given.models):
         found += rows(name, ranks)
-        write_result(RESULT, {**stamp(), "rows": found})
+        write_result(RESULT, {**stamp(), "command": COMMAND, "rows": found})
     show(found)
 
 

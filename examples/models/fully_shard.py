@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import memopt
 from examples.models.ddp import VOCABULARY, gpt2
 from examples.models.families import integers, library, normals
+from examples.models.settled_gloo import settled
 
 Batch = dict[str, Tensor]
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -28,14 +29,17 @@ class Family:
     batch: Callable[[int], Batch]
 
     def sharded(self, ranks: int, *, checkpointed: bool = False, **options: Any) -> Any:
-        """The model spread over ranks, with `options` of `fully_shard`; `checkpointed`: block by block."""
+        """The model spread over ranks, with `options` of `fully_shard`, its exchanges `settled`; `checkpointed`: block
+        by block."""
         model: Any = self.make()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mesh = init_device_mesh("cpu", (ranks,))
         for block in model.get_submodule(self.blocks):
             fully_shard(block, mesh=mesh, **options)
-        return fully_shard(model, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+        settled(model)
+        return model
 
 
 def _texts(count: int) -> Callable[[int], Batch]:
@@ -67,7 +71,7 @@ FAMILIES = {
             image_size=64, patch_size=8, num_labels=10, problem_type="single_label_classification",
             hidden_size=640, intermediate_size=2560, num_hidden_layers=6, num_attention_heads=10,
         ),
-        "vit.encoder.layer",
+        "vit.layers",
         _images,
     ),
 }  # fmt: skip

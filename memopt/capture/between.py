@@ -71,7 +71,6 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         """Note that a run of a region begins; returns its number."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
-        self.gathered.let_go()
         self.runs.append(EagerBytes(peak, self.live_bytes))
         self.peak_bytes = 0
         return len(self.runs) - 1
@@ -80,7 +79,6 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         """Note that the backward of a run begins with these gradients, which the plan of the region accounts for."""
         self.raise_peak(0)
         peak = max(self.peak_bytes, self.live_bytes)
-        self.gathered.let_go()
         held = self.live_bytes - self.bytes_among(gradients)
         self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=held)
         self.peak_bytes = 0

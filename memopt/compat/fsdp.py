@@ -71,32 +71,20 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-class _Staging:
-    """Stand-ins for the copies that gloo makes on the CPU, one of the larger tensor of each collective.
-
-    Gloo's threads free their copies at an unknown time after the collective, so that all of them may be alive at once.
-    Here they are held until `let_go`.
-    """
-
-    def __init__(self) -> None:
-        self._copies: list[torch.Tensor] = []
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":
-            self._copies.append(torch.empty_like(tensor))
-
-    def let_go(self) -> None:
-        self._copies.clear()
+def _stage(tensor: torch.Tensor) -> None:
+    """Allocate and free what gloo does in an exchange of tensors on the CPU: a copy of the larger one."""
+    if tensor.device.type == "cpu":
+        torch.empty_like(tensor)
 
 
 class _OwnGather:
     """An all-gather without communication: it puts this rank's shard in the place of every rank's."""
 
-    def __init__(self, usual: Any, staging: _Staging) -> None:
-        self.allocate, self.staging = usual.allocate, staging
+    def __init__(self, usual: Any) -> None:
+        self.allocate = usual.allocate
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.staging.hold(output_tensor)
+        _stage(output_tensor)
         for place in output_tensor.view(-1, input_tensor.numel()):
             if place.data_ptr() != input_tensor.data_ptr():
                 place.copy_(input_tensor)
@@ -105,11 +93,11 @@ class _OwnGather:
 class _OwnReduce:
     """A reduce-scatter without communication: it returns the first part of this rank's input."""
 
-    def __init__(self, usual: Any, staging: _Staging) -> None:
-        self.allocate, self.staging = usual.allocate, staging
+    def __init__(self, usual: Any) -> None:
+        self.allocate = usual.allocate
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-        self.staging.hold(input_tensor)
+        _stage(input_tensor)
         output_tensor.copy_(input_tensor[: output_tensor.numel()])
 
 
@@ -120,7 +108,6 @@ class Gathered:
         self.model = model
         self._groups = groups_of(model)
         self._parameters = _parameters(model)
-        self._staging = _Staging()
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
@@ -133,10 +120,6 @@ class Gathered:
         for parameter in self._parameters:
             yield from parameter.all_gather_outputs
 
-    def let_go(self) -> None:
-        """Free what the latest exchanges in `without_exchange` may still hold."""
-        self._staging.let_go()
-
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
         """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers, but
@@ -145,15 +128,14 @@ class Gathered:
         with ExitStack() as stack:
             for group in self._groups:
                 gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
-                stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather, self._staging)))
-                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce, self._staging)))
+                stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather)))
+                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce)))
                 stack.enter_context(_set(group, "all_reduce_grads", False))
                 stack.enter_context(_set(group, "_partial_reduce_output", None))
             for parameter in self._parameters:
                 stack.enter_context(_set(parameter, "unsharded_accumulated_grad", None))
                 stack.enter_context(_set(parameter.sharded_param, "grad", None))
                 stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
-            stack.callback(self.let_go)
             try:
                 yield
             except BaseException:

@@ -4,8 +4,8 @@ Both concern attention in which several heads share keys: with a mask the keys a
 shares them itself, and the gradients of the keys are then summed in another order.
 
 Private names: of transformers 4.56 and later `masking_utils.find_packed_sequence_indices`,
-`integrations.sdpa_attention.use_gqa_in_sdpa`; in torch 2.11 to 2.15 `torch._dynamo.comptime.comptime` and
-`torch._dynamo.variables.ConstantVariable`.
+`integrations.sdpa_attention.use_gqa_in_sdpa`; in torch 2.11 to 2.15 `torch._dynamo.comptime.comptime`,
+`torch._dynamo.eval_frame.skip_code` and `torch._dynamo.variables.ConstantVariable`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -29,9 +30,10 @@ _SAME_VALUES = {"expand", "to", "long", "contiguous"}
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, makes these choices as for the arguments of this call in eager
     mode. Dynamo guards on them: a call for which they differ is captured by itself."""
-    masking, attention = map(
-        sys.modules.get, ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
-    )
+    names = "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.utils.import_utils"
+    masking, attention, asking = map(sys.modules.get, names)
+    for module in filter(None, (masking, asking)):
+        _run_frames_eagerly(module)
     changes = [(masking, "find_packed_sequence_indices", _finding_packed)]
     if _mask_is_idle(args, kwargs):
         changes.append((attention, "use_gqa_in_sdpa", _sharing_keys))
@@ -45,6 +47,18 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     finally:
         for module, name, original in before:
             setattr(module, name, original)
+
+
+@functools.cache
+def _run_frames_eagerly(module: ModuleType) -> None:
+    """Have Dynamo trace the functions of a module only as parts of graphs that begin elsewhere. Where a forward with
+    graph breaks calls them outside of any graph, they run as in the eager model and choose by values."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in vars(module).values():
+        while isinstance(function, FunctionType) and function.__module__ == module.__name__:
+            skip_code(function.__code__)
+            function = getattr(function, "__wrapped__", None)
 
 
 def _mask_is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -75,12 +89,14 @@ def _sharing_keys(original: Callable[..., bool]) -> Callable[..., bool]:
 @functools.lru_cache(maxsize=2)
 def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.comptime import comptime
+    from torch._dynamo.eval_frame import skip_code
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
         counts_up = False
         comptime(_note_counting)
         return None if counts_up else original(position_ids)
 
+    skip_code(find_packed_sequence_indices.__code__)
     return find_packed_sequence_indices
 
 

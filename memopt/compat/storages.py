@@ -1,6 +1,7 @@
 """Storages: which one a tensor lives in, and the tensors inside a sparse one.
 
-Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `Tensor._indices`, `Tensor._values`.
+Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `Tensor._indices`, `Tensor._values`,
+`torch._C._storage_Use_Count`, `Tensor._use_count`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["WeakStorage", "is_view", "sparse_parts", "storage_key", "weak_storages"]
+__all__ = ["WeakStorage", "is_view", "sparse_parts", "storage_key", "users_of", "weak_storages"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that two live tensors share if and only if they share a storage, fake and meta tensors included."""
     return tensor.untyped_storage()._cdata
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """A number that grows with every further tensor in the tensor's storage, and with everything in C++ that refers to
+    the tensor itself."""
+    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
+    referring: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sharing + referring
 
 
 def is_view(tensor: torch.Tensor) -> bool:

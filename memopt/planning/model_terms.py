@@ -11,7 +11,6 @@ from torch import nn
 
 from memopt.capture.operators import Rewriting
 from memopt.compat.dispatch import without_autocast
-from memopt.compat.subclasses import is_sharded
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.planning.options import Options, backend_for
 from memopt.planning.proposing import Proposing
@@ -66,9 +65,7 @@ class ModelTerms:
     def rewriting(self) -> Rewriting:
         """The rewriting that every lever set includes: precision, and whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
-        # What lies around the regions of a sharded model was found to keep the memory that results would be written to.
-        sharded = any(map(is_sharded, self.model.parameters()))
-        return replace(by_types, reinplace=REINPLACE in self.options.allow and not sharded)
+        return replace(by_types, reinplace=REINPLACE in self.options.allow)
 
     @property
     def bare(self) -> LeverSet:

@@ -16,7 +16,7 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, rehearse, undone
-from memopt.capture.together import MARGIN, known_places, with_eager_bytes
+from memopt.capture.together import known_places
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
@@ -79,8 +79,7 @@ class BrokenCalls:
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
             with undone(self.model), gathered.without_exchange():
-                captured = rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
-            return with_eager_bytes(captured, MARGIN) if gathered else captured  # hooks hold a little more
+                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from examples.models.settled_gloo import settled
 from memopt.compat.fsdp import Gathered, exchange_in_words, sharding_in_words
 from memopt.compat.subclasses import shard_of
 from tests.two_ranks import on_two_ranks
@@ -32,9 +33,11 @@ def step(model: nn.Module) -> list[torch.Tensor]:
 
 
 def facts(rank: int) -> dict[str, Any]:
-    model, other = sharded(), sharded()
+    model, other, quiet = sharded(), sharded(), sharded()
     found: dict[str, Any] = {"words": exchange_in_words(model), "sharding": sharding_in_words(model)}
     expected = step(other)
+    settled(quiet)
+    found["same when settled"] = all(map(torch.equal, step(quiet), expected))
     if rank == 0:  # alone: rank 1 does not take part
         with Gathered(model).without_exchange():
             step(model)
@@ -56,6 +59,7 @@ def test_facts_of_a_sharded_model() -> None:
     assert first["words"] == second["words"] != ""
     assert first["sharding"] == second["sharding"]
     for found in (first, second):
+        assert found["same when settled"]
         assert found["same after it"]
         assert found["set aside"]
         assert found["freed"] == [0] * 6

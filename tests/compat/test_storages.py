@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.storages import is_view, sparse_parts, storage_key
+from memopt.compat.storages import is_view, sparse_parts, storage_key, users_of
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
@@ -13,6 +13,18 @@ def test_views_share_a_key_and_others_do_not(kind: str) -> None:
         one, other = torch.zeros(4), torch.zeros(4)
     assert storage_key(one) == storage_key(one.view(2, 2)) == storage_key(one.detach()[1:])
     assert storage_key(one) != storage_key(other)
+
+
+def test_users_are_views_and_what_autograd_saves() -> None:
+    tensor = torch.zeros(4)
+    alone = users_of(tensor)
+    view = tensor[1:]
+    assert users_of(tensor) > alone
+    del view
+    product = torch.ones(4, requires_grad=True) * tensor
+    assert users_of(tensor) > alone
+    del product
+    assert users_of(tensor) == alone
 
 
 def test_is_view() -> None:

@@ -1,0 +1,70 @@
+"""Exchanges of FSDP2 by gloo that hold no memory once they return, so that measured peaks do not depend on threads.
+
+gloo's worker threads drop their references to an exchange's tensors, and to its own buffers, some time after it is
+over. A buffer that is freed there is freed late, and `measure_peak`, which sees one thread, counts it to the end. Here
+gloo is given only tensors that this thread holds longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+
+from memopt.compat.storages import users_of
+
+
+def settled(model: nn.Module) -> None:
+    """Have all parts of a model that `fully_shard` was applied to exchange by `SettledGather` and `SettledReduce`."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(SettledGather())
+            module.set_custom_reduce_scatter(SettledReduce())
+
+
+class _Settled:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer for an exchange, as FSDP2 makes it by default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SettledGather(_Settled):
+    """An all-gather by one broadcast from each rank, with a copy of the result as gloo's own makes, that returns when
+    gloo has dropped its references."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        torch.empty_like(output_tensor)
+        pieces = output_tensor.view(distributed.get_world_size(group), -1).unbind()
+        own = pieces[distributed.get_rank(group)]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        for rank, piece in enumerate(pieces):
+            with _settling(piece):
+                distributed.broadcast(piece, group=group, group_src=rank)
+
+
+class SettledReduce(_Settled):
+    """A reduce-scatter as gloo's own, by reducing a copy of the whole input, that returns when gloo has dropped its
+    references."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        copy = input_tensor.clone()
+        with _settling(copy):
+            distributed.all_reduce(copy, op, group=group)
+        output_tensor.copy_(copy.view(distributed.get_world_size(group), -1)[distributed.get_rank(group)])
+
+
+@contextmanager
+def _settling(tensor: Tensor) -> Iterator[None]:
+    """A block after which the tensor has no more users than before it; waits for them to let it go."""
+    users = users_of(tensor)
+    yield
+    while users_of(tensor) > users:
+        time.sleep(0)
