@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.planning.plan_search import PlanSearch
-from memopt.run import road
+from memopt.run import kept_plans
 from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case is captured on two ranks
@@ -123,7 +123,7 @@ def other_plans(rank: int) -> bool:
     """Whether rank 1, which would save less, runs by the plan of rank 0."""
     torch.manual_seed(0)
     model = memopt.optimize(DistributedDataParallel(Layers()), ROOMY, **EXACT)
-    fastest, agreed = PlanSearch.fastest, road.agreed
+    fastest, agreed = PlanSearch.fastest, kept_plans.agreed
     if rank == 1:  # plans after rank 0
 
         def later(*args: Any) -> memopt.Plan:
@@ -138,11 +138,11 @@ def other_plans(rank: int) -> bool:
             torch.distributed.barrier()
             return found
 
-        road.agreed = first
+        kept_plans.agreed = first
     try:
         loss = model(batch(rank, 0))["loss"]
     finally:
-        PlanSearch.fastest, road.agreed = fastest, agreed  # type: ignore[method-assign]
+        PlanSearch.fastest, kept_plans.agreed = fastest, agreed  # type: ignore[method-assign]
     loss.backward()
     return memopt.plan_of(model).method == "save all"
 
