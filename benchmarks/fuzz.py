@@ -29,7 +29,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0"})
+# Inductor compiles in this process: a pool of its own would load torch once more in each of its processes.
+os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
 import torch
 

@@ -1,8 +1,8 @@
 """One random model trained plain and planned side by side: the verdicts, and where the two are apart.
 
-The seed draws the model and the optimiser. A case is one draw of a schedule for it: the solvers' within a budget between
-the smallest that works and the plain peak, or a random one, in which any operator may be recomputed at any place. The
-model is captured once for all of its cases.
+The seed draws the model and the optimiser. A case is one draw of a schedule for it: that of the solvers within a budget
+between the smallest that works and the plain peak, or a random one, in which any operator may be recomputed at any
+place. The model is captured once for all of its cases.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
         blocks = " ".join(case.blocks)
         plain = reference(case, OPTIMIZERS[optimizer])
     except Exception as error:
-        yield from (Trial(seed, number, "plain fails", f"{optimizer}: {blocks}", said(error)) for number in range(cases))
+        yield from (
+            Trial(seed, number, "plain fails", f"{optimizer}: {blocks}", said(error)) for number in range(cases)
+        )
         return
     model = _Planned(case, plain, optimizer, backend)
     for number in range(cases):
@@ -108,9 +110,8 @@ class _Planned:
         verdict, message = "right", ""
         for number, run in enumerate(steps_of(twin) if share is None else _unless_refused(steps_of(twin))):
             if verdict == "right":  # steps make any rounding before them larger
-                verdict, message = self.plain.judge(run, number, memopt.plan_of(self.model).notes)
-        if verdict.startswith("rounding") and self.options["backend"] == "inductor":
-            verdict = "right"
+                notes = memopt.plan_of(self.model).notes
+                verdict, message = self.plain.judge(run, number, notes, fused=self.options["backend"] == "inductor")
         self.model.zero_grad()
         if share is None or verdict == "wrong":
             return verdict, message

@@ -95,18 +95,19 @@ class Twin:
         return peak.allocated_bytes + held
 
 
-def difference(ours: Run, plain: Run) -> tuple[float, str]:
-    """Return the largest difference over the plain value's largest magnitude, and where it is; 0 if bitwise equal.
+def difference(ours: Run, plain: Run, floor: float = FLOOR) -> tuple[float, str]:
+    """Return the largest difference over the plain value's largest magnitude, and where it is; 0 if bitwise equal. That
+    magnitude is taken to be at least the share `floor` of the largest among all values of its kind.
 
     Where the first step's loss, gradients and buffers differ, these are it: AdamW makes any rounding of a gradient
     near zero a difference of its whole step.
     """
     first = next(iter(plain.tensors)).partition(":")[0]
     told = [name for name in plain.tensors if name.startswith(first) and ": parameter" not in name]
-    found = max(_loss_apart(ours, plain, 0), *(_apart(ours, plain, name) for name in told))
+    found = max(_loss_apart(ours, plain, 0), *(_apart(ours, plain, name, floor) for name in told))
     if found[0] == 0:
         losses = (_loss_apart(ours, plain, at) for at in range(len(plain.losses)))
-        found = max(*losses, *(_apart(ours, plain, name) for name in plain.tensors))
+        found = max(*losses, *(_apart(ours, plain, name, floor) for name in plain.tensors))
     return max(found, (1.0, "the next random number")) if ours.numbers != plain.numbers else found
 
 
@@ -116,7 +117,7 @@ def _loss_apart(ours: Run, plain: Run, at: int) -> tuple[float, str]:
     return (0.0, "") if same else (abs(mine - theirs) / max(abs(theirs), 1e-30), f"loss of forward {at + 1}")
 
 
-def _apart(ours: Run, plain: Run, name: str) -> tuple[float, str]:
+def _apart(ours: Run, plain: Run, name: str, floor: float) -> tuple[float, str]:
     mine, theirs = ours.tensors.get(name), plain.tensors[name]
     if mine is None or theirs is None:
         return (0.0, "") if mine is theirs else (1.0, f"{name}: {'none' if mine is None else 'given'}, unlike plain")
@@ -125,7 +126,7 @@ def _apart(ours: Run, plain: Run, name: str) -> tuple[float, str]:
     if not torch.equal(mine.isnan(), theirs.isnan()):
         return 1.0, f"{name}: not a number in other places"
     apart = _largest(mine.double() - theirs.double())
-    return apart / max(_largest(theirs), FLOOR * _scale(plain, name), 1e-30), name
+    return apart / max(_largest(theirs), floor * _scale(plain, name), 1e-30), name
 
 
 def _scale(plain: Run, name: str) -> float:

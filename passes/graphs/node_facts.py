@@ -49,7 +49,7 @@ _PURE_PYTHON = frozenset(
 
 
 def is_random(node: Node) -> bool:
-    """True if the operator draws from a random generator; attention does so only with dropout, whatever its tags say."""
+    """True if the operator draws from a random generator. Attention does so with dropout only, whatever its tags."""
     target: Any = node.target
     if not (isinstance(target, OPERATOR_OVERLOAD) and torch.Tag.nondeterministic_seeded in target.tags):
         return False
