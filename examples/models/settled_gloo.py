@@ -7,6 +7,7 @@ gloo is given only tensors that this thread holds longer.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,12 @@ class SettledReduce(_Settled):
 @contextmanager
 def _settling(tensor: Tensor) -> Iterator[None]:
     """A block after which the tensor has no more users than before it; waits for them to let it go."""
-    users = users_of(tensor)
+    users = _users(tensor)
     yield
-    while users_of(tensor) > users:
+    while _users(tensor) > users:
         time.sleep(0)
+
+
+def _users(tensor: Tensor) -> int:
+    """Everything that refers to a tensor. C++ has a reference from Python, too, which a thread drops last."""
+    return users_of(tensor) + sys.getrefcount(tensor)
