@@ -1,7 +1,7 @@
 """The minimum cut of a network whose arcs cost seconds, by a maximum flow of integers.
 
 The flow is found by pushing and relabelling (Goldberg and Tarjan, "A new approach to the maximum-flow problem", 1988),
-first in first out, with all heights measured anew by a breadth-first search after about as much work as that takes
+first in first out, with all heights measured again by a breadth-first search after about as much work as that takes
 (Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a node then lies on
 the source's side exactly if the source still reaches it, and the algorithm's second half, which would take back what
 never arrives, is not needed. Among all minimum cuts this is the one with the fewest nodes on the source's side.
@@ -143,7 +143,7 @@ def _discharge(
     queue: Ints,
     waiting: Flags,
 ) -> None:
-    """Push flow and raise nodes until the queue is empty, or heights are worth measuring anew.
+    """Push flow and raise nodes until the queue is empty, or it is time to measure the heights again.
 
     The queue is a ring with `count` nodes from its start. One function, since calls with so many arrays cost as much as
     the work on a node.
