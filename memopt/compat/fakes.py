@@ -40,7 +40,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 def forget_dispatches(mode: FakeTensorMode) -> None:
     """Frees what a fake mode with symbolic shapes remembers of all operators that ran in it, to run them faster once
-    more: a quarter of what a capture would keep."""
+    more, which a capture would keep."""
     if mode.shape_env is not None:
         mode.shape_env.fake_tensor_cache.clear()
 

@@ -159,7 +159,7 @@ def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
 
 
 def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[RecordedRegion]) -> None:
-    """Torch remembers each operator that ran on fakes: a quarter of what a late capture would keep."""
+    """Torch remembers each operator that ran on fakes, for as long as the graphs live."""
     family = BY_NAME["llama"]
     model = family.make()
     memopt.optimize(model, tight_budget(model, family.batch("longer")), **EXACT)
