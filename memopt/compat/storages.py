@@ -22,7 +22,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def users_of(tensor: torch.Tensor) -> int:
     """A number that grows with every further tensor in the tensor's storage, and with everything in C++ that refers to
     the tensor itself."""
-    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
+    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring
 
