@@ -32,8 +32,8 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     mode. Dynamo guards on them: a call for which they differ is captured by itself."""
     names = "transformers.masking_utils", "transformers.integrations.sdpa_attention", "transformers.utils.import_utils"
     masking, attention, asking = map(sys.modules.get, names)
-    for found in filter(None, (masking, asking)):
-        _run_frames_eagerly(found)
+    for loaded in filter(None, (masking, asking)):
+        _run_frames_eagerly(loaded)
     changes = [(masking, "find_packed_sequence_indices", _finding_packed)]
     if _mask_is_idle(args, kwargs):
         changes.append((attention, "use_gqa_in_sdpa", _sharing_keys))
