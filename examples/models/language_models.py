@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ def holding(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) ->
 def peak_bytes(model: nn.Module, batch: Batch, steps: Iterable[Callable[[], object]]) -> int:
     """The most bytes held at once during `steps`: the model and its batch are counted, too."""
     held = distinct_bytes([*model.parameters(), *model.buffers(), *batch.values()])
+    gc.collect()  # another model that was freed during the steps would take its bytes off the peak
     with measure_peak("cpu") as peak:
         for step in steps:
             step()
