@@ -52,7 +52,7 @@ from memopt.errors import GIB
 RESULTS = Path(__file__).parent / "results"
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 WAYS = ("plain", "memopt", "peaks", "torch", "checkpoint")
-FIRST = {"peaks": 36, "torch": 120, "checkpoint": 60}
+FIRST = {"peaks": 202, "torch": 120, "checkpoint": 60}
 """The number of batches of ways that are run for their peaks or their speed alone."""
 SAMPLES, SHORTEST, ACCUMULATED, PER_EPOCH = 2, 8, 4, 201
 LONGEST = {"GPT-2": 120, "Llama": 144}

@@ -92,7 +92,7 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
 
 
 class _Planned:
-    """The model of a seed, planned anew for each case, beside the plain model's numbers."""
+    """The model of a seed, planned again for each case, beside the plain model's numbers."""
 
     def __init__(self, case: Case, plain: Reference, optimizer: str, backend: str) -> None:
         self.case, self.plain, self.optimizer = case, plain, OPTIMIZERS[optimizer]

@@ -98,7 +98,7 @@ class BrokenCalls:
         self._emitted.clear()
 
     def travel_by(self, road: Road) -> None:
-        """Plan recorded regions anew, by another road."""
+        """Have recorded regions planned again, by another road."""
         self.road = road
         self.forget()
 

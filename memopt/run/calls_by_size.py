@@ -72,7 +72,7 @@ class CallsBySize:
             whole.forget()
 
     def travel_by(self, road: Road) -> None:
-        """Plan recorded regions anew, by another road."""
+        """Have recorded regions planned again, by another road."""
         self._road = road
         for whole in self._captures():
             whole.travel_by(road)

@@ -187,7 +187,7 @@ class TrainingCalls:
         return result
 
     def take_captures(self, earlier: TrainingCalls) -> None:
-        """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures anew if it is
+        """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures again if it is
         called again."""
         self.planner.share_graphs(earlier.planner)
         self._breaks, self._ceilings = earlier._breaks, earlier._ceilings

@@ -104,7 +104,7 @@ class WholeCalls:
         self._emitted.clear()
 
     def travel_by(self, road: Road) -> None:
-        """Plan recorded regions anew, by another road."""
+        """Have recorded regions planned again, by another road."""
         self.road = road
         self.forget()
 

@@ -112,7 +112,7 @@ def test_a_planned_call_keeps_little_of_its_planning() -> None:
     assert plan.captured is not None
     assert nodes < 4 * len(plan.captured.regions[0].module.graph.nodes)
     assert solvers == 0
-    assert plan.smallest_gb() < budget  # solved anew
+    assert plan.smallest_gb() < budget  # solved again
 
 
 @pytest.mark.slow
