@@ -12,6 +12,7 @@ from memopt.capture.joint import JointGraph
 from memopt.device.storages import storage_bytes
 from memopt.planning.graph_facts import GraphFacts, operator_name
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import PricedGraph
 from memopt.show.change import FREED, IN_PLACE, MOVED, OFFLOADED, RECOMPUTED, Change
 from passes import diff_graphs
@@ -39,6 +40,7 @@ class _RegionChanges:
         self.facts = GraphFacts(region.module.graph, number)
         self.index = {name: index for index, name in enumerate(priced.nodes) if name}
         self.value = {name: index for index, name in enumerate(priced.values) if name}
+        self.returned = {storage for op in self.problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
         self.late = backward_nodes(region.module.graph)
         self.forward_of: dict[int, fx.Node] = {}
         for node in region.module.graph.nodes:
@@ -109,7 +111,7 @@ class _RegionChanges:
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """The operators in whose backward the storages, as made before each start, are first read: directly, or
-        through what is recomputed from them."""
+        through what is recomputed from them. Where none does, the caller may be handed them."""
         found = (self._first_reader(set(storages), start) for start in starts)
         return tuple(dict.fromkeys(reader for reader in found if reader))
 
@@ -122,7 +124,7 @@ class _RegionChanges:
                 if node in self.late and not is_cast(node):
                     return self._differentiated(node)
                 storages.update(op.makes)
-        return ""
+        return "the call's outputs" if storages & self.returned else ""
 
     def _differentiated(self, node: fx.Node) -> str:
         """The name of the forward's operator whose backward a node belongs to; its own name where that is unknown."""
