@@ -26,6 +26,7 @@ def story(op: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> An
     return printed(["explain", *MODEL, *options, "--op", found[0]["op"]], capsys) if isinstance(found, list) else found
 
 
+@pytest.mark.slow
 def test_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     roomy = printed(["plan", *MODEL, *EXACT, "--budget-gb", "1"], capsys)
     tight = str(0.85 * roomy["peak_gb"])

@@ -22,6 +22,7 @@ WITH_PYTHON = [page for page in PAGES if python_blocks(page)]
 # README's program runs in a process of its own in tests/test_readme.py, as those of docs/integrations do in
 # tests/integrations.
 HERE = [page for page in WITH_PYTHON if page.name != "README.md" and page.parent.name != "integrations"]
+LONG = dict.fromkeys(("start.md", "levers.md"), pytest.mark.slow)
 MEMBERS = (FunctionType, property, cached_property, classmethod, staticmethod)
 FOR_OUR_OWN_LAYERS = {"BudgetError.adding"}
 """Members that pass values between memopt's own layers."""
@@ -32,7 +33,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", HERE, ids=name_of)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page.name, ())) for page in HERE], ids=name_of)
 @pytest.mark.usefixtures("counted")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

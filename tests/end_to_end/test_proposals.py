@@ -110,6 +110,7 @@ def test_proposals_are_decided_before_the_first_step() -> None:
         memopt.optimize(make(), 1, allow=LOW_BIT, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_nothing_is_chosen_once_the_optimizer_is_made() -> None:
     """A larger batch cannot use a proposal later: the optimiser that exists holds its state in full."""
     large = {name: tokens.repeat(8, 1) for name, tokens in batch().items()}

@@ -25,6 +25,7 @@ GPT2 = library(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_longer_sequences_then_shorter_ones() -> None:
     longer, shorter = causal_batch("longer"), causal_batch("usual")
     model = GPT2()

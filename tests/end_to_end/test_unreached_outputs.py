@@ -66,7 +66,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("backend", ["aten", "inductor"])
+@pytest.mark.parametrize("backend", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Broken, Chained, Whole])
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_what_no_backward_reaches_has_no_gradient(

@@ -207,6 +207,7 @@ def train_by_fabric(budget_gb: float | None, save: Path | None = None, load: Pat
     return run.ended(model)
 
 
+@pytest.mark.slow
 def test_fabric(tmp_path: Path) -> None:
     plain, run = train_by_fabric(None), train_by_fabric(BUDGET_GB, save=tmp_path / "saved.ckpt")
     assert_same(run, plain)

@@ -73,6 +73,7 @@ def test_not_unless_it_is_allowed(allow: set[str], microbatches: int | None) -> 
     assert all(map(torch.equal, weights(model), before))
 
 
+@pytest.mark.slow
 def test_not_even_one_sample_fits() -> None:
     model = gpt2_without_dropout()
     memopt.optimize(model, 1e-5, **OPTIONS)
