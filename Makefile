@@ -6,6 +6,8 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 # Many tests start programs, which would compile memopt to bytecode each time.
 export PYTHONDONTWRITEBYTECODE :=
+# glibc would give large tensors back to the system when they are freed, which then clears their memory for the next ones.
+KEEPING_MEMORY := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=67108864
 
 CARD := .venv-card
 CARD_INSTALLED := $(CARD)/installed
@@ -18,11 +20,11 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(KEEPING_MEMORY) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The slow tests too: minutes each. This -m takes back the "not slow" of pyproject.toml.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not card"
+	$(KEEPING_MEMORY) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not card"
 
 # On this machine's CUDA card, or where there is none on the stand-in of tests/card/stand_in (docs/card.md). The first
 # time it downloads the CUDA build of torch, 5 GB with its libraries.

@@ -16,12 +16,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def source(document: Document) -> str:
-    """Return one sentence that says by what, when and where a document was measured."""
+    """Return a sentence that says by what, when and where a document was measured, and its note if it has one."""
     machine = document["machine"]
     if isinstance(machine, dict):
         threads = f", {machine['threads']} thread{'s' * (machine['threads'] > 1)}" if "threads" in machine else ""
         machine = f"{machine['processor']}, {machine.get('cores', 2)} cores{threads}"
-    return f"`{document['command']}`, {document['date']}, {machine}, torch {document.get('torch', '2.13.0')}."
+    note = f" {document['note'][0].upper()}{document['note'][1:]}." if document.get("note") else ""
+    return f"`{document['command']}`, {document['date']}, {machine}, torch {document.get('torch', '2.13.0')}.{note}"
 
 
 def percent(value: float | None) -> str:
