@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,12 +29,13 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
     For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
     optimisers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
-    that are read as numbers are stand-ins; without, reading one, or a random number, raises `ValueIsRead`.
+    that are read as numbers are stand-ins; without, reading one, or a random number, raises `ValueIsRead`. Where the
+    peak exceeds `most_bytes`, `TooManyBytes` is raised.
     """
 
-    def __init__(self, device_type: str, home: str, *, stand_ins: bool = True) -> None:
+    def __init__(self, device_type: str, home: str, *, stand_ins: bool = True, most_bytes: float = math.inf) -> None:
         super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
-        self._stand_ins = stand_ins
+        self._stand_ins, self._most_bytes = stand_ins, most_bytes
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self._kernels_of = device_type
@@ -71,13 +73,15 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             return call_workspace_bytes(call, "cpu")
         return bound
 
+    def raise_peak(self, workspace_bytes: int) -> None:
+        """Raise the peak, and stop the count where it exceeds `most_bytes`."""
+        super().raise_peak(workspace_bytes)
+        if self.peak_bytes > self._most_bytes:
+            raise TooManyBytes
+
 
 class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does while operators run on real tensors, and raises `TooManyBytes` above `most_bytes`."""
-
-    def __init__(self, device_type: str, home: str, most_bytes: int) -> None:
-        super().__init__(device_type, home)
-        self.most_bytes = most_bytes
+    """Counts as `EagerBytes` does while operators run on real tensors."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
@@ -87,15 +91,9 @@ class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
         """Leave tensors out that were there before."""
         LiveBytes.exclude(self, tensors)
 
-    def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak, and stop the count where it exceeds `most_bytes`."""
-        super().raise_peak(workspace_bytes)
-        if self.peak_bytes > self.most_bytes:
-            raise TooManyBytes
-
 
 class TooManyBytes(Exception):
-    """Operators on real tensors hold more than they may."""
+    """Operators hold more than they may."""
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:

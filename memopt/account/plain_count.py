@@ -34,12 +34,19 @@ class PlainStep:
 
 
 def count_plain_step(
-    model: nn.Module, run: Callable[..., Any], call: Call, card: Hardware, *, gradients_held: bool
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    card: Hardware,
+    *,
+    gradients_held: bool,
+    most_bytes: float = math.inf,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, on fake tensors; the model does not change.
 
-    None where that cannot be known: no scalar that requires a gradient is returned, or modules have forward hooks of
-    the user's, which would see the fakes. Raises `ValueIsRead` where the code branches on values.
+    None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
+    scalar that requires a gradient is returned, or modules have forward hooks of the user's, which would see the fakes.
+    Raises `ValueIsRead` where the code branches on values.
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
@@ -51,7 +58,8 @@ def count_plain_step(
             if gradients_held:
                 for fake in fakes.values():
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
-            count = EagerBytes("cpu" if card.name == "cpu" else "cuda", home.type, stand_ins=False)
+            kernels_of = "cpu" if card.name == "cpu" else "cuda"
+            count = EagerBytes(kernels_of, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode:
                 return _counted(count, [*fakes.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
     except ValueIsRead:
@@ -71,7 +79,7 @@ def count_on_values(
     None where it holds more than `most_bytes`, above which it stops, or cannot be run.
     """
     home = next(model.parameters()).device
-    count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes)
+    count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
     try:
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             resident = [*model.parameters(), *model.buffers(), *tree_leaves(call)]

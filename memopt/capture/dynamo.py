@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.capture.inputs import in_dtype
-from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations, keeping_requires_grad
+from memopt.capture.inputs import in_dtype, tensors_in
+from memopt.compat.dynamo import (
+    capture_settings,
+    compile_with,
+    drop_compilations,
+    keeping_requires_grad,
+    without_propagated_marks,
+)
 from memopt.compat.mask_branches import eager_mask_branches
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
@@ -133,7 +139,8 @@ def compile_call(
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
             requires_grad = keeping_requires_grad() if whole else nullcontext()
-            with _capturing(), capture_settings(), requires_grad, eager_mask_branches(args, kwargs):
+            static = without_propagated_marks(tensors_in((args, kwargs)))
+            with _capturing(), capture_settings(), static, requires_grad, eager_mask_branches(args, kwargs):
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure

@@ -4,7 +4,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
 `torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
 `torch._dynamo.maybe_mark_dynamic` and the attributes of tensors that it sets (`_dynamo_weak_dynamic_indices`,
-`_has_dynamo_dim_marking`), `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
+`_has_dynamo_dim_marking`), `_dynamo_propagated_dynamic_indices` (from torch 2.13 on),
+`torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
@@ -47,6 +48,7 @@ __all__ = [
     "marked_changing",
     "tracing_again",
     "user_stack",
+    "without_propagated_marks",
 ]
 
 _ERRORS = {
@@ -247,6 +249,22 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
             part.__dict__.update(before[key])
 
 
+@contextmanager
+def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Context in which these tensors lack the marks that compiled code puts on tensors which it saves or returns where
+    one of their sizes was a symbol in it, inputs among them. Dynamo would make a symbol of that size in every later
+    capture, of other models too."""
+    hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, before in hidden:
+            vars(tensor).pop(_PROPAGATED, None)
+            if before is not None:
+                vars(tensor)[_PROPAGATED] = before
+
+
+_PROPAGATED = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.account.account import Account
 from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
 from memopt.capture.author_modes import autocast_state
@@ -219,11 +220,14 @@ class PlainCalls:
         return None
 
     def _count_step(self, call: Call, situation: Situation) -> PlainStep | None:
-        """The step of a call, counted without its values; on its values, while it stays within the budget, where the
-        code branches on them and no other rank waits for its gradients."""
+        """The step of a call, counted without its values; on its values where the code branches on them and no other
+        rank waits for its gradients. None where it does not fit the budget: the count stops as soon as that is clear.
+        """
         card, held = self.planner.card, situation.gradients_held
+        room = self.planner.options.budget_bytes - self._account(call, situation).resident_bytes
         try:
-            return count_plain_step(self.model, self.plain, call, card, gradients_held=held)
+            most = room / self._margin
+            return count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
         except ValueIsRead:
             if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
                 return None
@@ -232,15 +236,21 @@ class PlainCalls:
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
-        account = self.planner.account(call, replace(situation, elsewhere=0))
+        account = self._account(call, situation)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
-        margin = MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
-        if step.depends_on_values:
-            margin = VALUES_MARGIN
+        margin = VALUES_MARGIN if step.depends_on_values else self._margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
         return _Fitting(step, room, account.optimizer_state) if room >= 0 else None
+
+    def _account(self, call: Call, situation: Situation) -> Account:
+        """The bytes of a call beside its activations, with nothing elsewhere on the device."""
+        return self.planner.account(call, replace(situation, elsewhere=0))
+
+    @property
+    def _margin(self) -> float:
+        return MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no precision, passes, compiler or optimiser levers are wanted."""

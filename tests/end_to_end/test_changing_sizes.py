@@ -217,3 +217,15 @@ def test_a_branch_on_a_size_makes_two_captures_with_symbols(captures: list[Recor
     memopt.optimize(model, 1, **EXACT)
     train_both(model, plain, [8, 9, 12, 7, 13, 14, 6])
     assert len(captures) == 3
+
+
+def test_a_batch_that_code_for_all_sizes_has_seen_is_captured_as_it_is(captures: list[RecordedRegion]) -> None:
+    """Torch marks the inputs that such code saves, for all later captures in the process."""
+    batch = torch.randn(8, 16)
+    torch.compile(nn.Linear(16, 4), backend="aot_eager", dynamic=True)(batch).sum().backward()
+    marks = dict(vars(batch))
+    if "_dynamo_propagated_dynamic_indices" not in marks:
+        pytest.skip("before torch 2.13 these marks cannot be told from those that users make")
+    memopt.plan(nn.Linear(16, 4), 1, (batch, 0), loss_fn=lambda output, _: output.sum(), precision="fp32")
+    assert not any(region.changing for region in captures)
+    assert vars(batch) == marks

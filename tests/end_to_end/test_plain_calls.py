@@ -294,6 +294,23 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     assert rooms[0] - rooms[1] == fits.step.output_bytes
 
 
+def test_a_count_stops_where_the_step_exceeds_what_it_may_hold() -> None:
+    model = gpt2()
+    last, ran = model.transformer.h[-1], []
+    forward = last.forward
+    last.forward = lambda *args, **kwargs: ran.append(1) or forward(*args, **kwargs)
+    batch, card = tokens(), hardware_of(torch.device("cpu"))
+    step = counted(model, batch)
+    assert ran
+
+    ran.clear()
+    run = plain_call(model)
+    limits = step.held_bytes // 4, step.peak_bytes
+    found = [count_plain_step(model, run, ((), batch), card, gradients_held=False, most_bytes=most) for most in limits]
+    assert found == [None, step]
+    assert len(ran) == 1
+
+
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of the counts of plain steps that are made in the test."""

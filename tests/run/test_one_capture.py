@@ -162,10 +162,9 @@ def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[Rec
     """Torch remembers each operator that ran on fakes, for as long as the graphs live."""
     family = BY_NAME["llama"]
     model = family.make()
-    memopt.optimize(model, tight_budget(model, family.batch("longer")), **EXACT)
-    captures.clear()
+    memopt.optimize(model, 1, **EXACT)
     optimizer = torch.optim.AdamW(model.parameters())
-    for scale in ("shorter", "usual", "longer"):
+    for scale in ("shorter", "usual"):
         train(model, optimizer, family.batch(scale))
     changing = [region for region in captures if region.changing]
     modes = [value.fake_mode for region in changing for value in region.inputs if isinstance(value, FakeTensor)]
