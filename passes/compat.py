@@ -1,7 +1,7 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
 Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`, `Graph._graph_namespace` with
-`_obj_to_name`, `Node._erased`. `tests/compat/private_names.py` finds private names elsewhere.
+`_obj_to_name`, `Node._erased`, and `SymInt.node` with `has_hint` and `hint`, which are undocumented. `tests/compat/private_names.py` finds private names elsewhere.
 `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
 
@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["erase_all", "forget_erased", "free_unbacked_symbols", "overload_name", "schema_of", "statically_known_true"]
+__all__ = [
+    "erase_all",
+    "forget_erased",
+    "free_unbacked_symbols",
+    "overload_name",
+    "schema_of",
+    "size_seen",
+    "statically_known_true",
+]
 
 
 def schema_of(operator: Any) -> Any:
@@ -37,6 +45,14 @@ def erase_all(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         graph.erase_node(node)
     forget_erased(graph)
+
+
+def size_seen(size: Any) -> int | None:
+    """The value that a size, or a number computed from sizes, had where the graph was captured; None where it depends
+    on data."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None
 
 
 def statically_known_true(condition: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.compat import size_seen
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import Block, find_aliases
 from passes.graphs.node_facts import is_pure
@@ -19,7 +20,7 @@ class FreeFirst(Pass):
     """Moves a call that frees more than it makes in front of calls that make more than they free.
 
     At every call no more memory is held than at the same call before, so that the peak does not rise whatever
-    temporaries kernels need. Calls move past pure calls only, within the forward or the backward
+    temporaries kernels need; for symbolic sizes, that is so for the values that they were captured with. Calls move past pure calls only, within the forward or the backward
     (`meta["partitioner_tag"]`). Where `Reinplace` follows the peak falls: the weight gradient of a layer frees the
     input that it reads before the gradient that is passed on is overwritten.
 
@@ -100,9 +101,8 @@ def _is_made_here(block: Block) -> bool:
 
 
 def _bytes(block: Block) -> int | None:
-    """Returns the bytes of a block; None where a size is symbolic."""
-    size = block.value.numel() * block.value.element_size()
-    return size if isinstance(size, int) else None
+    """Returns the bytes of a block, with symbolic sizes as they were captured; None where a size depends on data."""
+    return size_seen(block.value.numel() * block.value.element_size())
 
 
 class _Order:

@@ -219,6 +219,18 @@ def test_a_branch_on_a_size_makes_two_captures_with_symbols(captures: list[Recor
     assert len(captures) == 3
 
 
+def test_a_size_that_is_a_symbol_takes_no_more_memory() -> None:
+    def peak(batch: torch.Tensor) -> float:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        plan = memopt.plan(model, 1, (batch, 0), loss_fn=lambda output, _: output.sum(), elsewhere_gb=0, **EXACT)
+        return plan.predicted_peak_gb
+
+    batch = torch.randn(512, 16)
+    alike = peak(batch)
+    torch._dynamo.maybe_mark_dynamic(batch, 0)
+    assert peak(batch) == alike
+
+
 def test_a_batch_that_code_for_all_sizes_has_seen_is_captured_as_it_is(captures: list[RecordedRegion]) -> None:
     """Torch marks the inputs that such code saves, for all later captures in the process."""
     batch = torch.randn(8, 16)
