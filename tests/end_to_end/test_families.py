@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 import memopt
@@ -53,12 +55,13 @@ def run_family(family: Family, shares: tuple[float, ...]) -> None:
         plan.at(0.98 * plan.smallest_gb())
 
 
-QUICK = ("gpt2-sdpa", "unet")
-"""Families that every run tries; `make test-all` tries all."""
-SOME_QUICK = {f: [] if f.name in QUICK else [pytest.mark.slow] for f in FAMILIES}
+def tried(*quick: str, families: Iterable[Family] = FAMILIES) -> pytest.MarkDecorator:
+    """A parameter `family`: every run tries the `quick` ones, `make test-all` all."""
+    cases = [family if family.name in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
+    return pytest.mark.parametrize("family", cases, ids=str)
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=marks) for f, marks in SOME_QUICK.items()], ids=str)
+@tried("unet")
 def test_two_budgets(family: Family) -> None:
     run_family(family, USUAL)
 
@@ -69,9 +72,7 @@ def test_seven_budgets(family: Family) -> None:
     run_family(family, SHARES)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=marks) for f, marks in SOME_QUICK.items() if f.repeated_blocks], ids=str
-)
+@tried("gpt2-sdpa", families=[family for family in FAMILIES if family.repeated_blocks])
 def test_beats_checkpointing_per_block(family: Family) -> None:
     model, batch = family.make(), family.batch("usual")
     plan = memopt.plan(model, 1000, batch, optimizer=None, precision="fp32", allow={"recompute"})

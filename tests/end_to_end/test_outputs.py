@@ -53,7 +53,8 @@ def test_the_peak_is_predicted_in_every_loop(name: str) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
 def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool) -> None:
     """As the Trainer of transformers makes it: matrices alone are decayed, so that the head is stepped after another
     matrix, whose temporaries are still there, and by default fused."""

@@ -343,6 +343,7 @@ def test_what_the_first_forward_names_is_not_counted_again(counts: list[Any]) ->
     assert len(counts) == 1
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_one_sample_that_fits_is_not_captured(captures: list[RecordedRegion]) -> None:
     """No graph serves one sample and more, since torch takes a size of 1 as a constant."""
     model, plain = gpt2(), gpt2()

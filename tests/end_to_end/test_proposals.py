@@ -63,6 +63,7 @@ def test_a_refusal_names_proposals_that_make_it_fit() -> None:
     assert between.value.smallest_gb == plain
 
 
+@pytest.mark.slow
 def test_chosen_proposals_are_kept_to() -> None:
     model, budget = make(), 1.001 * refusal(allow=LOW_BIT).smallest_gb
     memopt.optimize(model, budget, example_inputs=batch(), allow=LOW_BIT, **OPTIONS)

@@ -133,7 +133,7 @@ def test_a_step_goes_on_as_if_nothing_had_happened_and_is_planned_tighter(name: 
     assert peaks[-1] <= memopt.plan_of(model).budget_bytes
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("half", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_step_that_fails_again_is_refused_with_its_account(half: str) -> None:
     model, batch = gpt2()
     memopt.optimize(model, 1, **EXACT)

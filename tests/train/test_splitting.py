@@ -51,6 +51,7 @@ def test_it_is_split_and_the_step_is_that_of_the_whole() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_second_step_needs_no_planning_and_keeps_to_the_budget() -> None:
     model, budget = gpt2_without_dropout(), between()
     memopt.optimize(model, budget, **OPTIONS)
