@@ -1,7 +1,8 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
 Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`, `Graph._graph_namespace` with
-`_obj_to_name`, `Node._erased`, and `SymInt.node` with `has_hint` and `hint`, which are undocumented. `tests/compat/private_names.py` finds private names elsewhere.
+`_obj_to_name`, `Node._erased`, and `SymInt.node` with `has_hint` and `hint`, which are undocumented.
+`tests/compat/private_names.py` finds private names elsewhere.
 `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
 
