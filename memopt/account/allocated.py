@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,25 @@ def allocated_bytes(device: torch.device) -> int | None:
         return None
     info = read()
     return int(info.uordblks + info.hblkhd) or None  # 0 where another allocator stands in for that of glibc
+
+
+def allocatable_bytes(device: torch.device) -> int | None:
+    """The bytes that `malloc` has allocated, and those that it can allocate before it maps more memory; None where that
+    is not known, and on other devices than the CPU."""
+    if device.type != "cpu" or (read := _mallinfo2()) is None:
+        return None
+    info = read()
+    return int(info.uordblks + info.hblkhd + info.fordblks) or None
+
+
+def mapped_bytes() -> int | None:
+    """The bytes of private writable memory that the process has mapped, those of `malloc` among them; None where the
+    system does not say. It takes a hundredth of the time of `allocated_bytes` in a process with many blocks."""
+    try:
+        with open("/proc/self/statm", "rb") as figures:
+            return int(figures.read().split()[5]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -123,20 +123,16 @@ class Beside:
         company = self.waiting or self.to_come
         return self.waiting_bytes + self.to_come * held_bytes + (self.gradients if company else 0)
 
-    def left_bytes(self, room_bytes: int, optimizer_state: int, *, enough: int) -> int:
-        """The part of `room_bytes` that memory elsewhere on the device leaves, beside a step with an optimiser state of
-        that size. It may be more than this says where this says `enough` or more."""
-        if self.elsewhere is None:
-            return room_bytes
-        most = self.elsewhere.at_most(self.around)
-        left = room_bytes - self.later_bytes - (most.beside(optimizer_state) if most else room_bytes)
-        if left >= enough:
-            return left
-        return room_bytes - self.later_bytes - self.elsewhere.now(self.around).beside(optimizer_state)
+    def leaves(self, room_bytes: int, optimizer_state: int) -> bool:
+        """Whether the bytes elsewhere on the device, beside a step with an optimiser state of that size, are at most
+        `room_bytes`."""
+        if self.elsewhere is None or self._surely_within(room_bytes, optimizer_state):
+            return room_bytes >= 0
+        return self.elsewhere.now(self.around).beside(optimizer_state) + self.later_bytes <= room_bytes
 
     def _surely_within(self, room_bytes: int, optimizer_state: int) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
-        most = self.elsewhere.at_most(self.around) if self.elsewhere else None
+        most = self.elsewhere.at_most(self.around, room_bytes - self.later_bytes) if self.elsewhere else None
         return most is not None and most.beside(optimizer_state) + self.later_bytes <= room_bytes
 
     def elsewhere_bytes(self, plan: Plan) -> int:

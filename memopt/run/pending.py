@@ -200,8 +200,10 @@ class PlainForward:
     beside: PendingForwards
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
-    left_bytes: int
-    """The bytes that its step leaves of the budget if no other forward waits."""
+    room_bytes: int
+    """The bytes that its step leaves of the budget if no other forward waits and nothing lies elsewhere."""
+    optimizer_state: int
+    """The bytes of optimiser state that its step counts."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
     done: bool = False

@@ -62,34 +62,27 @@ NOT_SHOWN = (
 
 
 @dataclass(frozen=True)
-class _Fitting:
+class Fitting:
     """The count of a step that fits the budget by itself."""
 
     step: PlainStep
     room_bytes: int
     """The bytes that it leaves of the budget."""
     optimizer_state: int
+    """The bytes of optimiser state that are counted in it."""
 
-    def beside(self, beside: Beside) -> Fits | None:
-        """The step beside other forwards, and what else lies on the device; None where it does not fit there."""
-        reserved = beside.reserved_bytes(self.step.held_bytes)
-        left = beside.left_bytes(self.room_bytes, self.optimizer_state, enough=reserved)
-        return Fits(self.step, left) if left >= reserved and beside.may_hold(self.step.held_bytes) else None
-
-
-@dataclass(frozen=True)
-class Fits:
-    """A step that fits, and what it leaves of the budget if no other forward waits."""
-
-    step: PlainStep
-    left_bytes: int
+    def fits(self, beside: Beside) -> bool:
+        """Whether it fits beside other forwards, and what else lies on the device."""
+        held = self.step.held_bytes
+        fits = beside.leaves(self.room_bytes - beside.reserved_bytes(held), self.optimizer_state)
+        return fits and beside.may_hold(held)
 
 
 @dataclass
 class _Kind:
     """The counts of calls that differ in their sizes only."""
 
-    fitting: list[tuple[Sizes, _Fitting]] = field(default_factory=list)
+    fitting: list[tuple[Sizes, Fitting]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
 
     def known_too_large(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
@@ -141,7 +134,7 @@ class PlainCalls:
 
     def step_if_it_fits(
         self, call: Call, situation: Situation, beside: Beside, *, plans_serve_all: bool
-    ) -> Fits | None:
+    ) -> Fitting | None:
         """The step of a call that may run plain; None for one that has to be planned.
 
         `plans_serve_all`: a captured graph serves calls of all sizes.
@@ -159,19 +152,19 @@ class PlainCalls:
         sizes = _sizes(tensors)
         for most, fitting in kind.fitting:
             if covers(most, sizes):
-                return fitting.beside(beside)
+                return fitting if fitting.fits(beside) else None
         if kind.known_too_large(sizes, plans_serve_all=plans_serve_all):
             return None
         counted = self._count(kind, call, sizes, situation)
-        return counted.beside(beside) if counted is not None else None
+        return counted if counted is not None and counted.fits(beside) else None
 
-    def run(self, call: Call, fits: Fits) -> Any:
+    def run(self, call: Call, fitting: Fitting) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
         result = self.plain(*call[0], **call[1])
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            step = fits.step
-            forward = PlainForward(self.pending, step.held_bytes, fits.left_bytes, tuple(weak_storages(outputs)))
+            held, room, state = fitting.step.held_bytes, fitting.room_bytes, fitting.optimizer_state
+            forward = PlainForward(self.pending, held, room, state, tuple(weak_storages(outputs)))
             self.pending.add_plain(forward)
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
@@ -206,7 +199,7 @@ class PlainCalls:
             self._kinds[key] = _Kind()
         return self._kinds[key]
 
-    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> _Fitting | None:
+    def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> Fitting | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
         for batch in (*_grown(call, kind), call):
@@ -234,7 +227,7 @@ class PlainCalls:
         room = self.planner.options.budget_bytes - self.planner.account(call, situation).resident_bytes
         return count_on_values(self.model, self.plain, call, card, int(room / VALUES_MARGIN))
 
-    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> _Fitting | None:
+    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
         account = self._account(call, situation)
         if situation.buckets is not None and situation.buckets.clone_outputs:
@@ -242,7 +235,7 @@ class PlainCalls:
         margin = VALUES_MARGIN if step.depends_on_values else self._margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
-        return _Fitting(step, room, account.optimizer_state) if room >= 0 else None
+        return Fitting(step, room, account.optimizer_state) if room >= 0 else None
 
     def _account(self, call: Call, situation: Situation) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
@@ -32,7 +32,9 @@ class Sharded:
     @property
     def there(self) -> bool:
         """Whether the model is sharded: now, or at an earlier call, since parameters are unsharded within a forward."""
-        return self._ranks is not None or any(map(is_sharded, parameters_in(modules_of(self.model))))
+        if self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
+            return self._ranks is not None
+        return any(map(is_sharded, parameters_in(modules_of(self.model))))
 
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:

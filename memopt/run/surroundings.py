@@ -23,7 +23,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.run.beside import Beside, Groups
 from memopt.run.data_parallel import DataParallel
-from memopt.run.pending import PendingForward, PendingForwards
+from memopt.run.pending import PendingForward, PendingForwards, PlainForward
 from memopt.units import size
 
 
@@ -44,7 +44,7 @@ class Surroundings:
         """The number of forwards that wait for their backward, with plan or without."""
         return len(self.pending.waiting()) + len(self.pending.plain_waiting())
 
-    def begin(self) -> int:
+    def begin(self, call: Call) -> int:
         """Note that a forward begins; returns the number of those that wait for their backward.
 
         Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
@@ -53,7 +53,7 @@ class Surroundings:
         self.groups.begin(waiting)
         if waiting:
             self._check_planned()
-            self._check_plain(self._gradients())
+            self._check_plain(call, self._gradients())
         return waiting
 
     def situation(self) -> Situation:
@@ -65,7 +65,7 @@ class Surroundings:
         if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
             hooked += sharing_memory(self.model)
         return Situation(
-            gradients_held=any(parameter.grad is not None for parameter in parameters),
+            gradients_held=_have_gradients(parameters),
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
         )
@@ -84,7 +84,7 @@ class Surroundings:
             self.planner.elsewhere,
             self.around(call, situation.gradients_held),
             self.pending.later_bytes,
-            self._spare_bytes(),
+            self._spare_bytes(call),
         )
 
     def around(self, call: Call, *kind: object) -> Around:
@@ -124,7 +124,7 @@ class Surroundings:
         Raises `BudgetError` where the backward of a plain call that waits has no room beside what it holds.
         """
         held = plan.held_bytes
-        self._check_plain(held)
+        self._check_plain(call, held)
         self.groups.ran(self.waiting, held)
         forward = PendingForward(
             plan,
@@ -159,17 +159,25 @@ class Surroundings:
                 raise self._refusal(planned.budget_bytes, forward.roomy_bytes(needed), elsewhere)
             earlier_bytes += forward.held_bytes
 
-    def _check_plain(self, more_bytes: int) -> None:
-        """Raise `BudgetError` where a plain call that waits has no room for `more_bytes` in its backward."""
+    def _check_plain(self, call: Call, more_bytes: int) -> None:
+        """Raise `BudgetError` where a plain call that waits has no room for `more_bytes` in its backward, beside a call
+        that begins now."""
         for forward in self.pending.plain_waiting():
             others = self.pending.held_bytes - forward.held_bytes
-            if (lacking := others + more_bytes - forward.left_bytes) > 0:
+            if (lacking := others + more_bytes - self._left_bytes(forward, call)) > 0:
                 budget = self.planner.options.budget_bytes
                 raise self._refusal(budget, budget + lacking + forward.held_bytes, 0)
 
-    def _spare_bytes(self) -> int | None:
+    def _left_bytes(self, forward: PlainForward, call: Call) -> int:
+        """The bytes that the step of a plain call leaves of the budget, beside what lies elsewhere while another call
+        begins, if it were the only forward that waits."""
+        held = _have_gradients(parameters_in(modules_of(self.model)))
+        elsewhere = self.planner.elsewhere.now(self.around(call, held))
+        return forward.room_bytes - self.pending.later_bytes - elsewhere.beside(forward.optimizer_state)
+
+    def _spare_bytes(self, call: Call) -> int | None:
         """The bytes that a further forward may hold beside the backward of each that waits; None where none waits."""
-        plain = [forward.left_bytes + forward.held_bytes for forward in self.pending.plain_waiting()]
+        plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.pending.plain_waiting()]
         plans = [(forward.plan, forward.held_bytes) for forward in self.pending.waiting()]
         planned = [
             plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards + held for plan, held in plans
@@ -182,6 +190,10 @@ class Surroundings:
             reason += f", elsewhere {size(elsewhere)}"
         further = (_IN_GROUP.format(self.waiting + 1),)
         return BudgetError(budget_bytes, roomy_bytes, reason, least=False, further=further)
+
+
+def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 _IN_GROUP = (

@@ -108,7 +108,7 @@ class TrainingCalls:
         self._forget_plans_without_state()
         check_device(call, self.model)
         self.planner.proposing.check_parameters()
-        waiting = self.surroundings.begin()
+        waiting = self.surroundings.begin(call)
         self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
         situation = self.surroundings.situation()
         beside = self.surroundings.beside(call, situation)

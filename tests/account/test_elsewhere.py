@@ -57,6 +57,23 @@ def test_growth_is_known_without_a_look() -> None:
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
+    before = elsewhere.now(Around()).other
+    limit = elsewhere.at_most(Around(), 2**40)
+    assert limit is not None
+    assert limit.other >= before
+    cached = torch.zeros(10 * MB)
+    exact, most = elsewhere.at_most(Around(), limit.other), elsewhere.at_most(Around(), 2**40)
+    assert exact is not None
+    assert most is not None
+    assert before + cached.nbytes <= exact.other < most.other
+    assert most.other >= limit.other + cached.nbytes - 100_000
+    monkeypatch.setattr("memopt.account.elsewhere.allocated_bytes", lambda _: pytest.fail("blocks were counted"))
+    assert elsewhere.at_most(Around(), 2**40) is not None
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_growth_before_a_moment_of_another_kind_is_found_at_once() -> None:
     """Also right after a look, when nothing that was allocated at such a moment is known."""
     model = nn.Linear(16, 16)

@@ -290,7 +290,7 @@ def test_clones_that_ddp_returns_are_counted() -> None:
         situation = Situation(buckets=Buckets(1000, clone_outputs=clones))
         fits = forward.plain_calls.step_if_it_fits(call, situation, Beside(), plans_serve_all=True)
         assert fits is not None
-        rooms.append(fits.left_bytes)
+        rooms.append(fits.room_bytes)
     assert rooms[0] - rooms[1] == fits.step.output_bytes
 
 
