@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype
-from memopt.compat.dynamo import capture_settings, compile_with, drop_compilations, keeping_requires_grad
+from memopt.compat.dynamo import SeenSizes, capture_settings, compile_with, drop_compilations, keeping_requires_grad
 from memopt.compat.mask_branches import eager_mask_branches
 from memopt.compat.modules import plain_call
 from memopt.errors import CaptureError
@@ -126,14 +126,14 @@ def compile_call(
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()
-    compilations = _Compilations(backend)
+    compilations, sizes = _Compilations(backend), SeenSizes()
     compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
             requires_grad = keeping_requires_grad() if whole else nullcontext()
-            with _capturing(), capture_settings(), requires_grad, eager_mask_branches(args, kwargs):
+            with _capturing(), capture_settings(), sizes.noting(), requires_grad, eager_mask_branches(args, kwargs):
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure
