@@ -242,7 +242,7 @@ class SeenSizes:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context in which Dynamo notes the sizes of calls here, and no profile of earlier processes is read or kept."""
+        """Context in which Dynamo notes the sizes of calls here; no profile of earlier processes is read or kept."""
         from torch._dynamo import pgo
 
         state: Any = pgo
