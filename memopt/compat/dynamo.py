@@ -246,11 +246,12 @@ class SeenSizes:
         from torch._dynamo import pgo
 
         state: Any = pgo
+        settings: Any = torch.compiler.config
         if self._noted is None:
             self._noted = defaultdict(state.CodeState)
         before, state._CODE_STATE = state._CODE_STATE, self._noted
         try:
-            with torch.compiler.config.patch(job_id=None):
+            with settings.patch(job_id=None):
                 yield
         finally:
             state._CODE_STATE = before
