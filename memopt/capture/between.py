@@ -110,6 +110,11 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         else:
             super().count(tensors)
 
+    def count_state(self, state: torch.Tensor) -> None:
+        """As in `LiveBytes`, outside of `planned()` blocks."""
+        if not self._planned:
+            super().count_state(state)
+
 
 def stand_in(
     region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, arguments: tuple[Any, ...]

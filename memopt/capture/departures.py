@@ -32,13 +32,20 @@ BETWEEN_REGIONS = (
 def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Returns a note for each kind of operator in Dynamo's graphs whose loss or gradients differ from eager mode's."""
     graphs = tuple(graphs)
-    found = dict.fromkeys(name for graph_module in graphs for name in _names(graph_module.graph))
+    found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
     return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
 
 
-def _names(graph: fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
+def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of all graphs within it, such as those of blocks under `torch.utils.checkpoint`."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
+    for node in nodes:
         name = _name(node)
         name = "masked_fill" if name == "masked_fill_" else name
         if name in DEPARTURES and (name not in _WHERE or _WHERE[name](node)):
@@ -47,9 +54,9 @@ def _names(graph: fx.Graph) -> Iterator[str]:
 
 def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
     """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
-    calls = [node for node in graph_module.graph.nodes if _name(node) == "tag_activation_checkpoint"]
-    blocks = (graph_module.get_submodule(str(node.args[0].target)) for node in calls)
-    return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in block.graph.nodes)
+    calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
+    return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
 
 
 def _writes(node: fx.Node) -> bool:

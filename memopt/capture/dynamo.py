@@ -9,7 +9,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype, tensors_in
 from memopt.compat.dynamo import (
+    SeenSizes,
     capture_settings,
     compile_with,
     drop_compilations,
@@ -132,15 +133,20 @@ def compile_call(
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()
-    compilations = _Compilations(backend)
+    compilations, sizes = _Compilations(backend), SeenSizes()
     compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
             requires_grad = keeping_requires_grad() if whole else nullcontext()
-            static = without_propagated_marks(tensors_in((args, kwargs)))
-            with _capturing(), capture_settings(), static, requires_grad, eager_mask_branches(args, kwargs):
+            unmarked = without_propagated_marks(tensors_in((args, kwargs)))
+            with ExitStack() as stack:
+                for enter in (_capturing, capture_settings, sizes.noting):
+                    stack.enter_context(enter())
+                stack.enter_context(unmarked)
+                stack.enter_context(requires_grad)
+                stack.enter_context(eager_mask_branches(args, kwargs))
                 return compiled(*args, **kwargs)
         except BackendCompilerFailed as failure:
             cause = getattr(failure, "inner_exception", None) or failure.__cause__ or failure

@@ -9,7 +9,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
-`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`, `TorchDynamoException.real_stack`.
+`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`, `TorchDynamoException.real_stack`,
+`torch._dynamo.pgo._CODE_STATE` and `CodeState`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -40,6 +42,7 @@ __all__ = [
     "BackendCompilerFailed",
     "DynamoError",
     "RecompileLimit",
+    "SeenSizes",
     "capture_settings",
     "compile_with",
     "copy_source",
@@ -227,6 +230,33 @@ def compile_with(
     for added in set(cached_backends) - known:
         del cached_backends[added]
     return compiled
+
+
+class SeenSizes:
+    """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols.
+
+    By itself Dynamo notes them for the whole process, by the code in which an input is first used: that of a layer or
+    of the model's class. What another model was called with would then make symbols of sizes that never change.
+    """
+
+    def __init__(self) -> None:
+        self._noted: Any = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context in which Dynamo notes the sizes of calls here; no profile of earlier processes is read or kept."""
+        from torch._dynamo import pgo
+
+        state: Any = pgo
+        settings: Any = torch.compiler.config
+        if self._noted is None:
+            self._noted = defaultdict(state.CodeState)
+        before, state._CODE_STATE = state._CODE_STATE, self._noted
+        try:
+            with settings.patch(job_id=None):
+                yield
+        finally:
+            state._CODE_STATE = before
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from memopt.compat.dispatch import TorchDispatchMode
 from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
+from memopt.device.generator_states import states_reported
 from memopt.device.op_call import tensors_in
 
 
@@ -19,7 +21,8 @@ class LiveBytes(TorchDispatchMode):
     """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
-    Storages that an operator was given and no counted operator made do not count. Subclasses say how an operator is
+    Storages that an operator was given and no counted operator made do not count, but for states of the CPU's random
+    generator and what `torch.tensor` makes of numbers. Subclasses say how an operator is
     run (`run`) and what its kernel holds beside its arguments and results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
@@ -40,20 +43,19 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._counted: weakref.WeakKeyDictionary[torch.UntypedStorage, _Bytes] = weakref.WeakKeyDictionary()
         """The bytes that each of the counted storages counts for."""
-        self._collected_before: list[bool] = []
-        """For each entry of the mode, whether garbage was collected before it."""
+        self._entered: list[ExitStack] = []
+        """What ends with each entry of the mode."""
 
     def __enter__(self) -> LiveBytes:
-        self._collected_before.append(gc.isenabled())
-        gc.disable()
+        entry = ExitStack()
+        entry.enter_context(_no_collections())
+        entry.enter_context(states_reported(self.count_state))
+        self._entered.append(entry)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
-        try:
+        with self._entered.pop():
             super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        finally:
-            if self._collected_before.pop():
-                gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +64,8 @@ class LiveBytes(TorchDispatchMode):
         result = self.run(func, args, kwargs)
         if func.is_view and isinstance(args[0], FakeTensor):  # no storage is made, no kernel runs
             return result
-        self.exclude((args, list(kwargs.values())))
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument has just been made of numbers
+            self.exclude((args, list(kwargs.values())))
         self.count(result)
         self.raise_peak(self.workspace_bytes(func, args, kwargs, result))
         return result
@@ -92,6 +95,13 @@ class LiveBytes(TorchDispatchMode):
             self._known.add(storage)
             self._count(storage)
         self.raise_peak(0)
+
+    def count_state(self, state: torch.Tensor) -> None:
+        """Count a state of the CPU's random generator until it is freed. The peak is raised by what runs meanwhile:
+        Dynamo holds some while it compiles."""
+        if self._device_type in (None, "cpu"):
+            self._known.add(storage := state.untyped_storage())
+            self._count(storage)
 
     def recount(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the storages of these tensors with the bytes that they have now: nothing tells when one is resized."""
@@ -127,6 +137,17 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, held: _Bytes) -> None:
         self.live_bytes -= held.nbytes
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 @dataclass

@@ -66,6 +66,8 @@ class BrokenCalls:
         """The ways that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
+        self._plans_freed = 0
+        """The number of plans that were made when solvers were last freed."""
         backend = recording(self, differentiate_all=True)
         self._compiled = compile_call(to_capture(), backend, whole=False, symbols=True)
 
@@ -99,7 +101,7 @@ class BrokenCalls:
 
     def travel_by(self, road: Road) -> None:
         """Have recorded regions planned again, by another road."""
-        self.road = road
+        self.road, self._plans_freed = road, 0
         self.forget()
 
     def forget_plans(self, but: Plan | None) -> None:
@@ -161,9 +163,12 @@ class BrokenCalls:
 
     def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
         """Run a call the first of these ways; `last`: there is no further attempt after it."""
-        planned = under_way.fitting(
-            lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
-        )
+        try:
+            planned = under_way.fitting(
+                lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
+            )
+        finally:
+            self._free_solvers()
         pending = under_way.begin(planned.plan)
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
@@ -229,6 +234,13 @@ class BrokenCalls:
             return planned
         assert refused is not None
         raise refused
+
+    def _free_solvers(self) -> None:
+        """Free the solvers of the plans that were made since the last time: their tables would stay for the whole
+        training."""
+        if self.road.plans != self._plans_freed:
+            self._plans_freed = self.road.plans
+            self.road.planner.forget_solvers()
 
     def _extended(
         self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation

@@ -31,7 +31,12 @@ def drawn_in_rows(x: Tensor) -> Tensor:
     return torch.empty_like(x).bernoulli_(0.5) * x
 
 
+def under_checkpoints(x: Tensor) -> Tensor:
+    return checkpoint(lambda y: checkpoint(torch.prod, y, use_reentrant=False) * y, x, use_reentrant=False)
+
+
 CALLS = [
+    (under_checkpoints, "prod"),
     (lambda x: x.prod(1), "prod"),
     (torch.prod, "prod"),
     (drawn, "bernoulli_"),
@@ -82,6 +87,18 @@ class Checkpointed(nn.Module):
 def test_buffers_written_under_a_checkpoint_are_named(norm: nn.Module, named: bool) -> None:
     plan = memopt.plan(Checkpointed(norm), 1, torch.randn(8, 16), precision="fp32", allow={"recompute"})
     assert (BUFFERS_WRITTEN_ONCE in plan.notes) is named
+
+
+class Nested(Checkpointed):
+    """Has its block under two checkpoints, one within the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_buffers_written_under_a_checkpoint_within_another_are_named() -> None:
+    plan = memopt.plan(Nested(nn.BatchNorm1d(16)), 1, torch.randn(8, 16), precision="fp32", allow={"recompute"})
+    assert BUFFERS_WRITTEN_ONCE in plan.notes
 
 
 class Broken(nn.Module):

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from memopt.device.live_bytes import LiveBytes
 
@@ -96,3 +97,31 @@ def test_a_storage_that_is_resized_counts_as_it_is_when_it_is_counted_again() ->
         del x
         assert count.live_bytes == 0
     assert count.peak_bytes == 400
+
+
+def test_states_of_the_random_generator_count_while_they_are_held() -> None:
+    """No operator makes them. `torch.utils.checkpoint` holds one for each block in the forward, and one more in its
+    backward."""
+    nbytes = torch.get_rng_state().nbytes
+    generator = torch.random.default_generator
+    x = torch.ones(8, requires_grad=True)
+    with LiveBytes() as count:
+        state = torch.get_rng_state()
+        assert count.live_bytes == nbytes
+        y = checkpoint(torch.sin, x, use_reentrant=False)
+        assert count.live_bytes == 2 * nbytes + y.nbytes
+        y.sum().backward()
+        assert count.peak_bytes > 3 * nbytes
+        del y, state
+        count.peak_bytes = 0
+        again = x * 2
+    assert count.live_bytes == again.nbytes + x.nbytes  # its gradient
+    assert count.peak_bytes < nbytes
+    assert torch.random.default_generator is generator
+
+
+def test_a_tensor_made_of_numbers_counts() -> None:
+    with LiveBytes() as count:
+        x = torch.tensor([1.0] * 100)
+        y = torch.tensor([1] * 100, dtype=torch.int32)
+    assert count.live_bytes == x.nbytes + y.nbytes

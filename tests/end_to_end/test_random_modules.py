@@ -7,7 +7,7 @@ import pytest
 from examples.models.random_trials import trials
 
 SEEDS = (1, 6)
-FOUND = (300, 222)
+FOUND = (300, 222, 78)
 """Seeds that were not right once."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 import memopt
 from memopt.errors import BudgetError
+from memopt.meter import live_objects
+from memopt.solver import Portfolio
 from tests.run.pieces import Blocks, calls_of, gradients, make
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
@@ -54,6 +57,26 @@ def test_a_call_that_is_refused_leaves_the_plans_of_smaller_ones() -> None:
         calls(X).backward()
         with pytest.raises(BudgetError):
             calls(X.repeat(1000, 1))
+
+
+def test_sizes_that_another_model_of_the_class_was_called_with_are_no_symbols() -> None:
+    for rows in (48, 64, 40):
+        call = calls_of(make(breaks=True))._broken.capture(((X[:rows],), {}), "a break")
+        assert not any(region.changing for region in call.regions)
+
+
+def test_the_solvers_of_a_plan_are_freed_once_it_runs() -> None:
+    """Their tables would take more memory than the graphs, for the whole training."""
+    model = make(breaks=True)
+    calls = calls_of(model)
+    others = live_objects(Portfolio)
+    ahead = calls.plan_ahead(CALL)
+    assert len(live_objects(Portfolio)) > len(others)  # for its frontier, until it runs
+    for _ in range(2):
+        calls(X).backward()
+    assert calls.latest is not ahead  # gradients are held now
+    gc.collect()
+    assert len(live_objects(Portfolio)) == len(others)
 
 
 class Positions(nn.Module):

@@ -59,3 +59,10 @@ def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
         calls(batch).backward()
     assert calls._whole._first._has_symbols  # type: ignore[attr-defined]
     assert [*map(marks, batches)] == before
+
+
+def test_sizes_that_another_model_of_the_class_was_called_with_are_no_symbols() -> None:
+    for rows in (48, 64, 40):
+        call = calls_of(make())._whole.capture(((X[:rows],), {}))
+        assert call is not None
+        assert not call.regions[0].changing
