@@ -60,6 +60,13 @@ class Sharding:
         groups = tuple(_group(name, parameters, cards, dtype) for name, parameters in members.items() if parameters)
         return cls(cluster, dtype, tuple(model.parameters()), groups)
 
+    def over(self, cluster: Cluster) -> Sharding:
+        """The same groups on another cluster with as many cards in "tp"."""
+        members = ((group.name, [one for one in self.parameters if id(one) in group.numbers]) for group in self.groups)
+        cards = cluster.mesh.dp_shard
+        groups = tuple(_group(name, parameters, cards, self.dtype) for name, parameters in members)
+        return replace(self, cluster=cluster, groups=groups)
+
     @property
     def root(self) -> ParameterGroup | None:
         """The group of the parameters outside of blocks, which stays gathered until the backward is over."""

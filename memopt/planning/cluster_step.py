@@ -85,7 +85,7 @@ def _backward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
     """The seconds of a block that computes while others are exchanged, by what takes longer."""
     if gather + reduce <= compute.total():
-        return compute
+        return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})
 
 
