@@ -168,6 +168,7 @@ class CallPlanner(CallAccounts):
             notes += (f"passes of your own ran, and memopt does not know what they change: {self.options.passes!r}",)
         if self.fuses and not all(joint.fused for joint in joints):
             notes += (NOT_FUSED,)
+        notes += self.options.cluster.notes() if self.options.cluster else ()
         notes += self.options.notes(self.device().type)
         return Captured(
             type(self.model).__name__,

@@ -104,7 +104,7 @@ class Options:
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""
-        notes = recompute_note(self.allow) + (self.cluster.notes() if self.cluster else ())
+        notes = recompute_note(self.allow)
         if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
             notes += (
                 "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
