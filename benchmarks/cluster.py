@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,19 +125,14 @@ def planned(models: Sequence[str]) -> Iterator[Record]:
     for (model, cards, samples), meshes in CLUSTERS.items():
         if model not in models:
             continue
-        started = time.perf_counter()
         step = CardStep.of(Job(SIZES[model], meshes[0], samples))
-        captured_in = time.perf_counter() - started
         for mesh in meshes:
-            started = time.perf_counter()
             job = Job(SIZES[model], mesh, samples)
             yield {
                 "model": model,
                 "mesh": mesh,
                 "samples": samples,
                 **_plan(job, step.over(mesh, NETWORK)),
-                "capture_seconds": captured_in,
-                "plan_seconds": time.perf_counter() - started,
             }
 
 

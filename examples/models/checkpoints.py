@@ -31,7 +31,10 @@ def checkpointed(problem: RematProblem, saves: Callable[[int], bool]) -> Schedul
     present = {s for i, op in enumerate(problem.ops[: len(blocks)]) if blocks[i] < 0 or saves(i) for s in op.makes}
     # What another block reads is the input that it saves.
     present |= {
-        s for i, op in enumerate(problem.ops[: len(blocks)]) for s in op.reads if blocks[problem.producer[s]] != blocks[i]
+        s
+        for i, op in enumerate(problem.ops[: len(blocks)])
+        for s in op.reads
+        if blocks[problem.producer[s]] != blocks[i]
     }
     evaluations = list(range(problem.forward_ops))
     for index in range(problem.forward_ops, len(problem.ops)):

@@ -83,9 +83,7 @@ class Account:
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs` bytes."""
         left = self.gradients - self.into_buckets
-        resident = replace(
-            self, gradients=left, gradients_held=True, lowering=0, gathered=0, exchange=0
-        ).resident_bytes
+        resident = replace(self, gradients=left, gradients_held=True, lowering=0, gathered=0, exchange=0).resident_bytes
         return resident + outputs + self.optimizer_temporaries
 
 

@@ -192,7 +192,9 @@ class CallPlanner(CallAccounts):
         if self.sharding is None:
             return None
         if not captured.whole:
-            raise CaptureError(f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}")
+            raise CaptureError(
+                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}"
+            )
         return ShardedCall.of(self.sharding, captured.runs[0].parameter_ids)
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:

@@ -39,7 +39,8 @@ class ClusterTerms:
         links = [joined.within] + ([joined.between] if joined.between else [])
         rates = "; ".join(
             f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of a "
-            "ring" for link in links
+            "ring"
+            for link in links
         )
         notes = [
             f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} while "
@@ -79,7 +80,9 @@ def check_cluster_terms(
         raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))
-        raise ValueError(f"with mesh, precision must be one of {known}, the dtype of gathered parameters: {precision!r}")
+        raise ValueError(
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters: {precision!r}"
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"with mesh, optimizer must be a class or its name, since this {type(optimizer).__name__} holds whole "

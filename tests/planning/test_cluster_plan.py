@@ -192,9 +192,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
 
 def test_a_forward_that_breaks_is_refused() -> None:
     with pytest.raises(CaptureError, match="mesh needs a forward that is one graph"):
-        memopt.plan(
-            Breaks(), ROOMY_GB, (torch.ones(4, 8),), device="h100", mesh={"dp_shard": 8}, interconnect=NETWORK
-        )
+        memopt.plan(Breaks(), ROOMY_GB, (torch.ones(4, 8),), device="h100", mesh={"dp_shard": 8}, interconnect=NETWORK)
 
 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
