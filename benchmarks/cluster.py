@@ -122,7 +122,7 @@ def _parallel_loss(job: Job) -> int:
 
 def planned(models: Sequence[str]) -> Iterator[Record]:
     """The records of the table of clusters."""
-    for (model, cards, samples), meshes in CLUSTERS.items():
+    for (model, _, samples), meshes in CLUSTERS.items():
         if model not in models:
             continue
         step = CardStep.of(Job(SIZES[model], meshes[0], samples))

@@ -80,7 +80,7 @@ class TensorParallel:
 
     def _split(self, layer: nn.Module, style: str) -> None:
         dim = _split_dim(layer, style)
-        layer.weight = _part(layer.weight, self.cards, dim)
+        layer.weight = _part(_weight(layer, ""), self.cards, dim)
         bias = getattr(layer, "bias", None)
         if bias is not None and style != ROWS:
             layer.bias = _part(bias, self.cards, 0)

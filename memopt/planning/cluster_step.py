@@ -40,7 +40,7 @@ def cluster_step(joined: Joined, schedule: Schedule, captured: Captured, account
     times = _group_times(joined, schedule, captured, sharding)
     root, blocks = times[0], times[1:]
     bounds = _forward(root, blocks) + _backward(root, blocks)
-    bounds[MEMORY] += _optimizer_seconds(account, captured.hardware)
+    bounds += _only(MEMORY, _optimizer_seconds(account, captured.hardware))
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -78,8 +78,13 @@ def _backward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
     reduces = [0.0] + [block.reduce for block in order]
     for block, gather, reduce in zip(order, gathers[1:], reduces, strict=False):
         total += _beside(block.backward, gather=gather, reduce=reduce)
-    total[REDUCE] += reduces[-1] + root.reduce
-    return total
+    return total + _only(REDUCE, reduces[-1] + root.reduce)
+
+
+def _only(name: str, seconds: float) -> Seconds:
+    found: Seconds = Counter()
+    found[name] = seconds  # type: ignore[assignment]
+    return found
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:

@@ -38,13 +38,13 @@ class ClusterTerms:
         dtype = str(self.dtype).removeprefix("torch.")
         links = [joined.within] + ([joined.between] if joined.between else [])
         rates = "; ".join(
-            f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of a "
-            "ring"
+            f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of "
+            "a ring"
             for link in links
         )
         notes = [
-            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} while "
-            "the block before computes, and freed after it; those outside of blocks are one group and stay; gradients "
+            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
+            "while the block before computes, and freed after it; those outside of blocks are one group and stay; gradients "
             "are reduced in float32 when a block's backward is done; shards keep the parameters' dtype",
             f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
             "NCCL's buffers, which torch's allocator does not hold, are not counted",

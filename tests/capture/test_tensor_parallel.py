@@ -102,7 +102,7 @@ def test_models_of_transformers_bring_their_plan() -> None:
     ],
 )
 def test_what_cannot_be_split_is_refused(cards: int, plan: Any, text: str) -> None:
-    with pytest.raises(ValueError, match="^") as refused:
+    with pytest.raises(ValueError, match=r"^") as refused:
         TensorParallel.of(transformers_llama(), cards, plan)
     assert text in str(refused.value)
 

@@ -172,7 +172,7 @@ class Breaks(nn.Module):
 
 def refused(**changes: Any) -> str:
     options = {"device": "h100", "mesh": {"dp_shard": 8}, "interconnect": NETWORK, **changes}
-    with pytest.raises(ValueError, match="^") as error:
+    with pytest.raises(ValueError, match=r"^") as error:
         memopt.plan(options.pop("model", llama()), ROOMY_GB, options.pop("batch", batch()), **options)
     assert "\n" not in str(error.value)
     return str(error.value)
