@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memopt.capture import exchanges
+from memopt.compat.modules import own_tp_plan
 
 COLUMNS, ROWS, GATHERED_COLUMNS = "colwise", "rowwise", "colwise_gather_output"
 STYLES = (COLUMNS, ROWS, GATHERED_COLUMNS)
@@ -37,7 +38,7 @@ class TensorParallel:
 
         Raises `ValueError` where there is none, where it names no layer, and where a size does not divide.
         """
-        own = plan if plan is not None else getattr(model, "_tp_plan", None)
+        own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(
                 f"{type(model).__name__} does not say how 'tp' in mesh splits its layers; give tp_plan, such as "
