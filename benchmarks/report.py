@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.report_cluster import clusters
 from benchmarks.report_tables import Document, number, percent, source, table
 from benchmarks.report_trials import abuse, fuzz
 
@@ -290,6 +291,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Fourteen families": ("families", families),
     "Whole steps within a budget": ("total_budget", total_budget),
     "FSDP2 on two and four ranks": ("fully_shard", fully_sharded),
+    "Clusters": ("cluster", clusters),
     "The account": ("account", account),
     "Predicted and measured time": ("step_time", step_time),
     "Random models": ("fuzz", fuzz),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memopt.planning.frontier import Frontier
     from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
     from memopt.planning.plan import Plan
-    from memopt.train import StepResult, TrainStep
+    from memopt.train import RunState, StepResult, TrainStep
 
     __version__: str
 
@@ -56,6 +56,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "RankError",
+    "RunState",
     "StaleOutputError",
     "StepMemoryError",
     "StepResult",
@@ -89,6 +90,7 @@ _MODULES = {
     "Plan": "memopt.planning.plan",
     "PlanFileError": "memopt.errors",
     "RankError": "memopt.errors",
+    "RunState": "memopt.train",
     "StaleOutputError": "memopt.errors",
     "StepMemoryError": "memopt.memory_error",
     "StepResult": "memopt.train",

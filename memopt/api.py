@@ -17,6 +17,7 @@ from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
 from memopt.planning.options import (
     DEFAULT_EFFORT,
+    Options,
     PlanOptions,
     StepOptions,
     check_options,
@@ -119,9 +120,21 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
     Args:
         device: the card to plan for ("rtx-4090", "h100", …; default: the model's own, for a meta model the GPU of this
             machine or else its CPU). `backend="auto"` then means the backend of that card, and the plan says which.
+        mesh: plan for one card of a cluster that trains by FSDP2 (`fully_shard` on each block and on the model):
+            the sizes of "dp_shard", "dp_replicate" and "tp", as in `{"dp_shard": 64, "tp": 8}`. The example inputs are
+            then one card's; the cards of a "tp" group share them. `Plan.cluster` has the time of the step and what
+            bounds it. `precision` is then the dtype in which parameters are gathered: "auto" and "bf16", or "fp32".
+        interconnect: what joins the cards of the mesh, within a node of eight and between nodes: "nvlink4+ib-ndr".
+        tp_plan: with "tp" in mesh, how layers are split: patterns of their paths with "colwise", "rowwise" or
+            "colwise_gather_output"; by default the model's own plan, as models of transformers have one.
         options: as in `optimize`, which also lists the errors.
     """
-    return PlannedCall(model, check_options(budget_gb, **options)).plan(example_inputs)
+    return _planned(model, check_options(budget_gb, **options)).plan(example_inputs)
+
+
+def _planned(model: nn.Module, options: Options) -> PlannedCall:
+    """The call of a model that is only planned: that of one card's part where it is planned for a cluster."""
+    return PlannedCall(model if options.cluster is None else options.cluster.one_card(model), options)
 
 
 @takes_options(PlanOptions, check_options)
@@ -140,7 +153,7 @@ def frontier(
     """
     check_points(points)
     checked = check_options(_ROOMY_GB, **options)
-    roomy = PlannedCall(model, replace(checked, effort=DEFAULT_EFFORT)).plan(example_inputs)
+    roomy = _planned(model, replace(checked, effort=DEFAULT_EFFORT)).plan(example_inputs)
     limit_seconds = checked.effort.limit_seconds if checked.effort.name == "best" else None
     return roomy.frontier(points, effort=checked.effort.name, limit_seconds=limit_seconds)
 
@@ -222,7 +235,7 @@ def _largest(
     checked = check_options(budget_gb, **options)
     if not callable(make_inputs):
         raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
-    call = PlannedCall(model, checked)
+    call = _planned(model, checked)
     added = math.inf if max_added_time is None else check_share("max_added_time", max_added_time)
 
     def plan(size: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Runs a function on two ranks: processes that exchange tensors by gloo."""
+"""Runs a function on two or more ranks: processes that exchange tensors by gloo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from torch import distributed, multiprocessing
 def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(rank, *arguments)` returns on each rank. It is a function of a module, and its results can be
     saved."""
+    return on_ranks(2, function, *arguments)
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """As `on_two_ranks`, on as many ranks as are asked for."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (folder, function, arguments), nprocs=2)
-        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(2)]
+        multiprocessing.spawn(_run, (ranks, folder, function, arguments), nprocs=ranks)
+        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(ranks)]
 
 
-def _run(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=ranks)
     torch.save(function(rank, *arguments), Path(folder) / str(rank))
     distributed.barrier()
     # No teardown: the group's destructor joins gloo's thread while it holds the GIL that this thread may wait for.

@@ -15,6 +15,7 @@ ANY_LINK = Link(math.inf)
 
 OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
 SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
+GATHERED, EXCHANGE = "gathered parameters", "gradients being reduced"
 OPTIMIZER_STEP = "optimizer.step()"
 
 
@@ -56,7 +57,8 @@ def resident_rows(account: Account) -> dict[str, int]:
     `Account.resident_bytes`."""
     lowering = "added by lowering" if account.lowering > 0 else "less by lowering"
     held = account.gradients if account.gradients_held else 0
-    return {**_fixed_rows(account), lowering: account.lowering, GRADIENTS: held}
+    whole = {GATHERED: account.gathered, EXCHANGE: account.exchange}
+    return {**_fixed_rows(account), **whole, lowering: account.lowering, GRADIENTS: held}
 
 
 def optimizer_rows(account: Account, outputs: int) -> dict[str, int]:

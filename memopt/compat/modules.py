@@ -27,6 +27,7 @@ __all__ = [
     "has_forward_hooks",
     "inside_compiled",
     "modules_of",
+    "own_tp_plan",
     "parameters_in",
     "plain_call",
     "reset_compiled_call",
@@ -120,3 +121,9 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The modules' own parameters, each once."""
     found = {id(value): value for module in modules for value in module._parameters.values() if value is not None}
     return list(found.values())
+
+
+def own_tp_plan(model: nn.Module) -> Any:
+    """The plan for tensor parallelism that a model of transformers brings (`_tp_plan`): patterns of paths with styles;
+    None for other models."""
+    return getattr(model, "_tp_plan", None)

@@ -71,6 +71,12 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
     return op_seconds(node_flops(node), node_bytes(node), _arithmetic_dtype(node), hardware)
 
 
+def bound_by_arithmetic(node: fx.Node, hardware: Hardware) -> bool:
+    """Whether arithmetic takes as long as the node does, rather than memory traffic or the launch."""
+    flops = node_flops(node) if runs_kernel(node) else 0
+    return flops > 0 and op_seconds(flops, 0, _arithmetic_dtype(node), hardware) >= node_seconds(node, hardware)
+
+
 def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
     """Seconds of an 8-bit product, on units that take its scales, or of wider copies where the device has none."""
     values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]

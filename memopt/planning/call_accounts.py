@@ -41,12 +41,19 @@ class CallAccounts(ModelTerms):
         account = account_of(
             self.model,
             tensors_in(call),
-            self.options.optimizer,
+            None if self.sharding else self.options.optimizer,
             self.card,
             self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
             self.live_optimizer,
         )
         held, others = situation.gradients_held, situation.other_forwards
+        if self.sharding is not None:
+            account = self.sharding.account(
+                account,
+                self.options.optimizer,
+                self.card,
+                self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
+            )
         account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)

@@ -29,6 +29,7 @@ from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options
 from memopt.planning.plan_search import Candidate, PlanSearch
+from memopt.planning.sharded_call import ShardedCall
 from memopt.planning.situation import Situation
 from memopt.progress import say, stage
 from memopt.recent import Recent
@@ -167,6 +168,7 @@ class CallPlanner(CallAccounts):
             notes += (f"passes of your own ran, and memopt does not know what they change: {self.options.passes!r}",)
         if self.fuses and not all(joint.fused for joint in joints):
             notes += (NOT_FUSED,)
+        notes += self.options.cluster.notes() if self.options.cluster else ()
         notes += self.options.notes(self.device().type)
         return Captured(
             type(self.model).__name__,
@@ -182,7 +184,18 @@ class CallPlanner(CallAccounts):
             run_sizes=() if captured.whole else tuple(run.data_sizes for run in differentiated_runs(joints, captured)),
             eager=() if captured.whole else eager_of_runs(joints, captured),
             passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
+            sharded=self._sharded(captured),
         )
+
+    def _sharded(self, captured: CapturedCall) -> ShardedCall | None:
+        """The sharding of a call's parameters over the cluster that is planned for; None for one card."""
+        if self.sharding is None:
+            return None
+        if not captured.whole:
+            raise CaptureError(
+                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}"
+            )
+        return ShardedCall.of(self.sharding, captured.runs[0].parameter_ids)
 
     def _sizes(self, region: JointGraph, call: Call) -> DataSizes:
         """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
@@ -223,6 +236,8 @@ class CallPlanner(CallAccounts):
 
     def capture_on_fakes(self, call: Call, narrowed: Narrowed | None) -> CapturedCall:
         """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError`."""
+        if self.sharding is not None:
+            narrowed = Narrowed(self.sharding.dtype, frozenset())
         with stage("capturing"):
             return capture_on_fakes(
                 self.model,

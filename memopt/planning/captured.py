@@ -19,6 +19,7 @@ from memopt.compat.symbols import known_sizes
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
+from memopt.planning.sharded_call import ShardedCall
 from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import price_nodes
 from memopt.price.parameter_steps import ParameterSteps
@@ -60,6 +61,8 @@ class Captured:
     """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
     passed: tuple[Passed, ...] = ()
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""
+    sharded: ShardedCall | None = None
+    """How the parameters are spread over a cluster; None for one card."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
@@ -169,7 +172,7 @@ class Captured:
                     region.module,
                     region.forward_outputs,
                     self._prices_of_nodes(number, as_seen),
-                    region.parameter_gradients if accumulating else (),
+                    region.parameter_gradients if accumulating and self.sharded is None else (),
                     region.fused_away,
                     self.hardware.least_moved_bytes,
                     1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
@@ -178,6 +181,7 @@ class Captured:
                     region.released,
                     self._passed_positions(number),
                     region.overwritten,
+                    self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
@@ -200,6 +204,8 @@ class Captured:
         if key not in same._node_prices:
             held = [node for node in region.held_nodes if is_scheduled(node)]
             prices = price_nodes(held, self.hardware, timed=self.timed, generated=region.generated)
+            if self.sharded is not None:
+                prices |= self.sharded.exchange_prices(held)
             same._node_prices[key] = prices.__getitem__
         return same._node_prices[key]
 

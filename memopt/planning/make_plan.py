@@ -10,6 +10,7 @@ from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
+from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.levers import RECOMPUTE_LEFT_OUT
 from memopt.planning.module_rows import held_after_forward, module_rows
@@ -77,6 +78,7 @@ def plan_by(
         **_offloading(joined, solution),
         source=CapturedStep(lambda: captured),
         schedule=solution.schedule,
+        cluster=cluster_step(joined, solution.schedule, captured, account),
     )
 
 

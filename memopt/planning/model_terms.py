@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from memopt.account.sharded import Sharding
 from memopt.capture.operators import Rewriting
 from memopt.compat.dispatch import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
@@ -98,6 +99,12 @@ class ModelTerms:
     def types(self) -> AbstractContextManager[None]:
         """A context in which the caller's autocast is off, if the plan decides dtypes itself."""
         return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How the parameters are spread over the cluster that is planned for; None for one card."""
+        terms = self.options.cluster
+        return None if terms is None else Sharding.of(self.model, terms.cluster, terms.dtype)
 
     @property
     def differentiate_all(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
@@ -13,6 +13,7 @@ import torch
 
 from memopt.account.optimizer_account import optimizer_account
 from memopt.errors import GIB
+from memopt.planning.cluster_terms import ClusterTerms, check_cluster_terms
 from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
 from memopt.rewrite.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
@@ -46,9 +47,13 @@ class StepOptions(TypedDict, total=False):
 
 
 class PlanOptions(StepOptions, total=False):
-    """The options of `plan`, `frontier`, `max_batch` and `max_length`: those of a step, and the card to plan for."""
+    """The options of `plan`, `frontier`, `max_batch` and `max_length`: those of a step, and the card or the cluster to
+    plan for."""
 
     device: str | None
+    mesh: Mapping[str, int] | None
+    interconnect: str | None
+    tp_plan: Mapping[str, str] | None
 
 
 BACKENDS = ("auto", "aten", "inductor")
@@ -92,6 +97,8 @@ class Options:
     """The number of forwards that run before the first backward, as far as the user says."""
     calibrate: bool = False
     effort: Effort = DEFAULT_EFFORT
+    cluster: ClusterTerms | None = None
+    """The cluster to plan for; None for one card."""
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
 
@@ -131,6 +138,9 @@ def check_options(
     calibrate: bool = False,
     effort: EffortName = "default",
     limit_seconds: float | None = None,
+    mesh: Mapping[str, int] | None = None,
+    interconnect: str | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Options:
     """The arguments as `Options`; the defaults here are those of all functions that take `StepOptions`.
 
@@ -142,12 +152,17 @@ def check_options(
     _check_choice("outputs", outputs, OUTPUTS)
     if calibrate and device is not None:
         raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
+    allowed = check_allow(allow)
+    cluster = check_cluster_terms(
+        mesh, interconnect, tp_plan, device=device, precision=precision, optimizer=optimizer, allow=allowed
+    )
     return Options(
         budget_bytes(budget_gb),
         loss_fn,
         optimizer,
-        precision,
-        check_allow(allow),
+        # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
+        precision if cluster is None else "fp32",
+        allowed,
         backend,
         outputs,
         dynamic,
@@ -158,6 +173,7 @@ def check_options(
         positive_int("forwards", forwards),
         calibrate,
         check_effort(effort, limit_seconds),
+        cluster,
     )
 
 

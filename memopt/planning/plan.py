@@ -22,6 +22,7 @@ from memopt.planning.plan_views import PlanViews
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.step_of_plan import step_of
 from memopt.saved_values import LIVE
+from memopt.show.cluster import ClusterStep
 from memopt.show.report import render
 from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.show.step import Step
@@ -103,6 +104,9 @@ class Plan(PlanViews):
     host_seconds: float = 0.0
     """Time of a planned step beside its operators, such as guards and the account; not part of `added_seconds`. 0 on a
     GPU, which computes meanwhile."""
+    cluster: ClusterStep | None = None
+    """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
+    card."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """The captured step; None if loaded."""

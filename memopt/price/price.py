@@ -13,6 +13,7 @@ from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
 from memopt.price.parameter_steps import ParameterSteps, PlacedParameterStep, place_steps
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.reductions import PlacedReduction, Reduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
 from passes import FoundReuse, is_pure, is_random
@@ -49,6 +50,7 @@ def price(
     released: Collection[int] = (),
     passed: Collection[int] | None = None,
     overwritten: Collection[int] = (),
+    reductions: Collection[Reduction] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -69,6 +71,8 @@ def price(
             are held until the region's backward begins, and gradients that belong to others once it ends.
         overwritten: the numbers of the inputs that are written over when the forward is done: nothing that reads one is
             recomputed.
+        reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
+            is made, and of which one card's share takes the place.
     """
     return _Pricer(
         joint,
@@ -83,6 +87,7 @@ def price(
         released,
         passed,
         overwritten,
+        reductions,
     ).run()
 
 
@@ -102,6 +107,8 @@ class _Pricer:
     released: Collection[int]
     passed: Collection[int] | None
     overwritten: Collection[int]
+    reductions: Collection[Reduction]
+    reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
     """Storages of the gradients that a parameter step frees."""
@@ -147,6 +154,7 @@ class _Pricer:
         forward, backward = split_halves(self.graph, self.fused)
         self.placed = place_steps(self.graph, self.storages, self.steps, backward)
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
+        self.reduced = place_reductions(self.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
         self.lent = self.passed_results(range(self.forward_outputs))
         self.given_on = self.passed_results(range(self.forward_outputs, len(self.results)))
@@ -164,6 +172,8 @@ class _Pricer:
             self.add(node, paths[node], -1, recomputable=False)
             for step in self.placed.get(node, ()):
                 self.add_step(step)
+            for reduction in self.reduced.get(node, ()):
+                self.add_reduction(reduction)
         self.add_hand_over()
         if self.passed is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
@@ -190,6 +200,7 @@ class _Pricer:
             *self.released,
             *(self.passed or ()),
             *(step.position for steps in self.placed.values() for step in steps),
+            *(position for placed in self.reduced.values() for one in placed for position in one.reduction.positions),
         }
         return {
             index
@@ -206,6 +217,18 @@ class _Pricer:
         self.append(
             Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False)
         )
+
+    def add_reduction(self, placed: PlacedReduction) -> None:
+        """Append the op in which a group's gradients are reduced; of the result each card keeps its share."""
+        reduction = placed.reduction
+        reads = tuple(sorted({self.number[index] for index in placed.storages if index in self.number}))
+        made: tuple[int, ...] = ()
+        if reduction.made_bytes:
+            made = (len(self.listed),)
+            self.listed.append(Storage(reduction.name, self.rounded(reduction.made_bytes), kept=True, movable=False))
+            self.values.append("")
+        workspace = self.rounded(reduction.buffer_bytes)
+        self.append(Op(reduction.name, 0.0, reads, made, workspace_bytes=workspace, recomputable=False), "", "")
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         """Append the op of a node, which lies in the module `path` and in the repeated block number `block`, or -1."""

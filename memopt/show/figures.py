@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memopt.account.breakdown import Breakdown
+from memopt.show.cluster import ClusterStep
 from memopt.show.rows import ModuleRow, ReceiptRow
 
 
@@ -46,6 +47,8 @@ class PlanFigures(Protocol):
     def receipt(self) -> Sequence[ReceiptRow]: ...
     @property
     def notes(self) -> Sequence[str]: ...
+    @property
+    def cluster(self) -> ClusterStep | None: ...
 
 
 class RecipeFigures(Protocol):

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
+from memopt.show.cluster import cluster_table
 from memopt.show.figures import PlanFigures
 from memopt.show.rows import ModuleRow, ReceiptRow
 from memopt.units import duration, size
@@ -33,7 +34,8 @@ def parts(plan: PlanFigures) -> list[RenderableType]:
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
-    return [headline(plan), *offloads, *beside, bytes_table(plan), *receipt, _module_table(plan), *notes]
+    cluster = [] if plan.cluster is None else [cluster_table(plan.cluster)]
+    return [headline(plan), *offloads, *beside, *cluster, bytes_table(plan), *receipt, _module_table(plan), *notes]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from memopt.compat.subclasses import is_sharded
 from memopt.train.optimizers import Optimizers, parameters_of
 
 
@@ -35,10 +37,14 @@ def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the total norm of all gradients to `limit`, in place, unless it is None; return the norm before."""
+    """Clip the total norm of all gradients to `limit`, in place, unless it is None; return the norm before. That of
+    sharded gradients is over all ranks."""
     if limit is None:
-        return get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return clip_grad_norm_(parameters, limit)
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    else:
+        norm = clip_grad_norm_(parameters, limit)
+    sharded: Any = norm
+    return sharded.full_tensor() if is_sharded(norm) else norm
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -43,16 +43,28 @@ def state_of(step: Stateful) -> StateDict:
     """The state as plain values and tensors, which are not copied, as in torch's own state dicts."""
     parameters = step.parameters
     return {
-        "number": step.number,
+        **loop_state(step),
         "accumulate": step.accumulate,
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
-        "scaler": step.scaling.scaler.state_dict() if step.scaling.adapts else None,
         "effective_batch": asdict(step.effective_batch),
         "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
-        "generators": random_state({parameter.device for parameter in parameters}),
+        "generators": generators_of(step),
+    }
+
+
+def loop_state(step: Stateful) -> StateDict:
+    """The part of the state that is the same on all ranks and belongs to no parameter."""
+    return {
+        "number": step.number,
+        "schedulers": [scheduler.state_dict() for scheduler in step.schedulers],
+        "scaler": step.scaling.scaler.state_dict() if step.scaling.adapts else None,
         "fp8_histories": histories_state(unwrapped(step.model)),
     }
+
+
+def generators_of(step: Stateful) -> StateDict:
+    """The states of the random generators that a step may draw from on this rank."""
+    return random_state({parameter.device for parameter in step.parameters})
 
 
 def restore(step: Stateful, state: StateDict) -> None:
@@ -82,14 +94,30 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def _set(step: Stateful, state: StateDict) -> None:
+def set_loop_state(step: Stateful, state: StateDict) -> None:
+    """Set what `loop_state` returned; also the random generators, unless those of the state are None.
+
+    Raises `ValueError`, before anything is set, for the state of a TrainStep that was built otherwise.
+    """
+    _check_built_alike(step, state, ("schedulers",))
+    _set_loop(step, state)
+    if state["generators"] is not None:
+        set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
+
+
+def _set_loop(step: Stateful, state: StateDict) -> None:
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
-    for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if step.scaling.adapts:
         step.scaling.scaler.load_state_dict(state["scaler"])
+    step.number = state["number"]
+
+
+def _set(step: Stateful, state: StateDict) -> None:
+    for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    _set_loop(step, state)
     empty = EffectiveBatch.empty(step.device)
     tensors = {
         name: value.to(step.device, empty.tokens.dtype)
@@ -100,7 +128,6 @@ def _set(step: Stateful, state: StateDict) -> None:
     for parameter, gradient in zip(step.parameters, state["gradients"], strict=True):
         # A copy, since the next backward adds to it.
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-    step.number = state["number"]
     set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
@@ -110,12 +137,7 @@ def _check(step: Stateful, state: StateDict) -> None:
     missing = KEYS - state.keys()
     if missing:
         raise ValueError(f"this is no state of a TrainStep: {', '.join(sorted(missing))} is missing")
-    for name, own in (("optimizers", step.optimizers), ("schedulers", step.schedulers)):
-        if len(state[name]) != len(own):
-            raise ValueError(f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it as it was")
-    if (state["scaler"] is not None) != step.scaling.adapts:
-        had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
-        raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it as it was")
+    _check_built_alike(step, state, ("optimizers", "schedulers"))
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
@@ -125,3 +147,15 @@ def _check(step: Stateful, state: StateDict) -> None:
     own_shapes = [parameter.shape for parameter in step.parameters]
     if len(shapes) != len(own_shapes) or any(a not in (None, b) for a, b in zip(shapes, own_shapes, strict=True)):
         raise ValueError("the gradients of the state are of other parameters than this TrainStep's; build it as it was")
+
+
+def _check_built_alike(step: Stateful, state: StateDict, lists: Sequence[str]) -> None:
+    """Raise `ValueError` where a state is of a TrainStep with another number of optimisers or schedulers, or with a
+    scaler where this one has none."""
+    for name in lists:
+        own = getattr(step, name)
+        if len(state[name]) != len(own):
+            raise ValueError(f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it as it was")
+    if (state["scaler"] is not None) != step.scaling.adapts:
+        had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
+        raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it as it was")

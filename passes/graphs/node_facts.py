@@ -22,7 +22,13 @@ _DROPOUT = "dropout_p"
 """The argument of attention operators that makes them draw random numbers."""
 
 # Those of our own operators that have no state: the same arguments give the same bits.
-_PURE_OURS = frozenset(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear"))
+_PURE_OURS = frozenset(
+    (
+        *(f"memopt::fp8_{name}" for name in ("quantize", "quantize_by", "dequantize", "matmul", "linear")),
+        # What stands for exchanges between cards, which all run the same schedule: `memopt.capture.exchanges`.
+        *(f"memopt::{name}" for name in ("gather_shards", "scatter_sums", "gather_copies", "take_part", "sum_shards")),
+    )
+)
 
 _PURE_PYTHON = frozenset(
     {

@@ -1,0 +1,142 @@
+"""What one card of a cluster holds under FSDP2: shards of everything, and the groups of parameters that are whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.account.account import Account, in_blocks
+from memopt.account.optimizer_account import optimizer_account
+from memopt.device.cluster import Cluster
+from memopt.device.hardware_table import Hardware
+
+REDUCED = torch.float32
+"""The dtype in which gradients are summed over the cards."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are gathered and whose gradients are reduced together: those of a block, or all others."""
+
+    name: str
+    """The path of the block; "" for the group of all parameters outside of blocks, which belongs to the root."""
+    numbers: frozenset[int]
+    """The `id`s of its parameters."""
+    gathered_bytes: int
+    """Bytes of its whole parameters in the dtype of the computation, padded to equal shards."""
+    reduced_bytes: int
+    """Bytes of the gradients that are reduced, whole and padded, in the dtype of the reduction."""
+    shard_bytes: int
+    """Bytes of one card's share of the gradients, in the dtype of the parameters."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The parameters of a model as FSDP2 spreads them over `dp_shard` of a cluster, a group for each block.
+
+    The model has the local shapes of tensor parallelism already.
+    """
+
+    cluster: Cluster
+    dtype: torch.dtype
+    """The dtype of the computation."""
+    parameters: tuple[torch.Tensor, ...]
+    groups: tuple[ParameterGroup, ...]
+    """In the order of the model's modules, the root's first."""
+
+    @classmethod
+    def of(cls, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> Sharding:
+        """The groups of a model's parameters. Parameters with several names belong to the group of the first."""
+        members: dict[str, list[torch.Tensor]] = {"": []}
+        for name, parameter in model.named_parameters():
+            members.setdefault(block_of(name), []).append(parameter)
+        cards = cluster.mesh.dp_shard
+        groups = tuple(_group(name, parameters, cards, dtype) for name, parameters in members.items() if parameters)
+        return cls(cluster, dtype, tuple(model.parameters()), groups)
+
+    def over(self, cluster: Cluster) -> Sharding:
+        """The same groups on another cluster with as many cards in "tp"."""
+        members = ((group.name, [one for one in self.parameters if id(one) in group.numbers]) for group in self.groups)
+        cards = cluster.mesh.dp_shard
+        groups = tuple(_group(name, parameters, cards, self.dtype) for name, parameters in members)
+        return replace(self, cluster=cluster, groups=groups)
+
+    @property
+    def root(self) -> ParameterGroup | None:
+        """The group of the parameters outside of blocks, which stays gathered until the backward is over."""
+        return next((group for group in self.groups if not group.name), None)
+
+    @property
+    def blocks(self) -> tuple[ParameterGroup, ...]:
+        """The groups that are gathered for each use."""
+        return tuple(group for group in self.groups if group.name)
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Whole parameters at any time of the step: the root's, those of one block, and the next block's, which are
+        gathered into a buffer meanwhile."""
+        root = self.root.gathered_bytes if self.root else 0
+        return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
+
+    @cached_property
+    def exchange_bytes(self) -> int:
+        """The buffer from which one block's gradients are reduced while the next block's are computed."""
+        return max((group.reduced_bytes for group in self.blocks), default=0)
+
+    def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """One card's shares of the parameters, without memory: those of the first card, whose shares are largest."""
+        return [_shard(parameter, self.cluster.mesh.dp_shard) for parameter in parameters]
+
+    def account(
+        self, account: Account, optimizer: Any, card: Hardware, trains: Callable[[torch.Tensor], bool]
+    ) -> Account:
+        """The account of one card, from that of the whole step: shards in place of whole parameters, gradients and
+        optimiser state, and what is gathered and exchanged."""
+        trained = self.shards(one for one in self.parameters if one.requires_grad and trains(one))
+        state = optimizer_account(optimizer, trained, "cpu" if card.name == "cpu" else "cuda")
+        return replace(
+            account,
+            parameters=in_blocks((shard.nbytes for shard in self.shards(self.parameters)), card),
+            gradients=in_blocks((shard.nbytes for shard in trained), card),
+            optimizer_state=state.state_bytes,
+            optimizer_temporaries=state.step_temporary_bytes,
+            gathered=self.gathered_bytes,
+            exchange=self.exchange_bytes,
+        )
+
+
+def block_of(path: str) -> str:
+    """The path of the repeated block that a module or parameter lies in, the outermost element of a list of modules
+    (`layers.3` of `layers.3.mlp`); "" outside of blocks."""
+    parts = path.split(".")
+    element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+    return "" if element is None else ".".join(parts[: element + 1])
+
+
+def _group(name: str, parameters: Sequence[torch.Tensor], cards: int, dtype: torch.dtype) -> ParameterGroup:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    shards = {id(parameter): _shard(parameter, cards) for parameter in parameters}
+    return ParameterGroup(
+        name,
+        frozenset(shards),
+        sum(cards * shard.numel() * _computed(shard, dtype).itemsize for shard in shards.values()),
+        sum(cards * shards[id(parameter)].numel() * REDUCED.itemsize for parameter in trained),
+        sum(shards[id(parameter)].nbytes for parameter in trained),
+    )
+
+
+def _computed(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if parameter.dtype.is_floating_point else parameter.dtype
+
+
+def _shard(parameter: torch.Tensor, cards: int) -> torch.Tensor:
+    """The first card's share of a parameter, without memory: FSDP2 cuts the first dimension into equal parts."""
+    shape = list(parameter.shape) or [1]
+    shape[0] = math.ceil(shape[0] / cards)
+    return torch.empty(shape, dtype=parameter.dtype, device="meta", requires_grad=parameter.requires_grad)

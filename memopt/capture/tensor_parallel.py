@@ -1,0 +1,184 @@
+"""One card's part of a model that tensor and sequence parallelism split: a stand-in on "meta" with local shapes.
+
+As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022) and torch's `parallelize_module`: between blocks each
+card has its part of the sequence, the layers of a block that are split by columns read all of it, and those that are
+split by rows give each card its part of the sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture import exchanges
+from memopt.compat.modules import own_tp_plan
+
+COLUMNS, ROWS, GATHERED_COLUMNS = "colwise", "rowwise", "colwise_gather_output"
+STYLES = (COLUMNS, ROWS, GATHERED_COLUMNS)
+_SEQUENCE, _LAST = 1, -1
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the layers of a model are split over cards: the style of each layer by its path."""
+
+    cards: int
+    styles: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> TensorParallel:
+        """The styles of a model's layers by a plan from patterns of paths ("layers.*.attention.wq") to styles; without
+        one by the model's own, as models of transformers have it.
+
+        Raises `ValueError` where there is none, where it names no layer, and where a size does not divide.
+        """
+        own = plan if plan is not None else own_tp_plan(model)
+        if not own:
+            raise ValueError(
+                f"{type(model).__name__} does not say how 'tp' in mesh splits its layers; give tp_plan, such as "
+                "{'layers.*.attention.wq': 'colwise', 'layers.*.attention.wo': 'rowwise'}"
+            )
+        found = cls(cards, dict(_styles(model, own, given=plan is not None)))
+        found._check(model)
+        return found
+
+    def _check(self, model: nn.Module) -> None:
+        """Raise `ValueError` for sizes that do not divide: widths of layers, and heads where the model's configuration
+        has them."""
+        for path, style in self.styles.items():
+            weight = _weight(model.get_submodule(path), path)
+            dim = _split_dim(model.get_submodule(path), style)
+            if weight.shape[dim] % self.cards:
+                raise ValueError(
+                    f"'tp': {self.cards} in mesh does not divide the {weight.shape[dim]} "
+                    f"{'rows' if dim == 0 else 'columns'} of {path}.weight; give a size that does"
+                )
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(getattr(model, "config", None), name, None)
+            if isinstance(heads, int) and heads % self.cards:
+                raise ValueError(f"'tp': {self.cards} in mesh does not divide {name}={heads}; give a size that does")
+
+    def part_of(self, model: nn.Module) -> nn.Module:
+        """One card's part of a model that is on "meta", in place: parameters of local shapes, and hooks that stand for
+        the exchanges. Returns the model."""
+        for path, style in self.styles.items():
+            self._split(model.get_submodule(path), style)
+        regions = _regions(self.styles)
+        for path in regions:
+            model.get_submodule(path).register_forward_pre_hook(self._gather_input, with_kwargs=True)
+        blocks = _blocks(model, regions)
+        if blocks:
+            model.get_submodule(blocks[0]).register_forward_pre_hook(self._take_part, with_kwargs=True)
+            if not any(style != ROWS and "." not in path for path, style in self.styles.items()):
+                model.get_submodule(blocks[-1]).register_forward_hook(self._gather_output)
+        return model
+
+    def _split(self, layer: nn.Module, style: str) -> None:
+        dim = _split_dim(layer, style)
+        layer.weight = _part(_weight(layer, ""), self.cards, dim)
+        bias = getattr(layer, "bias", None)
+        if bias is not None and style != ROWS:
+            layer.bias = _part(bias, self.cards, 0)
+        if style == ROWS:
+            embeds = isinstance(layer, nn.Embedding)
+            layer.register_forward_hook(self._sum if embeds else self._scatter)
+        elif style == GATHERED_COLUMNS:
+            layer.register_forward_hook(self._gather_columns)
+
+    def _gather_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(args, kwargs, lambda value: exchanges.GATHER_SHARDS(value, self.cards, _SEQUENCE))
+
+    def _take_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(args, kwargs, lambda value: exchanges.TAKE_PART(value, self.cards, _SEQUENCE))
+
+    def _scatter(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return exchanges.SCATTER_SUMS(output, self.cards, _SEQUENCE)
+
+    def _sum(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return exchanges.SUM_SHARDS(output, self.cards, 0)
+
+    def _gather_columns(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return exchanges.GATHER_COPIES(output, self.cards, _LAST)
+
+    def _gather_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        whole = exchanges.GATHER_COPIES(first, self.cards, _SEQUENCE)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on "meta": it takes no memory for them."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
+    return copy.deepcopy(model, memo)
+
+
+def _styles(model: nn.Module, plan: Mapping[str, str], *, given: bool) -> Iterator[tuple[str, str]]:
+    """The paths of the layers that a plan names, with their styles. A model's own plan may name layers that it has not,
+    and styles that split nothing."""
+    paths = [path for path, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        matching = fnmatch.filter(paths, pattern)
+        if given and style not in STYLES:
+            raise ValueError(f"unknown style {style!r} for {pattern!r} in tp_plan; known are {', '.join(STYLES)}")
+        if given and not matching:
+            raise ValueError(f"tp_plan names {pattern!r}, which no module of {type(model).__name__} matches")
+        yield from ((path, style) for path in matching if style in STYLES)
+
+
+def _weight(layer: nn.Module, path: str) -> torch.Tensor:
+    weight = getattr(layer, "weight", None)
+    if not isinstance(layer, (nn.Linear, nn.Embedding)) or weight is None:
+        raise ValueError(f"tp_plan splits {path}, a {type(layer).__name__}; it can split Linear and Embedding")
+    return weight
+
+
+def _split_dim(layer: nn.Module, style: str) -> int:
+    """The dimension of the weight that is split; an embedding is split by its rows, one for each word."""
+    return 1 if style == ROWS and isinstance(layer, nn.Linear) else 0
+
+
+def _part(parameter: torch.Tensor, cards: int, dim: int) -> nn.Parameter:
+    shape = list(parameter.shape)
+    shape[dim] //= cards
+    meta = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=parameter.requires_grad)
+
+
+def _regions(styles: Mapping[str, str]) -> list[str]:
+    """The modules whose input is gathered: the parents of layers that are split by columns, which read one input; a
+    layer outside of blocks by itself."""
+    found: dict[str, None] = {}
+    for path, style in styles.items():
+        if style != ROWS:
+            parent = path.rpartition(".")[0]
+            found[parent if any(part.isdigit() for part in parent.split(".")) else path] = None
+    return list(found)
+
+
+def _blocks(model: nn.Module, regions: list[str]) -> list[str]:
+    """The paths of the repeated blocks that hold the regions, in their order."""
+    found: dict[str, None] = {}
+    for path in regions:
+        parts = path.split(".")
+        element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+        if element is not None:
+            found[".".join(parts[: element + 1])] = None
+    return list(found)
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call with the first floating-point tensor among them changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return args, {**kwargs, name: change(kwargs[name])}

@@ -1,0 +1,147 @@
+"""The time of a planned step on one card of a cluster: compute with the exchanges of FSDP2 beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from memopt.account.account import Account
+from memopt.account.sharded import ParameterGroup, Sharding, block_of
+from memopt.capture.exchanges import is_exchange
+from memopt.device import Hardware
+from memopt.device.time_model import bound_by_arithmetic
+from memopt.planning.captured import Captured, Joined
+from memopt.show.cluster import COMPUTE, EXCHANGE, GATHER, MEMORY, REDUCE, ClusterStep
+from memopt.solver import Schedule
+
+Seconds = Counter[str]
+"""Seconds by what bounds them."""
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """A group of parameters on one card: what its layers compute, and what it exchanges."""
+
+    group: ParameterGroup
+    forward: Seconds
+    backward: Seconds
+    gather: float
+    reduce: float
+
+
+def cluster_step(joined: Joined, schedule: Schedule, captured: Captured, account: Account) -> ClusterStep | None:
+    """The time of a step by its schedule; None for a call that is not planned for a cluster."""
+    if captured.sharded is None:
+        return None
+    sharding = captured.sharded.sharding
+    times = _group_times(joined, schedule, captured, sharding)
+    root, blocks = times[0], times[1:]
+    bounds = _forward(root, blocks) + _backward(root, blocks)
+    bounds += _only(MEMORY, _optimizer_seconds(account, captured.hardware))
+    mesh = sharding.cluster.mesh
+    return ClusterStep(
+        str(mesh),
+        mesh.cards,
+        sharding.cluster.interconnect.name,
+        tuple((name, seconds) for name, seconds in bounds.most_common() if seconds),
+        root.gather + 2 * sum(block.gather for block in blocks),
+        sum(one.reduce for one in times),
+        tuple(_row(one) for one in times),
+    )
+
+
+def _row(times: GroupTimes) -> tuple[str, int, float, float, float, float]:
+    group = times.group
+    computed = times.forward.total(), times.backward.total()
+    return group.name, group.gathered_bytes, times.gather, times.reduce, *computed
+
+
+def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
+    """The forward: the root's parameters and the first block's are waited for, those of every other block are gathered
+    while the block before it computes."""
+    total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
+    following = [block.gather for block in blocks[1:]] + [0.0]
+    for block, gather in zip(blocks, following, strict=True):
+        total += _beside(block.forward, gather=gather)
+    return total + root.forward
+
+
+def _backward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
+    """The backward: while a block computes, the next one's parameters are gathered and the gradients of the one before
+    are reduced; those of the first block and of the root's parameters are reduced at the end."""
+    order = list(reversed(blocks))
+    gathers = [block.gather for block in order] + [0.0]
+    total = _beside(root.backward, gather=gathers[0])
+    reduces = [0.0] + [block.reduce for block in order]
+    for block, gather, reduce in zip(order, gathers[1:], reduces, strict=False):
+        total += _beside(block.backward, gather=gather, reduce=reduce)
+    return total + _only(REDUCE, reduces[-1] + root.reduce)
+
+
+def _only(name: str, seconds: float) -> Seconds:
+    found: Seconds = Counter()
+    found[name] = seconds  # type: ignore[assignment]
+    return found
+
+
+def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
+    """The seconds of a block that computes while others are exchanged, by what takes longer."""
+    if gather + reduce <= compute.total():
+        return Counter(compute)
+    return Counter({GATHER: gather, REDUCE: reduce})
+
+
+def _optimizer_seconds(account: Account, card: Hardware) -> float:
+    """Seconds of the optimiser's step: it reads parameters, gradients and state, and writes the first and the last."""
+    moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
+    return moved / (card.bytes_per_second * card.bandwidth_efficiency)
+
+
+def _group_times(joined: Joined, schedule: Schedule, captured: Captured, sharding: Sharding) -> list[GroupTimes]:
+    """The times of every group, the root's first, blocks in the order of their forwards."""
+    forward: dict[str, Seconds] = {}
+    backward: dict[str, Seconds] = {}
+    kinds = _bounds_of_nodes(captured)
+    names, paths = joined.prices[0].nodes, joined.prices[0].modules
+    blocks = {group.name for group in sharding.blocks}
+    seen: set[int] = set()
+    for index in schedule.evaluations:
+        op = joined.problem.ops[index]
+        first = index < joined.problem.forward_ops and index not in seen
+        seen.add(index)
+        local = joined.owner[index][1]
+        found = block_of(paths[local])
+        of_block = (forward if first else backward).setdefault(found if found in blocks else "", Counter())
+        of_block[kinds.get(names[local], MEMORY)] += op.seconds  # type: ignore[assignment]
+    in_order = ["", *(name for name in forward if name)]
+    by_name = {group.name: group for group in sharding.groups}
+    nothing = ParameterGroup("", frozenset(), 0, 0, 0)
+    return [
+        _times(by_name.get(name, nothing), forward.get(name, Counter()), backward.get(name, Counter()), sharding)
+        for name in in_order
+    ]
+
+
+def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> GroupTimes:
+    cluster = sharding.cluster
+    gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
+    reduce = 0.0
+    if group.reduced_bytes:
+        share = group.reduced_bytes // cluster.mesh.dp_shard
+        reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
+    return GroupTimes(group, forward, backward, gather, reduce)
+
+
+def _bounds_of_nodes(captured: Captured) -> dict[str, str]:
+    """What bounds each node of the only region, by its name; nodes that are left out are bound by memory."""
+    (region,) = captured.regions
+    found: dict[str, str] = {}
+    for node in region.held_nodes:
+        if isinstance(node, fx.Node) and is_exchange(node):
+            found[node.name] = EXCHANGE
+        elif bound_by_arithmetic(node, captured.hardware):
+            found[node.name] = COMPUTE
+    return found

@@ -1,0 +1,96 @@
+"""The options of a plan for a cluster, and what such a plan assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.capture.tensor_parallel import TensorParallel, meta_copy
+from memopt.device.cluster import Cluster, check_cluster
+from memopt.planning.levers import DEFAULT_LEVERS
+
+DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""The dtype in which parameters are gathered and a step computes, by the option `precision`."""
+
+
+@dataclass(frozen=True)
+class ClusterTerms:
+    """A cluster, and how a model runs on it."""
+
+    cluster: Cluster
+    dtype: torch.dtype
+    tp_plan: Mapping[str, str] | None = None
+    """The styles of layers by patterns of their paths; None for the model's own."""
+
+    def one_card(self, model: nn.Module) -> nn.Module:
+        """A copy of the model on "meta" with the part of one card: whole parameters, which `fully_shard` spreads, with
+        local shapes where tensor parallelism splits them. Raises `ValueError` where it cannot be split."""
+        cards, copied = self.cluster.mesh.tp, meta_copy(model)
+        return copied if cards == 1 else TensorParallel.of(model, cards, self.tp_plan).part_of(copied)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a plan for a cluster assumes, in sentences."""
+        mesh, joined = self.cluster.mesh, self.cluster.interconnect
+        dtype = str(self.dtype).removeprefix("torch.")
+        links = [joined.within] + ([joined.between] if joined.between else [])
+        rates = "; ".join(
+            f"{link.source}, of which {link.efficiency:.0%} are reached, {1e6 * link.step_seconds:g} µs for a step of "
+            "a ring"
+            for link in links
+        )
+        notes = [
+            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
+            "while the block before computes, and freed after it; those outside of blocks are one group and "
+            "stay; gradients "
+            "are reduced in float32 when a block's backward is done; shards keep the parameters' dtype",
+            f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
+            "NCCL's buffers, which torch's allocator does not hold, are not counted",
+        ]
+        if mesh.tp > 1:
+            notes.append(
+                f"each of {mesh.tp} neighbours has its part of the heads, of the widths, and between layers of the "
+                "sequence; what they exchange is waited for"
+            )
+        return tuple(notes)
+
+
+def check_cluster_terms(
+    mesh: Mapping[str, int] | None,
+    interconnect: str | None,
+    tp_plan: Mapping[str, str] | None,
+    *,
+    device: str | None,
+    precision: Any,
+    optimizer: Any,
+    allow: Collection[str],
+) -> ClusterTerms | None:
+    """The options of a cluster, checked with those that it does not go with; None for one card.
+
+    Raises `TypeError` or `ValueError` that names the value and what is expected.
+    """
+    cluster = check_cluster(mesh, interconnect)
+    if cluster is None:
+        if tp_plan is not None:
+            raise ValueError("tp_plan needs mesh beside it, such as mesh={'dp_shard': 8, 'tp': 8}")
+        return None
+    if device is None or device == "cpu":
+        raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")
+    if not isinstance(precision, str) or precision not in DTYPES:
+        known = ", ".join(map(repr, DTYPES))
+        raise ValueError(
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters: {precision!r}"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"with mesh, optimizer must be a class or its name, since this {type(optimizer).__name__} holds whole "
+            f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
+        )
+    if further := sorted(set(allow) - DEFAULT_LEVERS):
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it or mesh out")
+    if tp_plan is not None and cluster.mesh.tp == 1:
+        raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
+    return ClusterTerms(cluster, DTYPES[precision], tp_plan)
