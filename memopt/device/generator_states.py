@@ -10,14 +10,21 @@ import torch
 
 
 @contextmanager
-def states_reported(report: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
     """Context in which `report` gets every state that `torch.get_rng_state` returns.
 
     `torch.utils.checkpoint` and `torch.random.fork_rng` hold one such state each. Dispatch modes do not see them.
+
+    Args:
+        report: called with the state.
+        during_captures: whether Dynamo captures code in the context. It must not capture the reports.
     """
     functions: Any = torch.random
     before = functions.default_generator
-    functions.default_generator = _Reporting(before, report)
+    functions.default_generator = reporting = _Reporting(before, report)
+    if during_captures:
+        disable: Any = torch.compiler.disable
+        reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> LiveBytes:
         entry = ExitStack()
         entry.enter_context(_no_collections())
-        entry.enter_context(states_reported(self.count_state))
+        entry.enter_context(states_reported(self.count_state, during_captures=self.ignore_compile_internals()))
         self._entered.append(entry)
         return super().__enter__()  # type: ignore[no-untyped-call]
 

@@ -13,6 +13,6 @@ def test_every_extra_that_is_named_is_there() -> None:
     extras = set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
     files = [*PAGES, ROOT / "Makefile", *(ROOT / "memopt").rglob("*.py"), *(ROOT / "examples").rglob("*.*")]
     texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
-    named = {extra for text in texts for extra in re.findall(r"(?:memopt|\.)\[(\w+)\]['\"`]", text)}
+    named = {extra for text in texts for extra in re.findall(r"(?:memopt|(?<!\w)\.)\[(\w+)\]['\"`]", text)}
     assert {"transformers", "picture", "dev"} <= named
     assert named <= extras

@@ -45,6 +45,7 @@ class SmallPlan:
         ReceiptRow("offload_activations", GIB, 0.26),
     )
     notes: tuple[str, ...] = ("one region",)
+    cluster: None = None
 
 
 @dataclass(frozen=True)
