@@ -147,6 +147,7 @@ def run(job: Job) -> Iterator[Record]:
             gc.collect()
             torch.cuda.empty_cache()
         yield Record(job.model, job.optimizer, job.backend, job.expandable, **found)
+    memopt.remove(model)
 
 
 def smallest_gb(model: torch.nn.Module, batch: Any, **options: Any) -> float:
