@@ -128,7 +128,9 @@ def run(job: Job) -> Iterator[Record]:
         model, batch = candidate.make(), candidate.batch(candidate.size)
     options: dict[str, Any] = {"backend": job.backend, "precision": "bf16"}
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
-    plain = memopt.plan(model, ROOMY_GB, batch, optimizer=optimizer, **options).plain_peak_gb
+    # Optimised once and then again with other budgets, the model keeps its captured graphs.
+    memopt.optimize(model, ROOMY_GB, example_inputs=batch, optimizer=optimizer, **options)
+    plain = memopt.plan_of(model).plain_peak_gb
     least = smallest_gb(model, batch, optimizer=optimizer, **options)
     for share in job.shares:
         budget_gb = REFUSED * least if share is None else least + share * max(0.0, plain - least)
@@ -142,17 +144,17 @@ def run(job: Job) -> Iterator[Record]:
             found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-            memopt.remove(model)
-            torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()
         yield Record(job.model, job.optimizer, job.backend, job.expandable, **found)
+    memopt.remove(model)
 
 
 def smallest_gb(model: torch.nn.Module, batch: Any, **options: Any) -> float:
-    """The smallest budget that a refusal names, with all levers that are on by default."""
+    """The smallest budget that a refusal names, with all levers that are on by default. A model that is optimised is
+    planned from its captured graphs, and keeps them."""
     try:
-        memopt.plan(model, TINY_GB, batch, **options)
+        memopt.optimize(model, TINY_GB, example_inputs=batch, **options)
     except memopt.BudgetError as refusal:
         return refusal.smallest_gb
     raise AssertionError(f"a plan for {TINY_GB} GB")

@@ -41,9 +41,9 @@ def known_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
-def lines_of(subject: str, known: list[str], small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a subject, whose keys are not among the `known` ones, from a process that is ended at the
-    time `until`; where it fails, a line with the end of what it said."""
+def lines_of(subject: str, known: dict[str, dict[str, Any]], small: bool, until: float) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a subject, but for the `known` ones, from a process that is ended at the time `until`; where
+    it fails, a line with the end of what it said."""
     command = [sys.executable, "-m", "benchmarks.first_day", "--subject", subject, "--known", json.dumps(known)]
     command += ["--small"] * small
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -72,7 +72,7 @@ def run_all(to: Path, minutes: float, *, small: bool, only: list[str]) -> None:
     to.mkdir(parents=True, exist_ok=True)
     path = to / "first_day.jsonl"
     for subject in only or SUBJECTS:
-        known = [line["key"] for line in known_lines(path) if line["subject"] == subject]
+        known = {line["key"]: line for line in known_lines(path) if line["subject"] == subject}
         if DONE in known:
             continue
         for line in lines_of(subject, known, small, until):
@@ -85,15 +85,15 @@ def run_all(to: Path, minutes: float, *, small: bool, only: list[str]) -> None:
     print(f"all subjects are in {path}")
 
 
-def run_subject(subject: str, known: list[str], *, small: bool) -> None:
+def run_subject(subject: str, known: dict[str, dict[str, Any]], *, small: bool) -> None:
     """Print the lines of a subject as JSON."""
     from benchmarks.first_day_lines import SUBJECTS
 
     worthless = {"stand_in": True} if hasattr(ctypes.CDLL(None), "memopt_card_stand_in") else {}
     begin = time.perf_counter()
-    for key, figures in SUBJECTS[subject](frozenset(known), small):
-        seconds = round(time.perf_counter() - begin, 2)
-        print(json.dumps({"subject": subject, "key": key, **figures, "after_s": seconds, **worthless}), flush=True)
+    for key, figures in SUBJECTS[subject](known, small):
+        after = {"after_s": round(time.perf_counter() - begin, 2), "after_cpu_s": round(time.process_time(), 2)}
+        print(json.dumps({"subject": subject, "key": key, **figures, **after, **worthless}), flush=True)
     print(json.dumps({"subject": subject, "key": DONE, **worthless}), flush=True)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="subjects")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that this program runs")
     parser.add_argument("--subject", help=argparse.SUPPRESS)
-    parser.add_argument("--known", type=json.loads, default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--known", type=json.loads, default={}, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if lacking := missing():
         sys.exit(f"this machine lacks {', '.join(lacking)}: pip install {' '.join(lacking)}")

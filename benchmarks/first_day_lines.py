@@ -3,10 +3,7 @@ known."""
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -14,12 +11,21 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.initialization import no_init_weights
 
 import memopt
 from benchmarks import card_bytes
-from benchmarks.gpu_methods import Method, adamw, peers, within
-from benchmarks.gpu_models import Candidate, candidates
+from benchmarks.first_day_timing import (
+    BESIDE,
+    budgets_beside,
+    by_events,
+    forget,
+    made,
+    steps_timed,
+    timed,
+    timed_within,
+)
+from benchmarks.gpu_methods import adamw, peers
+from benchmarks.gpu_models import Candidate, candidates, gpt2
 from examples.models.card import temporary_bytes
 from memopt.device import measure_hardware
 from memopt.device.context_probe import measure_context_bytes
@@ -27,13 +33,16 @@ from memopt.device.hardware_table import Hardware, reported_chip
 from memopt.device.library_run import library_run
 from memopt.device.op_call import describe
 from memopt.device.workspace_table import estimate_workspace
-from memopt.errors import GIB
 from passes.ops.fp8_kernels import has_units
 
 Lines = Iterator[tuple[str, dict[str, Any]]]
-Known = frozenset[str]
+Known = Mapping[str, Mapping[str, Any]]
+"""The figures of the lines that an earlier call wrote, by their keys."""
 MB = 1024**2
-STEPS, WARM = 20, 3
+ROOMY_GB = 100_000.0
+EXACT = frozenset({"recompute", "reinplace"})
+LAYERS = 8
+"""Of GPT-2 medium's 24, where time is measured: compiling takes as long as there are layers."""
 aten = torch.ops.aten
 
 
@@ -75,20 +84,23 @@ def own_bits(known: Known, small: bool) -> Lines:
 
 
 def exactness(known: Known, small: bool) -> Lines:
-    """memopt.compare of a planned step with the plain one, with dropout."""
+    """memopt.compare of a planned step with the plain one, with dropout: in fp32 with exact levers alone, in bf16 with
+    all that are on by default."""
     candidate = candidates("tiny" if small else "middle")["GPT-2 medium"]
-    for precision in ("fp32", "bf16"):
+    for precision, allow in (("fp32", EXACT), ("bf16", memopt.DEFAULT_LEVERS)):
         for backend in ("aten", "inductor"):
             if (key := f"{precision}, {backend}") in known:
                 continue
-            model, batch = _made(candidate)
+            model, batch = made(candidate)
+            options: dict[str, Any] = {"precision": precision, "backend": backend, "allow": allow}
             try:
-                least = card_bytes.smallest_gb(model, batch, precision=precision, backend=backend)
-                memopt.optimize(model, 1.1 * least, precision=precision, backend=backend)
+                memopt.optimize(model, ROOMY_GB, example_inputs=batch, **options)
+                least = card_bytes.smallest_gb(model, batch, **options)
+                memopt.optimize(model, 1.1 * least, example_inputs=batch, **options)
                 yield key, {"said": str(memopt.compare(model, batch)).splitlines()[0][:300]}
             except (RuntimeError, ValueError) as failure:
                 yield key, {"failure": str(failure)[:300]}
-            _forget()
+            forget()
 
 
 def capped(known: Known, small: bool) -> Lines:
@@ -101,23 +113,26 @@ def capped(known: Known, small: bool) -> Lines:
             left = tuple(share for share in job.shares if keys[share] not in known)
             for record in card_bytes.run(replace(job, shares=left)) if left else ():
                 yield keys[record.share], asdict(record) | {"off": record.off, "good": record.good}
+            forget()  # the model would count as elsewhere beside the next one
 
 
 def step_times(known: Known, small: bool) -> Lines:
-    """Step time (median and quartiles of 20 steps) and peak of each way to train; memopt has what per-block
-    checkpointing, eager and compiled, and torch.compile reserved."""
-    candidate = candidates("tiny" if small else "real")["GPT-2 medium"]
-    budgets: dict[str, float] = {}
-    for method in peers(small=False):
-        figures = _timed(method, candidate)
-        budgets[method.name] = figures.get("reserved_gb", 0.0)
-        if method.name not in known:
-            yield method.name, figures
-        for at in ("eager, per block", "compile, per block", "compile"):
-            key = f"memopt at {at}"
-            if method.name == at and budgets[at] and key not in known:
-                method_of_memopt = within(budgets[at] + Hardware.context_bytes / GIB, "inductor", "bf16")
-                yield key, _timed(method_of_memopt, candidate)
+    """Step time (median and quartiles of 20 steps) and peak of each way to train GPT-2 medium with a third of its
+    layers; memopt has what per-block checkpointing, eager and compiled, reserved, 0.9 of what torch.compile did, and
+    that less half of its activations."""
+    candidate = gpt2("tiny") if small else gpt2("real", first_layers=LAYERS)
+    found = dict(known)
+
+    def of_peers(*, first: bool) -> Lines:
+        for method in peers(small=False):
+            if (method.name in BESIDE) == first and method.name not in known:
+                found[method.name] = timed(method, candidate)
+                yield method.name, found[method.name]
+
+    yield from of_peers(first=True)
+    budgets = {f"memopt at {at}": nbytes for at, nbytes in budgets_beside(found).items()}
+    yield from timed_within({key: gb for key, gb in budgets.items() if key not in known}, candidate)
+    yield from of_peers(first=False)
 
 
 def overlap(known: Known, small: bool) -> Lines:
@@ -143,7 +158,7 @@ def overlap(known: Known, small: bool) -> Lines:
         compute()
         torch.cuda.current_stream().wait_stream(other)
 
-    alone, moved, together = (_by_events(run) for run in (compute, copy, both))
+    alone, moved, together = (by_events(run) for run in (compute, copy, both))
     yield "copy out", {"compute_ms": alone, "copy_ms": moved, "both_ms": together, "gb_per_s": nbytes / moved / 1e6}
 
 
@@ -156,13 +171,13 @@ def fp8(known: Known, small: bool) -> Lines:
 
 def time_model(known: Known, small: bool) -> Lines:
     """The step time that a calibrated plan expects beside the one measured."""
-    candidate = candidates("tiny" if small else "real")["GPT-2 medium"]
-    model, batch = _made(candidate)
-    plan = memopt.plan(model, 1e5, batch, precision="bf16", backend="aten", calibrate=True, optimizer=adamw(model))
-    del model, batch
-    _forget()
-    timed = _timed(within(1e5, "aten", "bf16"), candidate)
-    yield candidate.name, {"expected_ms": 1e3 * plan.step_seconds, **timed}
+    candidate = gpt2("tiny") if small else gpt2("real", first_layers=LAYERS)
+    model, batch = made(candidate)
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"precision": "bf16", "backend": "aten", "calibrate": True, "optimizer": optimizer}
+    memopt.optimize(model, ROOMY_GB, example_inputs=batch, **options)
+    expected = memopt.plan_of(model).step_seconds
+    yield candidate.name, {"expected_ms": 1e3 * expected, **steps_timed(model, batch, optimizer)}
 
 
 SUBJECTS: dict[str, Callable[[Known, bool], Lines]] = {
@@ -205,63 +220,10 @@ def _operators(rows: int) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-def _made(candidate: Candidate, *, filled: bool = True) -> tuple[torch.nn.Module, Any]:
-    with torch.device("cuda"), nullcontext() if filled else no_init_weights():
-        return candidate.make(), candidate.batch(candidate.size)
-
-
 def _gradients(candidate: Candidate, backend: SDPBackend | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model, batch = _made(candidate)
+    model, batch = made(candidate)
     with torch.autocast("cuda", torch.bfloat16), nullcontext() if backend is None else sdpa_kernel(backend):
         loss = model(**batch).loss
     loss.backward()
     return [one.grad for one in model.parameters() if one.grad is not None]
-
-
-def _timed(method: Method, candidate: Candidate) -> dict[str, Any]:
-    """Median and quartiles of steps, and the allocator's peaks, of a way to train."""
-    try:
-        model, batch = _made(candidate)
-        method.prepare(model, candidate)
-        optimizer = adamw(model)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with method.autocast("cuda"):
-                output = model(**batch)
-            (output if isinstance(output, torch.Tensor) else output.loss).backward()
-            optimizer.step()
-
-        with method.settings():
-            for _ in range(WARM):
-                step()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            times = [_by_events(step) for _ in range(STEPS)]
-        low, median, high = statistics.quantiles(times, n=4)
-        peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-        return {"low_ms": low, "median_ms": median, "high_ms": high, "peak_gb": peak, "reserved_gb": reserved}
-    except (RuntimeError, ValueError, AssertionError) as failure:
-        return {"failure": f"{type(failure).__name__}: {str(failure)[:200]}"}
-    finally:
-        _forget()
-
-
-def _by_events(run: Callable[[], Any]) -> float:
-    """Milliseconds between two events around a run; of the clock where the card has none."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    clock = time.perf_counter()
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) or 1e3 * (time.perf_counter() - clock)
-
-
-def _forget() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -72,11 +72,12 @@ def unet(**sizes: int) -> Callable[[], nn.Module]:
     return make
 
 
-def gpt2(size: Size) -> Candidate:
+def gpt2(size: Size, first_layers: int | None = None) -> Candidate:
+    """GPT-2 medium; with only the first of its layers if a number is given."""
     layers, width, heads, words, length, samples = {
         "real": (24, 1024, 16, 50257, 1024, 8), "middle": (4, 256, 4, 8192, 256, 4), "tiny": (2, 64, 4, 512, 64, 4)
     }[size]  # fmt: skip
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": words}
+    sizes = {"n_layer": first_layers or layers, "n_embd": width, "n_head": heads, "vocab_size": words}
     config = transformers.GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     made = library("GPT2LMHeadModel", config, "ForCausalLM")
     return Candidate("GPT-2 medium", made, text(words, length), samples, length, "GPT2Block")
