@@ -62,6 +62,13 @@ class JointGraph:
         aot = getattr(self.trace, "aot", None)
         return frozenset() if aot is None else aot.overwritten
 
+    @property
+    def inputs_without_gradients(self) -> frozenset[int]:
+        """The numbers of the inputs that require gradients but get none, because the region only reads their values,
+        without autograd."""
+        aot = getattr(self.trace, "aot", None)
+        return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
+
     def accumulating(self, parameter_inputs: frozenset[int]) -> JointGraph:
         """The same graph with other parameters whose gradients it may add to `.grad` in place."""
         return self if parameter_inputs == self.parameter_inputs else replace(self, parameter_inputs=parameter_inputs)

@@ -3,7 +3,8 @@
 Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
-graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`) and `_aot_graph_capture` (with
+graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info` and
+`input_info`, and `torch._functorch._aot_autograd.schemas.OutputType`) and `_aot_graph_capture` (with
 `graph_module`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
 shape environment `backed_var_to_val`, once `var_to_val`.
 
@@ -58,6 +59,21 @@ class AotTrace:
         """The numbers of the inputs to which AOTAutograd writes after the forward: those that require gradients, and
         that the region writes to in place."""
         return frozenset(self.state.fw_metadata.mutated_inp_runtime_indices)
+
+    @property
+    def only_read(self) -> frozenset[int]:
+        """The numbers of the inputs that require gradients and are only read: the region neither writes to them nor
+        returns them or views of them."""
+        from torch._functorch._aot_autograd.schemas import OutputType
+
+        metadata = self.state.fw_metadata
+        of_inputs = (OutputType.alias_of_input, OutputType.is_input)
+        returned = {info.base_idx for info in metadata.output_info if info.output_type in of_inputs}
+        return frozenset(
+            number
+            for number, info in enumerate(metadata.input_info)
+            if info.requires_grad and not info.mutates_data and not info.mutates_metadata and number not in returned
+        )
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -52,4 +54,17 @@ def emit_region(
 
     compile_halves = compile_by_backend if joint.fused else compile_as_aten
     with joint.trace.active():
-        return compile_halves(joint, cut, accumulation)
+        emitted = compile_halves(joint, cut, accumulation)
+    return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients))
+
+
+def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
+    """A region that gets its inputs at these positions without their autograd history. Otherwise the backward would
+    visit their nodes with no gradient: hooks would be called with None, and DDP would find the parameters used."""
+    if not positions:
+        return run
+
+    def run_detached(*inputs: Any) -> Any:
+        return run(*(value.detach() if at in positions else value for at, value in enumerate(inputs)))
+
+    return run_detached

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memopt
 from tests.end_to_end import odd_models
-from tests.end_to_end.pieces import assert_same, check, loss, plan, run, step
+from tests.end_to_end.pieces import assert_same, call, check, loss, plan, run, step
 from tests.end_to_end.usual import Blocks, batch, make, refusal, steps, usual
 
 
@@ -150,6 +150,40 @@ def test_hooks_on_parameters(early: bool) -> None:
         steps(model, inputs, inputs)
 
     check(model, piece, usual().tight + 2.5 * usual().gradients, inputs)
+
+
+class Reading(Blocks):
+    """Scales its activations by a parameter without gradients, and returns another as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((odd_models.WIDTH,), 0.9))
+        self.bias = nn.Parameter(torch.ones(odd_models.WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale, bias = self.scale + 0.1, 2 * self.bias
+        return super().body(x * scale + bias)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return super().forward(x, labels), self.bias.view(8, -1)
+
+
+def test_parameters_that_are_read_without_gradients_alone() -> None:
+    """Autograd does not visit them, so that their hooks are not called. One that is returned has a gradient."""
+    model, inputs = make(Reading), batch()
+
+    def piece(model: nn.Module) -> list[str]:
+        called: list[str] = []
+        scale = model.get_parameter("scale")
+        scale.register_hook(lambda gradient: called.append("before"))  # type: ignore[no-untyped-call]
+        scale.register_post_accumulate_grad_hook(lambda parameter: called.append("after"))
+        step(model, inputs)
+        value, bias = call(model, inputs)
+        (value + bias.square().sum()).backward()
+        return called
+
+    check(model, piece, 1.1 * usual(Blocks).plan.plain_peak_gb, inputs, outputs="all")
 
 
 def test_a_hook_that_comes_late_is_refused_where_its_gradients_do_not_fit() -> None:
