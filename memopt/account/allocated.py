@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,21 +28,53 @@ def allocated_bytes(device: torch.device) -> int | None:
     return int(info.uordblks + info.hblkhd) or None  # 0 where another allocator stands in for that of glibc
 
 
-def allocatable_bytes(device: torch.device) -> int | None:
-    """The bytes that `malloc` has allocated, and those that it can allocate before it maps more memory; None where that
-    is not known, and on other devices than the CPU."""
-    if device.type != "cpu" or (read := _mallinfo2()) is None:
+class AllocationLimit:
+    """A limit of the bytes that the tensors of this process hold, read in a hundredth of the time of `allocated_bytes`.
+
+    `malloc` says at first what it can allocate before it maps more memory. Later the process can have allocated no more
+    than that and what it has mapped since. Shared memory, which `malloc` does not know, counts with its resident pages.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._unmapped: int | None = None
+        """The bytes that `malloc` could allocate at first less those that were mapped."""
+
+    def bytes(self) -> int | None:
+        """No less than all that is allocated now, mostly far more; None where that is not known, and on other devices
+        than the CPU."""
+        if self._device.type != "cpu" or (mapped := _mapped_bytes()) is None:
+            return None
+        if self._unmapped is None:
+            if (allocatable := _allocatable_bytes()) is None:
+                return None
+            self._unmapped = allocatable - mapped.private
+        return self._unmapped + mapped.private + mapped.shared
+
+
+def _allocatable_bytes() -> int | None:
+    """The bytes that `malloc` has allocated, and those that it can allocate before it maps more memory."""
+    if (read := _mallinfo2()) is None:
         return None
     info = read()
     return int(info.uordblks + info.hblkhd + info.fordblks) or None
 
 
-def mapped_bytes() -> int | None:
-    """The bytes of private writable memory that the process has mapped, those of `malloc` among them; None where the
-    system does not say. It takes a hundredth of the time of `allocated_bytes` in a process with many blocks."""
+class _Mapped(NamedTuple):
+    """Memory that the process has mapped, in bytes."""
+
+    private: int
+    """Private and writable, with that of `malloc`."""
+    shared: int
+    """Resident pages of files and of shared memory."""
+
+
+def _mapped_bytes() -> _Mapped | None:
+    """None where the system does not say."""
     try:
         with open("/proc/self/statm", "rb") as figures:
-            return int(figures.read().split()[5]) * mmap.PAGESIZE
+            pages = list(map(int, figures.read().split()))
+        return _Mapped(pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE)
     except (OSError, IndexError, ValueError):
         return None
 

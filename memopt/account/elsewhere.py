@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES
-from memopt.account.allocated import allocatable_bytes, allocated_bytes, mapped_bytes
+from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_state import state_tensors
@@ -80,14 +80,6 @@ class _Looked:
     found: Found
     allocated_bytes: int | None
     """The bytes that were allocated then, without those that are known; None where the device does not say."""
-    unmapped_bytes: int | None
-    """What is to be added to the bytes that the process has mapped for a limit of those that it has allocated; None
-    where that is not known."""
-
-    def limit_bytes(self) -> int | None:
-        """No less than all that is allocated now, mostly far more; None where that is not known."""
-        mapped = None if self.unmapped_bytes is None else mapped_bytes()
-        return None if mapped is None or self.unmapped_bytes is None else mapped + self.unmapped_bytes
 
 
 class Elsewhere:
@@ -111,6 +103,7 @@ class Elsewhere:
         """Of the latest look at any moment."""
         self._looks: Recent[object, _Looked] = Recent(_MOST_KINDS)
         """The latest look, by the kind of moment."""
+        self._limit = AllocationLimit(self.device)
         self._next_look = 0.0
         self._held_still = False
 
@@ -129,6 +122,11 @@ class Elsewhere:
     def optimizers(self) -> tuple[LiveOptimizer, ...]:
         """The model's optimisers that the latest look found."""
         return self._found.optimizers
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether it is known which optimisers step the model, and what tensors lie beside it."""
+        return self.fixed_bytes is not None or len(self._looks) > 0
 
     @property
     def _notable(self) -> int:
@@ -157,8 +155,7 @@ class Elsewhere:
             return Found(self.fixed_bytes)
         if self._held_still:
             return self._found
-        looked = self._looks.get(around.kind)
-        if enough and looked is not None and (limit := looked.limit_bytes()) is not None and limit <= enough:
+        if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
             return Found(limit)
         growth = self._growth(around)
         if growth is None or growth < -self._notable:  # what was freed since the look may hide what has grown
@@ -215,12 +212,9 @@ class Elsewhere:
         started = time.monotonic()
         found = look(self.model, self.device, around, libraries=sum(library_workspaces(self.card_major)))
         found = found if self.with_state else replace(found, state=0)
-        allocated, allocatable, mapped = allocated_bytes(self.device), allocatable_bytes(self.device), mapped_bytes()
-        self._looks[around.kind] = _Looked(
-            found,
-            None if allocated is None else allocated - around.known_bytes,
-            None if allocatable is None or mapped is None else allocatable - mapped,
-        )
+        allocated = allocated_bytes(self.device)
+        self._looks[around.kind] = _Looked(found, None if allocated is None else allocated - around.known_bytes)
+        self._limit = AllocationLimit(self.device)
         ended = time.monotonic()
         self._next_look = ended + _PATIENCE * (ended - started)
         return found

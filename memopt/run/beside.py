@@ -12,6 +12,9 @@ from memopt.planning.situation import Situation
 
 _WORTHWHILE = 16
 """Room that has become free is planned for where it is at least this part of the budget."""
+_MORE_STATE = 2
+"""An optimiser that nobody has looked at may hold this many times the state of its class's defaults beside that: for
+`amsgrad`, and the temporaries of `foreach`."""
 _REMEMBERED = 16
 """The number of groups of forwards whose size is remembered."""
 
@@ -132,7 +135,11 @@ class Beside:
 
     def _surely_within(self, room_bytes: int, optimizer_state: int) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
-        most = self.elsewhere.at_most(self.around, room_bytes - self.later_bytes) if self.elsewhere else None
+        if self.elsewhere is None:
+            return False
+        if not self.elsewhere.has_looked:  # the optimiser may have options by which it holds more than by default
+            room_bytes -= _MORE_STATE * optimizer_state
+        most = self.elsewhere.at_most(self.around, room_bytes - self.later_bytes)
         return most is not None and most.beside(optimizer_state) + self.later_bytes <= room_bytes
 
     def elsewhere_bytes(self, plan: Plan) -> int:

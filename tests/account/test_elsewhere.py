@@ -74,6 +74,20 @@ def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_a_limit_is_known_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts shared memory, too, which `malloc` does not know."""
+    monkeypatch.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
+    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
+    before = elsewhere.at_most(Around(), 2**40)
+    assert not elsewhere.has_looked
+    assert before is not None
+    batch = torch.ones(64 * MB // 4).share_memory_()
+    after = elsewhere.at_most(Around(), 2**40)
+    assert after is not None
+    assert after.other >= before.other + batch.nbytes - MB
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_growth_before_a_moment_of_another_kind_is_found_at_once() -> None:
     """Also right after a look, when nothing that was allocated at such a moment is known."""
     model = nn.Linear(16, 16)
