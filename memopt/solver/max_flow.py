@@ -62,7 +62,7 @@ class FlowNetwork:
         residual[self._place] = np.where(forbidden, infinite, np.floor(finite * scale).astype(np.int64))
         heights, waiting = np.zeros(self._nodes, np.int64), np.zeros(self._nodes, np.bool_)
         excess, current, queue = (np.zeros(self._nodes, np.int64) for _ in range(3))
-        flow = _push_to(source, sink, self._arcs, residual, heights, excess, current, queue, waiting)
+        flow = int(_push_to(source, sink, self._arcs, residual, heights, excess, current, queue, waiting))
         return heights < self._nodes, float("inf") if flow >= infinite else flow / scale
 
 
