@@ -82,7 +82,7 @@ class Record:
     """The most that the allocator held in the capped steps."""
     capped_steps: int = 0
     plan_seconds: float | None = None
-    """With the capture and the compilation: of this machine's CPU, whatever the card."""
+    """With the compilation, or until the refusal: of this machine's CPU, whatever the card."""
     failure: str = ""
 
     @property
@@ -137,11 +137,13 @@ def run(job: Job) -> Iterator[Record]:
         found: dict[str, Any] = {"share": share, "budget_gb": budget_gb}
         optimizer.state.clear()
         optimizer.zero_grad()
+        begin = time.perf_counter()
         try:
             for figures in trained(model, optimizer, batch, budget_gb, options):
                 found |= figures
         except (RuntimeError, ValueError) as failure:  # out of memory, or refused
             found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
+            found.setdefault("plan_seconds", time.perf_counter() - begin)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
             gc.collect()

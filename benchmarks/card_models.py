@@ -13,14 +13,22 @@ from torch import Tensor
 from benchmarks.gpu_models import Candidate, Size, candidates, gpt2, images, library, llama, text
 
 
+def gpt2_small(size: Size) -> Candidate:
+    """GPT-2 with 124 million parameters."""
+    return _gpt2_of("GPT-2 small", size, {"n_layer": 12, "n_embd": 768, "n_head": 12}, 8)
+
+
 def gpt2_xl(size: Size) -> Candidate:
     """GPT-2 with 1.5 billion parameters."""
+    return _gpt2_of("GPT-2 1.5B", size, {"n_layer": 48, "n_embd": 1600, "n_head": 25}, 4)
+
+
+def _gpt2_of(name: str, size: Size, sizes: Mapping[str, int], samples: int) -> Candidate:
     if size != "real":
-        return replace(gpt2(size), name="GPT-2 1.5B")
-    sizes = {"n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}
-    config = transformers.GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
+        return replace(gpt2(size), name=name)
+    config = transformers.GPT2Config(**sizes, vocab_size=50257, use_cache=False, bos_token_id=0, eos_token_id=0)
     made = library("GPT2LMHeadModel", config, "ForCausalLM")
-    return Candidate("GPT-2 1.5B", made, text(50257, 1024), 4, 1024, "GPT2Block")
+    return Candidate(name, made, text(50257, 1024), samples, 1024, "GPT2Block")
 
 
 def llama_8b(size: Size) -> Candidate:
@@ -82,5 +90,5 @@ def whisper(size: Size) -> Candidate:
 
 def card_models(size: Size) -> Mapping[str, Candidate]:
     """The models by name, in order of what their figures are worth."""
-    further = (gpt2_xl, resnet_152, whisper, llama_8b)
+    further = (gpt2_small, gpt2_xl, resnet_152, whisper, llama_8b)
     return {**candidates(size), **{candidate.name: candidate for candidate in (make(size) for make in further)}}

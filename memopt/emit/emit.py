@@ -30,7 +30,8 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
     (joint,), (schedule,) = captured.regions, plan.regions
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
-    return emit_region(joint, schedule, accumulation, captured.data_sizes.allowed, adds=adds)
+    limit = plan.budget_bytes - plan.account.context if plan.account.context else None
+    return emit_region(joint, schedule, accumulation, captured.data_sizes.allowed, adds=adds, limit_bytes=limit)
 
 
 def emit_region(
@@ -40,9 +41,11 @@ def emit_region(
     allowed_sizes: Mapping[str, int],
     *,
     adds: bool = True,
+    limit_bytes: int | None = None,
 ) -> Emitted:
     """One region as a function of its inputs, differentiable through the halves into which its schedule partitions it.
-    With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it.
+    With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels are
+    timed, torch's allocator for CUDA holds at most `limit_bytes`.
 
     Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`.
     """
@@ -52,9 +55,11 @@ def emit_region(
         guard_sizes(forward, allowed_sizes)
         return forward, backward
 
-    compile_halves = compile_by_backend if joint.fused else compile_as_aten
     with joint.trace.active():
-        emitted = compile_halves(joint, cut, accumulation)
+        if joint.fused:
+            emitted = compile_by_backend(joint, cut, accumulation, limit_bytes)
+        else:
+            emitted = compile_as_aten(joint, cut, accumulation)
     return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients))
 
 

@@ -13,6 +13,7 @@ from torch import fx
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
 from memopt.compat.aot import mark_boxed
+from memopt.compat.autotuning import autotuning_within
 from memopt.compat.dispatch import without_autocast
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.emit.casts import spell_casts
@@ -27,14 +28,17 @@ from memopt.planning.footprint import Footprint
 from passes import copy_graph_module, format_graph
 
 
-def compile_by_backend(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
+def compile_by_backend(
+    joint: JointGraph, cut: Cut, accumulation: Accumulation, limit_bytes: int | None = None
+) -> Emitted:
     """The region with its halves compiled by inductor. It fuses elementwise operators, so that values between fused
     operators are never materialised, and it chooses the order of the kernels. `accumulation` is told of a backward that
-    has no memory left.
+    has no memory left. In the first run, in which kernels are timed, torch's allocator for CUDA holds at most
+    `limit_bytes`.
 
     It must be called in the context of the region's trace. Raises `CaptureError` where inductor fails.
     """
-    halves = _Halves(cut, joint, accumulation)
+    halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
         # A copy, because inductor changes the module, and another plan may compile the region again.
@@ -51,6 +55,7 @@ class _Halves:
     cut: Cut
     joint: JointGraph
     accumulation: Accumulation
+    limit_bytes: int | None
     forward: Half | None = None
     backward: Half | None = None
     handing: Handing | None = None
@@ -75,12 +80,13 @@ class _Halves:
     def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
         """Take note of a compiled half, and return the function to run for it."""
         half = Half(compiled.source_code, inputs)
+        run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
             self.backward = half
-            taking = withholding(_taking_gradients(compiled, self.handing), self.joint)
+            taking = withholding(_taking_gradients(run, self.handing), self.joint)
             return _boxed(telling(taking, self.accumulation))
         self.forward = half
-        return _boxed(compiled)
+        return _boxed(run)
 
     def footprint(self) -> Footprint | None:
         """The bytes that the compiled halves hold; None for a region without gradients, and where the dry run fails."""
@@ -95,6 +101,22 @@ class _Halves:
                 stacklevel=2,
             )
             return None
+
+
+def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:
+    """A compiled half whose first run, in which its kernels are timed, is held to a limit."""
+    timed = False
+
+    def run(arguments: list[Any]) -> Any:
+        nonlocal timed
+        if timed:
+            return compiled(arguments)
+        with autotuning_within(limit_bytes):
+            results = compiled(arguments)
+        timed = True
+        return results
+
+    return run
 
 
 def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: Handing | None) -> Callable[[list[Any]], Any]:
