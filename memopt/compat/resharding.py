@@ -1,5 +1,5 @@
-"""FSDP2's choice for each block, as memopt makes it: free its parameters after the forward and gather them again for the
-backward (ZeRO-3), or keep them gathered in between (ZeRO-2).
+"""FSDP2's choice for each block: free its parameters after the forward and gather them again for the backward
+(ZeRO-3), or keep them gathered in between (ZeRO-2).
 
 Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_is_root` and
 `_auto_reshard_after_forward`; of a group of parameters `post_forward_mesh_info`, `mesh_info`; of a
@@ -40,7 +40,7 @@ class Resharding:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.kept = 0
+        self.count = 0
         """How many blocks are kept now."""
         self._automatic: list[bool] = []
 
@@ -58,18 +58,18 @@ class Resharding:
     def keep(self, count: int) -> None:
         """Keep the parameters of the last `count` blocks from their forward to their backward, and free the others
         after the forward."""
-        if count == self.kept:
+        if count == self.count:
             return
         if not self._automatic:
             self._automatic = [_state(block.module)._auto_reshard_after_forward for block in self.blocks]
         for number, block in enumerate(reversed(self.blocks)):
-            if (number < count) != (number < self.kept):
+            if (number < count) != (number < self.count):
                 block.module.set_reshard_after_forward(number >= count, recurse=False)
-        self.kept = count
+        self.count = count
 
     def restore(self) -> None:
         """Leave all blocks to FSDP2, as before the first `keep`."""
-        if self.kept:
+        if self.count:
             self.keep(0)
         for block, automatic in zip(self.blocks, self._automatic, strict=True) if self._automatic else ():
             _state(block.module)._auto_reshard_after_forward = automatic
@@ -78,7 +78,7 @@ class Resharding:
     @property
     def in_use(self) -> tuple[tuple[str, int], ...]:
         """The path and the bytes of each block that is kept now."""
-        kept = self.blocks[len(self.blocks) - self.kept :] if self.kept else ()
+        kept = self.blocks[len(self.blocks) - self.count :] if self.count else ()
         return tuple((block.path, block.gathered_bytes) for block in kept)
 
 

@@ -79,6 +79,7 @@ def plan_by(
         source=CapturedStep(lambda: captured),
         schedule=solution.schedule,
         cluster=cluster_step(joined, solution.schedule, captured, account),
+        kept=captured.kept,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.planned_runs import PlannedRuns
 from memopt.run.region_stub import recording
@@ -56,9 +57,16 @@ class BrokenCalls:
     """
 
     def __init__(
-        self, model: nn.Module, to_capture: Callable[[], Callable[..., Any]], road: Road, *, unplanned_allowed: bool
+        self,
+        model: nn.Module,
+        to_capture: Callable[[], Callable[..., Any]],
+        road: Road,
+        keeping: Keeping,
+        *,
+        unplanned_allowed: bool,
     ) -> None:
         self.model, self.road, self.unplanned_allowed = model, road, unplanned_allowed
+        self.keeping = keeping
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
@@ -81,7 +89,8 @@ class BrokenCalls:
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
             with undone(self.model), gathered.without_exchange():
-                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+                found = rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+            return replace(found, kept=self.keeping.kept)
         finally:
             self._rehearsal = None
 
@@ -116,11 +125,8 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        try:
-            return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
-        except BudgetError:  # those that follow must not be planned to be as large as this one
-            self._ways.drop(self._kind(under_way.call))
-            raise
+        self.keeping.decide(lambda: self._fitting(under_way, self._ways_of(under_way.call, capture)))
+        return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
 
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
         """Run a call one of these ways, or another one that is captured then."""
@@ -152,9 +158,10 @@ class BrokenCalls:
         return ways
 
     def _kind(self, call: Call) -> str:
-        """A text that is equal for calls that may share a plan: all but their sizes, the state of autocast, and what is
-        exchanged between ranks."""
-        return f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        """A text that is equal for calls that may share a plan: all but their sizes, the state of autocast, what is
+        exchanged between ranks, and what is kept gathered."""
+        kept = len(self.keeping.kept)
+        return f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)} {kept}"
 
     def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
@@ -163,12 +170,7 @@ class BrokenCalls:
 
     def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
         """Run a call the first of these ways; `last`: there is no further attempt after it."""
-        try:
-            planned = under_way.fitting(
-                lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
-            )
-        finally:
-            self._free_solvers()
+        planned = self._fitting(under_way, ways)
         pending = under_way.begin(planned.plan)
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
@@ -178,6 +180,18 @@ class BrokenCalls:
             raise
         finally:
             self._forward = None
+
+    def _fitting(self, under_way: UnderWay, ways: Ways) -> PlannedRuns:
+        """The plan for a call that fits beside what else is on the device. Raises `BudgetError`, `CaptureError`."""
+        try:
+            return under_way.fitting(
+                lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
+            )
+        except BudgetError:  # those that follow must not be planned to be as large as this one
+            self._ways.drop(self._kind(under_way.call))
+            raise
+        finally:
+            self._free_solvers()
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run one region of the present call: by the plan of this run, or, while the call is captured, unplanned."""

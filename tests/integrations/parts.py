@@ -27,7 +27,7 @@ gpt2 = gpt2_of(320, 4, 4)
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run of `STEPS` steps: all of it, or until rank 1 is killed, or on from where such a part was saved."""
+    """A part of a run of `STEPS` steps: all of it, until rank 1 is killed, or from where such a part was saved."""
 
     folder: Path
     budget_gb: float | None
