@@ -33,7 +33,7 @@ def real_shards(rank: int, name: str) -> list[int]:
 def test_shards_are_those_that_fully_shard_makes(name: str) -> None:
     from examples.models.fully_shard import FAMILIES as MODELS
 
-    model = MODELS[name].model()
+    model = MODELS[name].make()
     planned = Sharding.of(model, cluster_of(2), torch.bfloat16)
     first, _ = on_two_ranks(real_shards, name)
     assert [shard.nbytes for shard in planned.shards(model.parameters())] == first
