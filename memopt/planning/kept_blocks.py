@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from memopt.account.account import Account
@@ -31,12 +32,11 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
     kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
     best = _keeping(plan, kept)
     for more in dict.fromkeys((blocks, (kept + blocks + 1) // 2)):
-        if more > kept and _waits(best):
-            try:
-                other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
-            except BudgetError:
-                continue
-            best = min(best, other, key=_seconds)
+        if more <= kept or not _waits(best):
+            break
+        with suppress(BudgetError):
+            other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
+            return min(best, other, key=_seconds)
     return best
 
 

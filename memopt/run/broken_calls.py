@@ -21,6 +21,7 @@ from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
+from memopt.planning.kept_step import beside_freed
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
@@ -125,7 +126,7 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        self.keeping.decide(lambda: self._fitting(under_way, self._ways_of(under_way.call, capture)))
+        self.keeping.decide(lambda freed: self._fitting(under_way, self._ways_of(under_way.call, capture), freed))
         return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
 
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
@@ -181,11 +182,12 @@ class BrokenCalls:
         finally:
             self._forward = None
 
-    def _fitting(self, under_way: UnderWay, ways: Ways) -> PlannedRuns:
-        """The plan for a call that fits beside what else is on the device. Raises `BudgetError`, `CaptureError`."""
+    def _fitting(self, under_way: UnderWay, ways: Ways, freed: Plan | None = None) -> PlannedRuns:
+        """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
+        where this one may keep some. Raises `BudgetError`, `CaptureError`."""
         try:
             return under_way.fitting(
-                lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
+                lambda situation: self._plan_for(under_way.call, situation, ways, freed), lambda planned: planned.plan
             )
         except BudgetError:  # those that follow must not be planned to be as large as this one
             self._ways.drop(self._kind(under_way.call))
@@ -229,7 +231,7 @@ class BrokenCalls:
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         return self.road.planner.traces.of(region, rewriting)
 
-    def _plan_for(self, call: Call, situation: Situation, ways: Ways) -> PlannedRuns:
+    def _plan_for(self, call: Call, situation: Situation, ways: Ways, freed: Plan | None) -> PlannedRuns:
         """The plan for the first of these ways; for the one that was captured last alone where their runs together do
         not fit."""
         refused: BudgetError | None = None
@@ -243,6 +245,7 @@ class BrokenCalls:
             except BudgetError as error:
                 refused = error.with_traceback(None)
                 continue
+            plan = beside_freed(plan, freed) if freed else plan
             planned = self._plans[captured, situation] = self._with_runs(captured, plan)
             ways.take(captured)
             return planned

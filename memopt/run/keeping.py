@@ -11,6 +11,9 @@ from memopt.recent import Recent
 from memopt.run.planned_runs import PlannedRuns
 from memopt.run.sharding import Sharded
 
+Planned = Callable[[Plan | None], PlannedRuns]
+"""Plans a forward as the model is set at the call, given the plan that frees all blocks if there is one."""
+
 _MOST_PLANS = 64
 _TRIES = 3
 """How many numbers of blocks are planned for, beside none: each takes a capture and a plan."""
@@ -33,33 +36,32 @@ class Keeping:
         """The path and the bytes of each block that is kept as the model is set now."""
         return self.resharding.in_use
 
-    def decide(self, planned: Callable[[], PlannedRuns]) -> None:
-        """Set the blocks that the forward which begins now keeps, the same on all ranks. `planned()` plans the forward
-        as the model is set at its call.
+    def decide(self, planned: Planned) -> None:
+        """Set the blocks that the forward which begins now keeps, the same on all ranks.
 
         Raises the `BudgetError` of a rank whose forward does not fit with all blocks freed, on all ranks.
         """
         if self.sharded.there:
             self.sharded.agree(lambda most: self._choose(planned, most))
 
-    def _choose(self, planned: Callable[[], PlannedRuns], most: int) -> int:
+    def _choose(self, planned: Planned, most: int) -> int:
         """Set, and return, the number of blocks that this rank keeps: at most `most`."""
         self.resharding.keep(0)
-        freed = planned()
+        freed = planned(None)
         most = min(most, len(self.resharding.blocks))
         if (freed, most) not in self._found:
             self._found[freed, most] = self._search(planned, freed.plan, most)
         self.resharding.keep(self._found[freed, most])
         return self.resharding.count
 
-    def _search(self, planned: Callable[[], PlannedRuns], freed: Plan, most: int) -> int:
+    def _search(self, planned: Planned, freed: Plan, most: int) -> int:
         """The largest number of blocks found with which the forward fits and recomputes no longer than `freed`."""
         # One more than there is room for: it is not gathered beside the block that comes before it in the backward.
         first = min(most, self._fitting(freed.budget_bytes - freed.ceiling_bytes) + 1)
         for count in range(first, max(0, first - _TRIES), -1):
             self.resharding.keep(count)
             try:
-                plan = planned().plan
+                plan = planned(freed).plan
             except BudgetError:
                 continue
             if plan.added_seconds <= freed.added_seconds:

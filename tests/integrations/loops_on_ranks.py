@@ -71,9 +71,9 @@ class Texts(LightningModule):
         super().__init__()
         self.model, self.rank, self.losses = gpt2(), rank, list[float]()
 
-    def training_step(self, number: Tensor) -> Tensor:
-        """The loss of the batch of that number."""
-        loss: Tensor = self.model(**batch(self.rank, int(number))).loss
+    def training_step(self, _: Tensor) -> Tensor:
+        """The loss of the batch of the step: Lightning begins an epoch's data again where it resumes."""
+        loss: Tensor = self.model(**batch(self.rank, self.trainer.global_step)).loss
         self.losses.append(loss.item())
         return loss
 
@@ -112,6 +112,6 @@ def by_lightning(rank: int, part: Part) -> Run:
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=callbacks, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    numbers = torch.utils.data.DataLoader(range(part.first, STEPS), batch_size=None)  # type: ignore[arg-type]
+    numbers = torch.utils.data.DataLoader(range(STEPS), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, numbers, ckpt_path=part.folder / "saved.ckpt" if part.resumed else None, weights_only=False)
     return part.ended(run, module.model)
