@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
-from examples.models.settled_gloo import SettledGather, settled
+from examples.models.settled_gloo import counted, settled
 from memopt.compat.resharding import Resharding
 from memopt.compat.subclasses import is_sharded, shard_of
 from memopt.errors import GIB
@@ -25,17 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 BLOCKS, ROOMY_GB = 4, 1.0
 make = gpt2_of(128, BLOCKS, 4)
-
-
-class Counted(SettledGather):
-    """A gather that counts its calls."""
-
-    def __init__(self, calls: list[None]) -> None:
-        self.calls = calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(None)
-        super().__call__(*args, **kwargs)
 
 
 class Trained:
@@ -48,9 +37,7 @@ class Trained:
         for block in blocks:
             fully_shard(block, mesh=mesh, **options)
         settled(fully_shard(self.model, mesh=mesh))
-        self.calls: list[None] = []
-        for module in (self.model, *blocks):
-            module.set_custom_all_gather(Counted(self.calls))
+        self.calls = counted(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         if budget_gb is not None:
             memopt.optimize(self.model, budget_gb, optimizer=self.optimizer, **EXACT)
