@@ -136,7 +136,9 @@ def _changes(plan: Planned, captured: Captured, *, order: bool) -> Iterator[Chan
     yield from pass_changes(captured)
     yield from schedule_changes(captured, joined, plan.regions, order=order)
     for path, nbytes in plan.kept:
-        yield Change(KEPT, "", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing")
+        yield Change(
+            KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
+        )
 
 
 def _modules(captured: Captured) -> tuple[str, ...]:
