@@ -11,7 +11,6 @@ from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.plan import Plan
-from memopt.show.cluster import GATHER
 
 Solve = Callable[[Account], Plan]
 """Plans a step whose account has other bytes. Raises `BudgetError`."""
@@ -31,9 +30,9 @@ def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
     room = plan.budget_bytes - plan.ceiling_bytes
     kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
     best = _keeping(plan, kept)
+    if _seconds(_keeping(plan, blocks)) >= _seconds(best):
+        return best
     for more in dict.fromkeys((blocks, (kept + blocks + 1) // 2)):
-        if more <= kept or not _waits(best):
-            break
         with suppress(BudgetError):
             other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
             return min(best, other, key=_seconds)
@@ -59,10 +58,6 @@ def _keeping(plan: Plan, count: int) -> Plan:
         cluster=cluster_step(joined, schedule, captured, account, kept=count),
         kept=tuple((block.name, block.gathered_bytes) for block in kept),
     )
-
-
-def _waits(plan: Plan) -> bool:
-    return plan.cluster is not None and dict(plan.cluster.bounds).get(GATHER, 0.0) > 0
 
 
 def _seconds(plan: Plan) -> float:
