@@ -24,9 +24,8 @@ bert = library(
     num_attention_heads=4, max_position_embeddings=LENGTH,
 )  # fmt: skip
 llama = library(
-    "Llama", "LlamaForCausalLM", intermediate_size=352, **{**DECODER, "vocab_size": 32_768, "pad_token_id": 1}
+    "Llama", "LlamaForCausalLM", intermediate_size=1056, **{**DECODER, "hidden_size": 384, "pad_token_id": 1}
 )  # fmt: skip
-"""With the vocabulary of one of the tiles in which TRL computes the head: others break the graph."""
 
 
 class InParts(TrainerCallback):
