@@ -125,7 +125,7 @@ def fully_sharded(document: Document) -> str:
         (row["model"], str(row["ranks"]), row["way"], number(row.get("budget_gb"), 4),
          number(row.get("predicted_gb"), 4), ", ".join(number(peak, 4) for peak in row["peaks_gb"]),
          f"{row['difference']:.0e}", percent(row["more_flops"]), percent(row.get("added_time")),
-         str(row.get("gathers", "")))
+         number(row.get("gathers"), 0))
         for row in document["rows"]
     ]  # fmt: skip
     words = (

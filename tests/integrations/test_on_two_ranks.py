@@ -29,8 +29,7 @@ LOOPS = {
 }
 """By each loop the budget in GB, between the smallest one and the peak of its plain steps."""
 ABOVE_PLAIN = {"trainers_on_ranks.llama_by_sft"}
-"""Loops whose smallest budget is above the plain peak: TRL's head in tiles breaks the graph, and DDP's buckets then lie
-beside the whole gradients of the layers before it."""
+"""Loops whose smallest budget is above the plain peak: TRL's head in tiles breaks the graph (docs/limits.md)."""
 
 
 def loop_named(name: str) -> Callable[[int, Part], Run]:
