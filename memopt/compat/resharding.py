@@ -48,12 +48,13 @@ class Resharding:
     def blocks(self) -> tuple[Block, ...]:
         """The blocks in the order of the model's modules. They are known once the model has run a forward, in which
         FSDP2 finds out which part is the root."""
-        found = [(path, module, groups_of(module, recurse=False)) for path, module in self.model.named_modules()]
-        return tuple(
-            Block(path, module, sum(map(_gathered_bytes, groups)))
-            for path, module, groups in found
-            if groups and _state(module)._is_root is False and all(map(_frees, groups))
-        )
+        found: dict[int, Block] = {}
+        for path, module in self.model.named_modules():
+            groups = groups_of(module, recurse=False)
+            if groups and _state(module)._is_root is False and all(map(_frees, groups)):
+                # Several modules may be one block: `fully_shard([norm, head])`.
+                found.setdefault(id(_state(module)), Block(path, module, sum(map(_gathered_bytes, groups))))
+        return tuple(found.values())
 
     def keep(self, count: int) -> None:
         """Keep the parameters of the last `count` blocks from their forward to their backward, and free the others
