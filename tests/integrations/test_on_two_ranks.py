@@ -25,7 +25,7 @@ LOOPS = {
     "loops_on_ranks.by_lightning": 0.2,
     "trainers_on_ranks.gpt2_by_trainer": 0.18,
     "trainers_on_ranks.bert_by_trainer": 0.165,
-    "trainers_on_ranks.llama_by_sft": 0.3,
+    "trainers_on_ranks.llama_by_sft": 0.36,
 }
 """By each loop the budget in GB, between the smallest one and the peak of its plain steps."""
 ABOVE_PLAIN = {"trainers_on_ranks.llama_by_sft"}
