@@ -66,10 +66,11 @@ class Sharded:
         if not self._open or self._ranks is None:
             return
         while True:
+            self._settled = True  # where this raises, it does on all ranks
             least, most = self._ranks.settle(None, offered)
             if least == most:
-                self._settled = True
                 return
+            self._settled = False
             offered = offer(least)
 
     def begin(self) -> None:
