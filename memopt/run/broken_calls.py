@@ -36,6 +36,7 @@ from memopt.run.under_way import UnderWay
 from memopt.run.ways import Ways
 from memopt.training_state import ForwardState
 
+_Kind = tuple[str, int, CapturedCall | None]
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
 _ATTEMPTS = 8
@@ -71,7 +72,7 @@ class BrokenCalls:
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
-        self._ways: Recent[str, Ways] = Recent(_MOST_PLANS)
+        self._ways: Recent[_Kind, Ways] = Recent(_MOST_PLANS)
         """The ways that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
@@ -158,11 +159,12 @@ class BrokenCalls:
             ways.add(self._captured_again(ways, call), call)
         return ways
 
-    def _kind(self, call: Call) -> str:
-        """A text that is equal for calls that may share a plan: all but their sizes, the state of autocast, what is
-        exchanged between ranks, and what is kept gathered."""
-        kept = len(self.keeping.kept)
-        return f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)} {kept}"
+    def _kind(self, call: Call) -> _Kind:
+        """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
+        ranks, and what is kept gathered. Calls that keep blocks are captured again where those that free them were:
+        Dynamo's graphs may be others since then."""
+        text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""

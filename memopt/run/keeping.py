@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memopt.capture.region import CapturedCall
 from memopt.compat.resharding import Resharding
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
@@ -31,6 +32,9 @@ class Keeping:
         self._found: Recent[tuple[PlannedRuns, int], int] = Recent(_MOST_PLANS)
         """The numbers of blocks by the plan that frees all of them, and by the largest number that is possible."""
 
+        self.freed: CapturedCall | None = None
+        """The latest call as it was captured with all blocks freed."""
+
     @property
     def kept(self) -> tuple[tuple[str, int], ...]:
         """The path and the bytes of each block that is kept as the model is set now."""
@@ -48,6 +52,7 @@ class Keeping:
         """Set, and return, the number of blocks that this rank keeps: at most `most`."""
         self.resharding.keep(0)
         freed = planned(None)
+        self.freed = freed.captured
         most = min(most, len(self.resharding.blocks))
         if (freed, most) not in self._found:
             self._found[freed, most] = self._search(planned, freed.plan, most)
