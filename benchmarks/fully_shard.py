@@ -1,6 +1,7 @@
 """FSDP2 on several ranks with 100 MB and more of parameters: peaks and predictions at three budgets between plain
 FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and within the peak of checkpoints at every
-block the floating-point operations that a plan adds, against those that the checkpoints add; one JSON file and a table.
+block the floating-point operations that a plan adds, against those that the checkpoints add; and the gathers of a
+step, fewer where a plan keeps blocks gathered until their backward. One JSON file and a table.
 
     python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT]
 
@@ -31,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import memopt
 from benchmarks.stamp import stamp, write_result
 from examples.models.fully_shard import FAMILIES, planned, train_step
+from examples.models.settled_gloo import counted
 from memopt.compat.subclasses import shard_of
 from memopt.device.op_flops import flop_formula
 
@@ -46,30 +48,33 @@ PLAIN, CHECKPOINTS, SMALLEST, PLANNED = "plain", "checkpoints at every block", "
 def train(rank: int, ranks: int, name: str, way: str, budget_gb: float | None, folder: Path) -> dict[str, Any]:
     """Train for `STEPS` steps in one of the four ways.
 
-    Returns the peak of the steps after the first one, and the largest absolute difference of a loss or gradient to that
-    of the plain way, divided by the largest magnitude in its tensor.
+    Returns the peak of the steps after the first one, the gathers of the last one, and the largest absolute difference
+    of a loss or gradient to that of the plain way, divided by the largest magnitude in its tensor.
     """
     family = FAMILIES[name]
     model = family.sharded(ranks, checkpointed=way == CHECKPOINTS)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if budget_gb is not None:
         planned(model, budget_gb, optimizer)
+    gathers = counted(model)
     plain, peak_gb, difference = folder / f"plain of {rank}", 0.0, 0.0
     for step in range(STEPS):
         batch = family.batch(100 * rank + step)
         gc.collect()
+        gathers.clear()
         torch.manual_seed(step + rank)
         with memopt.measure_peak("cpu") as peak:
             loss = train_step(model, optimizer, batch)
         peak_gb = max(peak_gb, peak.gb if step else 0.0)
         difference = max(difference, _difference(model, loss, f"{plain} {step}", first=way == PLAIN))
         optimizer.zero_grad()
+    found = {"peak_gb": peak_gb, "difference": difference, "gathers": len(gathers)}
     if budget_gb is None:
-        return {"peak_gb": peak_gb, "difference": difference, "flops": operations(model, batch)}
+        return {**found, "flops": operations(model, batch)}
     plan = memopt.plan_of(model)
     figures = {"predicted_gb": plan.predicted_peak_gb, "added_time": plan.added_time}
     figures["flops"] = operations_again(plan)
-    return {"budget_gb": budget_gb, "peak_gb": peak_gb, "difference": difference, **figures}
+    return {"budget_gb": budget_gb, **found, **figures}
 
 
 def _difference(model: Any, loss: Tensor, path: str, *, first: bool) -> float:
@@ -171,7 +176,18 @@ def _row(runs: list[dict[str, Any]], plain_flops: int) -> dict[str, Any]:
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    columns = ("model", "ranks", "way", "budget", "predicted", "peaks of the ranks", "difference", "more", "added")
+    columns = (
+        "model",
+        "ranks",
+        "way",
+        "budget",
+        "predicted",
+        "peaks of the ranks",
+        "difference",
+        "more",
+        "added",
+        "gathers",
+    )
     table = Table(*columns)
     for row in found:
         table.add_row(
@@ -184,6 +200,7 @@ def show(found: list[dict[str, Any]]) -> None:
             f"{row['difference']:.1e}",
             f"{row['more_flops']:.1%} of operations" if "more_flops" in row else "",
             f"{row['added_time']:.1%} of time" if "added_time" in row else "",
+            str(row.get("gathers", "")),
         )
     Console().print(table)
 

@@ -124,17 +124,19 @@ def fully_sharded(document: Document) -> str:
     rows = [
         (row["model"], str(row["ranks"]), row["way"], number(row.get("budget_gb"), 4),
          number(row.get("predicted_gb"), 4), ", ".join(number(peak, 4) for peak in row["peaks_gb"]),
-         f"{row['difference']:.0e}", percent(row["more_flops"]), percent(row.get("added_time")))
+         f"{row['difference']:.0e}", percent(row["more_flops"]), percent(row.get("added_time")),
+         number(row.get("gathers"), 0))
         for row in document["rows"]
     ]  # fmt: skip
     words = (
         "FSDP2 by block and at the root on ranks that are processes of one machine, whole steps with AdamW. "
         "Difference: the largest of any loss or gradient to plain FSDP2's, as a part of its tensor's largest value. "
-        "The last budget of each is the peak of checkpoints at every block. Exchanges wait until gloo's threads have "
-        "let go of their tensors, since a buffer that is freed by one of these is not seen by the meter."
+        "The last budget of each is the peak of checkpoints at every block. Gathers: of one step, where they were "
+        "counted; a plan keeps blocks gathered until their backward where it has room. Exchanges wait until gloo's "
+        "threads have let go of their tensors, since a buffer that is freed by one of these is not seen by the meter."
     )
     head = ("model", "ranks", "way", "budget GB", "predicted", "peaks of the ranks", "difference", "more operations",
-            "added time")  # fmt: skip
+            "added time", "gathers")  # fmt: skip
     return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
 
 

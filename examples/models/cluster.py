@@ -62,7 +62,7 @@ class CardStep:
             **{**split, **options},
         )
         assert plan.captured is not None
-        return cls(plan.captured, without_allocator(plan.account))
+        return cls(plan.captured, without_allocator(replace(plan.account, kept=0)))
 
     def over(self, mesh: dict[str, int], interconnect: str) -> CardStep:
         """The same step on another cluster with as many cards in "tp"."""

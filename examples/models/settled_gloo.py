@@ -28,6 +28,15 @@ def settled(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(SettledReduce())
 
 
+def counted(model: nn.Module) -> list[None]:
+    """Have all parts of such a model gather by `SettledGather`; returns a list that grows by one with every gather."""
+    calls: list[None] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(SettledGather(calls))
+    return calls
+
+
 class _Settled:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer for an exchange, as FSDP2 makes it by default."""
@@ -38,7 +47,12 @@ class SettledGather(_Settled):
     """An all-gather by one broadcast from each rank, with a copy of the result as gloo's own makes, that returns when
     gloo has dropped its references."""
 
+    def __init__(self, calls: list[None] | None = None) -> None:
+        self.calls = [] if calls is None else calls
+        """One entry for each call."""
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self.calls.append(None)
         torch.empty_like(output_tensor)
         pieces = output_tensor.view(distributed.get_world_size(group), -1).unbind()
         own = pieces[distributed.get_rank(group)]

@@ -60,6 +60,8 @@ class Account:
     """Bytes that the allocator needs beyond those it hands out, for the gaps between blocks."""
     gathered: int = 0
     """Under FSDP2 on a cluster, whole parameters: of the root, of one block, and of the next one."""
+    kept: int = 0
+    """Under FSDP2 on a cluster, what the blocks take beside that whose parameters stay until their backward."""
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
@@ -70,7 +72,7 @@ class Account:
         """Bytes held from the first op of the forward to the last of the backward."""
         held = self.gradients if self.gradients_held else 0
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
-        wrapper = self.buckets + self.output_clones + self.gathered + self.exchange
+        wrapper = self.buckets + self.output_clones + self.gathered + self.kept + self.exchange
         allocator = self.rounding + self.fragmentation
         beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen
         return fixed + held + beside + self.lowering + allocator
@@ -83,7 +85,9 @@ class Account:
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs` bytes."""
         left = self.gradients - self.into_buckets
-        resident = replace(self, gradients=left, gradients_held=True, lowering=0, gathered=0, exchange=0).resident_bytes
+        resident = replace(
+            self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0
+        ).resident_bytes
         return resident + outputs + self.optimizer_temporaries
 
 

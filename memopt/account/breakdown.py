@@ -57,7 +57,7 @@ def resident_rows(account: Account) -> dict[str, int]:
     `Account.resident_bytes`."""
     lowering = "added by lowering" if account.lowering > 0 else "less by lowering"
     held = account.gradients if account.gradients_held else 0
-    whole = {GATHERED: account.gathered, EXCHANGE: account.exchange}
+    whole = {GATHERED: account.gathered + account.kept, EXCHANGE: account.exchange}
     return {**_fixed_rows(account), **whole, lowering: account.lowering, GRADIENTS: held}
 
 

@@ -84,6 +84,13 @@ class Sharding:
         root = self.root.gathered_bytes if self.root else 0
         return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
 
+    def kept_bytes(self, count: int) -> int:
+        """What the last `count` blocks take beside `gathered_bytes` if they stay gathered until their backward: all of
+        them are there at once, with the buffer of the last one's gather."""
+        kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
+        largest = max((group.gathered_bytes for group in self.blocks), default=0)
+        return max(0, sum(kept) - largest)
+
     @cached_property
     def exchange_bytes(self) -> int:
         """The buffer from which one block's gradients are reduced while the next block's are computed."""

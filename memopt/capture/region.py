@@ -239,6 +239,8 @@ class CapturedCall:
 
     eager: frozenset[int] = frozenset()
     """The `id`s of the parameters that get gradients from eager code between the regions."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Under FSDP2, the path and the bytes of each block whose parameters stay gathered until its backward."""
 
     @property
     def whole(self) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "NOTHING_GATHERED",
     "Gathered",
     "exchange_in_words",
+    "groups_of",
     "is_fully_sharded",
     "sharding_in_words",
 ]
@@ -32,13 +33,14 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
-def groups_of(model: nn.Module) -> list[Any]:
-    """The groups of parameters (`FSDPParamGroup`) of all its parts, in the order of its modules."""
+def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
+    """The groups of parameters (`FSDPParamGroup`) of all its parts, in the order of its modules; its own alone without
+    `recurse`."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
     found: dict[int, Any] = {}
-    for module in model.modules():
+    for module in model.modules() if recurse else (model,):
         if isinstance(module, fsdp.FSDPModule):
             anything: Any = module
             state = anything._get_fsdp_state()

@@ -185,6 +185,7 @@ class CallPlanner(CallAccounts):
             eager=() if captured.whole else eager_of_runs(joints, captured),
             passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
             sharded=self._sharded(captured),
+            kept=captured.kept,
         )
 
     def _sharded(self, captured: CapturedCall) -> ShardedCall | None:

@@ -63,6 +63,8 @@ class Captured:
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""
     sharded: ShardedCall | None = None
     """How the parameters are spread over a cluster; None for one card."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
     base: Captured | None = field(default=None, repr=False, compare=False)
     """The same call without `stepping`, which owns the prices; None where this is that call."""
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)

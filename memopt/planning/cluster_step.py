@@ -32,14 +32,18 @@ class GroupTimes:
     reduce: float
 
 
-def cluster_step(joined: Joined, schedule: Schedule, captured: Captured, account: Account) -> ClusterStep | None:
-    """The time of a step by its schedule; None for a call that is not planned for a cluster."""
+def cluster_step(
+    joined: Joined, schedule: Schedule, captured: Captured, account: Account, *, kept: int = 0
+) -> ClusterStep | None:
+    """The time of a step by its schedule, in which the last `kept` blocks are gathered once; None for a call that is
+    not planned for a cluster."""
     if captured.sharded is None:
         return None
     sharding = captured.sharded.sharding
     times = _group_times(joined, schedule, captured, sharding)
     root, blocks = times[0], times[1:]
-    bounds = _forward(root, blocks) + _backward(root, blocks)
+    freed = blocks[: len(blocks) - kept]
+    bounds = _forward(root, blocks) + _backward(root, blocks, freed)
     bounds += _only(MEMORY, _optimizer_seconds(account, captured.hardware))
     mesh = sharding.cluster.mesh
     return ClusterStep(
@@ -47,7 +51,7 @@ def cluster_step(joined: Joined, schedule: Schedule, captured: Captured, account
         mesh.cards,
         sharding.cluster.interconnect.name,
         tuple((name, seconds) for name, seconds in bounds.most_common() if seconds),
-        root.gather + 2 * sum(block.gather for block in blocks),
+        root.gather + sum(block.gather for block in (*blocks, *freed)),
         sum(one.reduce for one in times),
         tuple(_row(one) for one in times),
     )
@@ -69,11 +73,12 @@ def _forward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
     return total + root.forward
 
 
-def _backward(root: GroupTimes, blocks: Sequence[GroupTimes]) -> Seconds:
-    """The backward: while a block computes, the next one's parameters are gathered and the gradients of the one before
-    are reduced; those of the first block and of the root's parameters are reduced at the end."""
+def _backward(root: GroupTimes, blocks: Sequence[GroupTimes], freed: Sequence[GroupTimes]) -> Seconds:
+    """The backward: while a block computes, the next one's parameters are gathered if it is one of `freed`, and the
+    gradients of the one before are reduced; those of the first block and of the root's parameters are reduced at the
+    end."""
     order = list(reversed(blocks))
-    gathers = [block.gather for block in order] + [0.0]
+    gathers = [block.gather if block in freed else 0.0 for block in order] + [0.0]
     total = _beside(root.backward, gather=gathers[0])
     reduces = [0.0] + [block.reduce for block in order]
     for block, gather, reduce in zip(order, gathers[1:], reduces, strict=False):

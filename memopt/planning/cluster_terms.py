@@ -44,9 +44,9 @@ class ClusterTerms:
         )
         notes = [
             f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
-            "while the block before computes, and freed after it; those outside of blocks are one group and "
-            "stay; gradients "
-            "are reduced in float32 when a block's backward is done; shards keep the parameters' dtype",
+            "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
+            "are one group and stay; gradients are reduced in float32 when a block's backward is done; shards keep the "
+            "parameters' dtype",
             f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
             "NCCL's buffers, which torch's allocator does not hold, are not counted",
         ]

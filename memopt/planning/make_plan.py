@@ -12,6 +12,7 @@ from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.kept_blocks import with_kept_blocks
 from memopt.planning.levers import RECOMPUTE_LEFT_OUT
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_EFFORT, Effort
@@ -36,13 +37,17 @@ def make_plan(
 
     With `offload`, activations may go to the host where there is a link to it and that is faster than recomputation.
     """
-    joined = captured.joined(accumulating=account.gradients_held)
     with stage("loading the solver"):
         warm_up()
-    with stage("solving") as tell:
-        request = Request(account, budget_bytes, effort, tell, offload)
-        joined, solution, account = solve_on_card(joined, request)
-    return plan_by(solution, joined, captured, account, budget_bytes, effort)
+
+    def solve(account: Account) -> Plan:
+        joined = captured.joined(accumulating=account.gradients_held)
+        with stage("solving") as tell:
+            request = Request(account, budget_bytes, effort, tell, offload)
+            joined, solution, account = solve_on_card(joined, request)
+        return plan_by(solution, joined, captured, account, budget_bytes, effort)
+
+    return with_kept_blocks(solve(account), solve)
 
 
 def plan_by(
@@ -79,6 +84,7 @@ def plan_by(
         source=CapturedStep(lambda: captured),
         schedule=solution.schedule,
         cluster=cluster_step(joined, solution.schedule, captured, account),
+        kept=captured.kept,
     )
 
 
@@ -104,7 +110,7 @@ class CapturedStep:
     def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
         captured = self.captured
         try:
-            return make_plan(captured, plan.account, budget_bytes, effort)
+            return make_plan(captured, _freed(plan), budget_bytes, effort)
         except BudgetError as error:
             notes = [note for note in captured.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
             if not notes:
@@ -112,16 +118,21 @@ class CapturedStep:
             raise BudgetError(error.budget_bytes, error.smallest_bytes, error.dominated_by, further=notes) from None
 
     def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        return sweep(plan, self._joined(plan), points, effort)
+        return sweep(replace(plan, account=_freed(plan)), self._joined(plan), points, effort)
 
     def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        return recipes(self._joined(plan), plan.account)
+        return recipes(self._joined(plan), _freed(plan))
 
     def smallest_bytes(self, plan: Plan) -> int:
-        return smallest(self._joined(plan), plan.account)[0]
+        return smallest(self._joined(plan), _freed(plan))[0]
 
     def _joined(self, plan: Plan) -> Joined:
         return self.captured.joined(accumulating=plan.account.gradients_held)
+
+
+def _freed(plan: Plan) -> Account:
+    """The account of a plan with all blocks freed after their forward."""
+    return replace(plan.account, kept=0)
 
 
 def _offloading(joined: Joined, solution: Solution) -> dict[str, Any]:

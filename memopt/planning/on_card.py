@@ -103,7 +103,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     what the optimiser holds in those of the parameters that are trained."""
     there = account.parameters + account.buffers + account.inputs
     held = _split_into(account.gradients if account.gradients_held else 0, joined.trained)
-    wrapper = (account.buckets, account.output_clones, account.gathered, account.exchange)
+    wrapper = (account.buckets, account.output_clones, account.gathered, account.kept, account.exchange)
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),

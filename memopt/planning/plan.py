@@ -107,6 +107,9 @@ class Plan(PlanViews):
     cluster: ClusterStep | None = None
     """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
     card."""
+    kept: tuple[tuple[str, int], ...] = ()
+    """Under FSDP2, the path and the bytes of each block whose parameters stay gathered from its forward to its
+    backward; those of the other blocks that FSDP2 frees are gathered twice in a step."""
     torch_version: str = torch.__version__
     source: PlanSource | None = field(default=None, compare=False, repr=False, metadata=LIVE)
     """The captured step; None if loaded."""

@@ -14,7 +14,7 @@ from memopt.planning.pass_changes import pass_changes
 from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.schedule_changes import schedule_changes
-from memopt.show.change import OFFLOADED, RECOMPUTED, Change, between
+from memopt.show.change import KEPT, OFFLOADED, RECOMPUTED, Change, between
 from memopt.show.diff_text import render, summary, totals
 from memopt.units import size
 from passes import diff_graphs
@@ -45,6 +45,10 @@ class Planned(Protocol):
     @property
     def regions(self) -> tuple[RegionSchedule, ...]:
         """The schedule of each region."""
+
+    @property
+    def kept(self) -> tuple[tuple[str, int], ...]:
+        """The path and the bytes of each block that stays gathered from its forward to its backward."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,6 +135,10 @@ def _changes(plan: Planned, captured: Captured, *, order: bool) -> Iterator[Chan
     joined = captured.joined(accumulating=plan.account.gradients_held)
     yield from pass_changes(captured)
     yield from schedule_changes(captured, joined, plan.regions, order=order)
+    for path, nbytes in plan.kept:
+        yield Change(
+            KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
+        )
 
 
 def _modules(captured: Captured) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,13 @@ from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
 from memopt.errors import BudgetError, CaptureError
+from memopt.planning.kept_step import beside_freed
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.planned_runs import PlannedRuns
 from memopt.run.region_stub import recording
@@ -34,6 +36,7 @@ from memopt.run.under_way import UnderWay
 from memopt.run.ways import Ways
 from memopt.training_state import ForwardState
 
+_Kind = tuple[str, int, CapturedCall | None]
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
 _ATTEMPTS = 8
@@ -56,13 +59,20 @@ class BrokenCalls:
     """
 
     def __init__(
-        self, model: nn.Module, to_capture: Callable[[], Callable[..., Any]], road: Road, *, unplanned_allowed: bool
+        self,
+        model: nn.Module,
+        to_capture: Callable[[], Callable[..., Any]],
+        road: Road,
+        keeping: Keeping,
+        *,
+        unplanned_allowed: bool,
     ) -> None:
         self.model, self.road, self.unplanned_allowed = model, road, unplanned_allowed
+        self.keeping = keeping
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
-        self._ways: Recent[str, Ways] = Recent(_MOST_PLANS)
+        self._ways: Recent[_Kind, Ways] = Recent(_MOST_PLANS)
         """The ways that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
@@ -81,7 +91,8 @@ class BrokenCalls:
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
             with undone(self.model), gathered.without_exchange():
-                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+                found = rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
+            return replace(found, kept=self.keeping.kept)
         finally:
             self._rehearsal = None
 
@@ -116,11 +127,8 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        try:
-            return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
-        except BudgetError:  # those that follow must not be planned to be as large as this one
-            self._ways.drop(self._kind(under_way.call))
-            raise
+        self.keeping.decide(lambda freed: self._fitting(under_way, self._ways_of(under_way.call, capture), freed))
+        return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
 
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
         """Run a call one of these ways, or another one that is captured then."""
@@ -151,10 +159,12 @@ class BrokenCalls:
             ways.add(self._captured_again(ways, call), call)
         return ways
 
-    def _kind(self, call: Call) -> str:
-        """A text that is equal for calls that may share a plan: all but their sizes, the state of autocast, and what is
-        exchanged between ranks."""
-        return f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+    def _kind(self, call: Call) -> _Kind:
+        """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
+        ranks, and what is kept gathered. Calls that keep blocks are captured again where those that free them were:
+        Dynamo's graphs may be others since then."""
+        text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
@@ -163,12 +173,7 @@ class BrokenCalls:
 
     def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
         """Run a call the first of these ways; `last`: there is no further attempt after it."""
-        try:
-            planned = under_way.fitting(
-                lambda situation: self._plan_for(under_way.call, situation, ways), lambda planned: planned.plan
-            )
-        finally:
-            self._free_solvers()
+        planned = self._fitting(under_way, ways)
         pending = under_way.begin(planned.plan)
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
@@ -178,6 +183,19 @@ class BrokenCalls:
             raise
         finally:
             self._forward = None
+
+    def _fitting(self, under_way: UnderWay, ways: Ways, freed: Plan | None = None) -> PlannedRuns:
+        """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
+        where this one may keep some. Raises `BudgetError`, `CaptureError`."""
+        try:
+            return under_way.fitting(
+                lambda situation: self._plan_for(under_way.call, situation, ways, freed), lambda planned: planned.plan
+            )
+        except BudgetError:  # those that follow must not be planned to be as large as this one
+            self._ways.drop(self._kind(under_way.call))
+            raise
+        finally:
+            self._free_solvers()
 
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run one region of the present call: by the plan of this run, or, while the call is captured, unplanned."""
@@ -215,7 +233,7 @@ class BrokenCalls:
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         return self.road.planner.traces.of(region, rewriting)
 
-    def _plan_for(self, call: Call, situation: Situation, ways: Ways) -> PlannedRuns:
+    def _plan_for(self, call: Call, situation: Situation, ways: Ways, freed: Plan | None) -> PlannedRuns:
         """The plan for the first of these ways; for the one that was captured last alone where their runs together do
         not fit."""
         refused: BudgetError | None = None
@@ -229,6 +247,7 @@ class BrokenCalls:
             except BudgetError as error:
                 refused = error.with_traceback(None)
                 continue
+            plan = beside_freed(plan, freed) if freed else plan
             planned = self._plans[captured, situation] = self._with_runs(captured, plan)
             ways.take(captured)
             return planned

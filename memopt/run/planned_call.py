@@ -16,6 +16,7 @@ from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
 from memopt.compat.ddp import unwrapped
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
+from memopt.compat.resharding import Resharding
 from memopt.optimizers import OPTIMIZER_PROPOSALS, Proposals
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
@@ -37,7 +38,17 @@ class PlannedCall:
         self.own_call = _own_call(self.model)
         self.watch = UnplannedWatch(self.model, self)
         parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
-        calls = partial(TrainingCalls, self.model, options, own_call=self.own_call, watch=self.watch, parallel=parallel)
+        earlier = planned_call_of(self.model)
+        self.resharding: Resharding = earlier.resharding if earlier else Resharding(self.model)
+        calls = partial(
+            TrainingCalls,
+            self.model,
+            options,
+            own_call=self.own_call,
+            watch=self.watch,
+            parallel=parallel,
+            resharding=self.resharding,
+        )
         self.forward = calls(None)
         self.with_loss = calls(options.loss_fn) if options.loss_fn else None
         self.uncompiled: Callable[..., Any] = self.forward
@@ -74,7 +85,8 @@ class PlannedCall:
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model; a backward through it in eval mode is noticed."""
+        """Run the plain model, freeing what it gathers; a backward through it in eval mode is noticed."""
+        self.resharding.restore()
         if torch.is_grad_enabled() and not self.model.training and not torch.compiler.is_compiling():
             self.watch.begin()
         return calls.plain(*args, **kwargs)
@@ -145,6 +157,7 @@ class PlannedCall:
     def give_back(self) -> None:
         """Restore the model's own call."""
         self.watch.end()
+        self.resharding.restore()
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:

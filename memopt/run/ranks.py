@@ -53,11 +53,12 @@ class Ranks:
             failure = error
         self.settle(failure)
 
-    def settle(self, failure: Exception | None) -> None:
-        """Return on all ranks, or raise an error on all of them: `failure` on a rank that has one, the others one with
-        the words of the first."""
-        if not self._any_failed(failure is not None):
-            return
+    def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
+        """The smallest and the largest number that a rank offers, on all ranks; or an error on all of them: `failure`
+        on a rank that has one, the others one with the words of the first."""
+        failed, least, most = self._over_all(failed=failure is not None, offered=offered)
+        if not failed:
+            return least, most
         told = self._from_all(None if failure is None else _told(failure))
         number, first = next((number, one) for number, one in zip(self.numbers, told, strict=True) if one is not None)
         if failure is None:
@@ -67,13 +68,15 @@ class Ranks:
             raise failure.adding(_STOP.format(own)).with_traceback(failure.__traceback__) from failure.__cause__
         raise failure
 
-    def _any_failed(self, failed: bool) -> bool:
+    def _over_all(self, *, failed: bool, offered: int) -> tuple[bool, int, int]:
+        """Whether a rank has failed, and the extremes of what ranks offer."""
         if self._group is None:
-            return failed
-        count = torch.tensor([int(failed)])
+            return failed, offered, offered
+        largest = torch.tensor([int(failed), -offered, offered])
         with _all_there():
-            distributed.all_reduce(count, group=self._group)
-        return bool(count.item())
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
+        any_failed, least, most = largest.tolist()
+        return bool(any_failed), -least, most
 
     def _from_all(self, value: Any) -> list[Any]:
         found: list[Any] = [value] * len(self.numbers)

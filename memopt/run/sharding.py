@@ -11,6 +11,7 @@ from torch import distributed, nn
 
 from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
+from memopt.compat.resharding import ALL
 from memopt.compat.subclasses import is_sharded, ranks_of
 from memopt.errors import RankError
 from memopt.run.ranks import Ranks
@@ -26,8 +27,9 @@ class Sharded:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._ranks: Ranks | None = None
-        self._open = self._settled = False
-        """Whether a forward is under way, and whether the ranks have agreed that all of them can run it."""
+        self._open = self._settled = self._begun = False
+        """Whether a forward is under way, whether the ranks have agreed that all of them can run it, and whether it has
+        begun."""
 
     @property
     def there(self) -> bool:
@@ -43,7 +45,7 @@ class Sharded:
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             self._ranks.check_terms({**terms(), "the sharding": sharding_in_words(self.model)})
-        self._open, self._settled = True, False
+        self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
         try:
             yield
@@ -56,17 +58,33 @@ class Sharded:
         if not self._settled:
             self._ranks.settle(failure)
 
-    def begin(self) -> None:
-        """Wait until all ranks can begin the forward. Raises the error of the first one that cannot."""
+    def agree(self, offer: Callable[[int], int]) -> None:
+        """Wait until all ranks can begin the forward and have chosen the same number: `offer(most)` is what this rank
+        chooses where `most` is the largest that all ranks can, and is called until no rank chooses less. Raises the
+        error of the first rank that cannot begin."""
+        offered = offer(ALL)
         if not self._open or self._ranks is None:
             return
-        if self._settled:
+        while True:
+            self._settled = True  # where this raises, it does on all ranks
+            least, most = self._ranks.settle(None, offered)
+            if least == most:
+                return
+            self._settled = False
+            offered = offer(least)
+
+    def begin(self) -> None:
+        """Note that the forward begins, once all ranks can begin it. Raises the error of the first one that cannot."""
+        if not self._open or self._ranks is None:
+            return
+        if self._begun:
             raise RankError(
                 f"the forward of {type(self.model).__name__} takes another way than when it was planned, and cannot be "
                 "begun again: other ranks have gone on with it"
             )
-        self._settled = True
-        self._ranks.settle(None)
+        if not self._settled:
+            self.agree(lambda most: 0)
+        self._begun = True
 
 
 def check_sharding(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.compat.modules import modules_of, parameters_in, plain_call
+from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
@@ -38,6 +39,7 @@ from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
 from memopt.run.calls_by_size import CallsBySize
 from memopt.run.ceilings import Ceilings
 from memopt.run.data_parallel import DataParallel
+from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog
@@ -66,9 +68,11 @@ class TrainingCalls:
         own_call: Callable[..., Any] | None,
         watch: UnplannedWatch | None = None,
         parallel: DataParallel | None = None,
+        resharding: Resharding | None = None,
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
         self.watch, self.parallel, self.sharded = watch, parallel or DataParallel(model), Sharded(model)
+        self.keeping = Keeping(resharding or Resharding(model), self.sharded)
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
         self.surroundings = Surroundings(model, self.planner, self.parallel, options.forwards)
@@ -327,7 +331,7 @@ class TrainingCalls:
             all_outputs = self.planner.differentiate_all
             whole = CallsBySize(to_capture, self.road, self._ceilings, differentiate_all=all_outputs)
             unplanned_allowed = "plain" in self.options.allow
-            broken = BrokenCalls(self.model, to_capture, self.road, unplanned_allowed=unplanned_allowed)
+            broken = BrokenCalls(self.model, to_capture, self.road, self.keeping, unplanned_allowed=unplanned_allowed)
             self._recorders_by_dtype = {floats: (whole, broken)}
         return self._recorders_by_dtype[floats]
 

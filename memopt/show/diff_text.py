@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from memopt.show.change import CAST, DTYPE, IN_PLACE, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
+from memopt.show.change import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
 from memopt.show.diff_rows import Entry, Place, Row, entries, folded, places
 from memopt.units import duration, size
 
@@ -219,6 +219,8 @@ def facts_of(row: Row, blocks: Sequence[str]) -> str:
         return facts + (f", up to {most} times" if most > 1 else "") + tail
     if first.kind == OFFLOADED:
         return f"{much}{_whose(row, ', back for the backward of ')}{tail}"
+    if first.kind == KEPT:
+        return f"{much}, {first.reason}"
     if first.kind == IN_PLACE:
         return f"over {first.detail}" if len(row.entries) == 1 else "over operands that are not read again"
     reasons = list(dict.fromkeys(entry.first.reason for entry in row.entries if entry.first.reason))

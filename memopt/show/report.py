@@ -35,7 +35,18 @@ def parts(plan: PlanFigures) -> list[RenderableType]:
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
     cluster = [] if plan.cluster is None else [cluster_table(plan.cluster)]
-    return [headline(plan), *offloads, *beside, *cluster, bytes_table(plan), *receipt, _module_table(plan), *notes]
+    kept = [_kept_line(plan)] if plan.kept else []
+    return [
+        headline(plan),
+        *offloads,
+        *kept,
+        *beside,
+        *cluster,
+        bytes_table(plan),
+        *receipt,
+        _module_table(plan),
+        *notes,
+    ]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -64,6 +75,17 @@ def _offload_line(plan: PlanFigures) -> str:
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
         f"{size(plan.host_bytes)} at a time; compute {waits} the copies"
+    )
+
+
+def _kept_line(plan: PlanFigures) -> str:
+    """The blocks whose parameters are not gathered again for the backward."""
+    paths = [path for path, _ in plan.kept]
+    named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+    held = size(sum(nbytes for _, nbytes in plan.kept))
+    return (
+        f"kept gathered: {held} of parameters of {named} stay from their forward to their backward, for which they are "
+        "not gathered again"
     )
 
 

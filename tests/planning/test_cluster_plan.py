@@ -17,6 +17,7 @@ from examples.models.cluster import CardStep, Job
 from examples.models.llama import LlamaSize
 from memopt.account.breakdown import GRADIENTS
 from memopt.errors import BudgetError, CaptureError
+from memopt.planning.cluster_step import cluster_step
 from memopt.planning.plan import Plan
 
 NETWORK = "nvlink4+ib-ndr"
@@ -107,7 +108,8 @@ def test_a_slower_network_and_more_cards_take_longer() -> None:
     usual = seconds(planned(dp_shard=64))
     assert seconds(planned(dp_shard=64, interconnect="pcie4+roce-200")) > usual
     assert seconds(planned(dp_shard=4096)) > usual
-    assert planned(dp_shard=4096).cluster.bound == "gather"  # type: ignore[union-attr]
+    # Blocks are gathered once where there is room, and reduced in fp32.
+    assert planned(dp_shard=4096).cluster.bound == "reduce"  # type: ignore[union-attr]
     # Replicas of smaller groups gather within them.
     assert seconds(planned(dp_replicate=64, dp_shard=64)) < seconds(planned(dp_shard=4096))
     assert planned(dp_replicate=64, dp_shard=64).account == planned(dp_shard=64).account
@@ -120,6 +122,45 @@ def test_a_budget_is_kept_by_recomputation() -> None:
     with pytest.raises(BudgetError, match="the smallest that works") as error:
         planned(0.5 * roomy.smallest_gb(), dp_shard=64)
     assert "gathered parameters" in str(error.value)
+
+
+def test_blocks_stay_gathered_where_there_is_room() -> None:
+    roomy = planned(dp_shard=4096)
+    tight = planned(roomy.predicted_peak_gb - roomy.account.kept / 1024**3, dp_shard=4096)
+    assert [path for path, _ in roomy.kept] == [f"model.layers.{number}" for number in range(LAYERS)]
+    freed = [f"model.layers.{number}" for number in range(LAYERS - len(tight.kept))]
+    assert freed
+    assert tight.kept == roomy.kept[len(freed) :]
+    assert tight.predicted_peak_bytes <= tight.budget_bytes
+    block = roomy.kept[0][1]
+    assert roomy.account.kept == (LAYERS - 1) * block
+    assert roomy.cluster is not None
+    assert tight.cluster is not None
+    gathered = {path: seconds for path, _, seconds, *_ in roomy.cluster.blocks}
+    assert roomy.cluster.gathers_seconds == pytest.approx(sum(gathered.values()))
+    assert tight.cluster.gathers_seconds == pytest.approx(
+        sum(gathered.values()) + sum(gathered[path] for path in freed)
+    )
+    assert roomy.cluster.seconds < tight.cluster.seconds
+    assert roomy.smallest_gb() == tight.smallest_gb()
+    assert "parameters of model.layers.0 to model.layers.3 stay" in str(roomy)
+    assert "kept gathered parameters" in str(roomy.diff(tight))
+
+
+def test_a_step_that_waits_for_gathers_recomputes_more_to_save_some() -> None:
+    waiting = planned(dp_shard=4096)
+    budget_gb = waiting.predicted_peak_gb - waiting.account.kept / 1024**3
+    traded = planned(budget_gb, dp_shard=4096)
+    assert traded.added_time > 0
+    assert len(traded.kept) > 1
+    assert traded.predicted_peak_gb <= budget_gb
+    assert waiting.joined is not None
+    assert waiting.schedule is not None
+    assert waiting.captured is not None
+    untraded = cluster_step(waiting.joined, waiting.schedule, waiting.captured, waiting.account, kept=1)
+    assert traded.cluster is not None
+    assert untraded is not None
+    assert traded.cluster.seconds < untraded.seconds
 
 
 def test_the_plan_says_what_it_assumes_and_is_saved(tmp_path: Path) -> None:

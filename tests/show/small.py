@@ -46,6 +46,7 @@ class SmallPlan:
     )
     notes: tuple[str, ...] = ("one region",)
     cluster: None = None
+    kept: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

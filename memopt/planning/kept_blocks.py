@@ -1,0 +1,65 @@
+"""Which blocks one card of a cluster keeps gathered from their forward to their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from memopt.account.account import Account
+from memopt.account.breakdown import breakdown
+from memopt.errors import BudgetError
+from memopt.planning.cluster_step import cluster_step
+from memopt.planning.plan import Plan
+
+Solve = Callable[[Account], Plan]
+"""Plans a step whose account has other bytes. Raises `BudgetError`."""
+
+
+def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
+    """The plan with as many of the last blocks kept as it has room for; where its step waits for gathers, with more of
+    them and more recomputation if that takes less time by the rates of the links.
+
+    A plan for one card is returned as it is.
+    """
+    captured = plan.captured
+    if captured is None or captured.sharded is None or captured.sharded.sharding.cluster.mesh.dp_shard == 1:
+        return plan
+    sharding = captured.sharded.sharding
+    blocks = len(sharding.blocks)
+    room = plan.budget_bytes - plan.ceiling_bytes
+    kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
+    best = _keeping(plan, kept)
+    if _seconds(_keeping(plan, blocks)) >= _seconds(best):
+        return best
+    for more in dict.fromkeys((blocks, (kept + blocks + 1) // 2)):
+        with suppress(BudgetError):
+            other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
+            return min(best, other, key=_seconds)
+    return best
+
+
+def _keeping(plan: Plan, count: int) -> Plan:
+    """The plan with the same schedule and the last `count` blocks kept."""
+    captured, joined, schedule = plan.captured, plan.joined, plan.schedule
+    assert captured is not None
+    assert captured.sharded is not None
+    assert joined is not None
+    assert schedule is not None
+    sharding = captured.sharded.sharding
+    account = replace(plan.account, kept=sharding.kept_bytes(count))
+    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    kept = sharding.blocks[len(sharding.blocks) - count :]
+    return replace(
+        plan,
+        account=account,
+        planned=breakdown(seen.problem, schedule, account),
+        ceiling_bytes=breakdown(joined.problem, schedule, account).peak_bytes,
+        cluster=cluster_step(joined, schedule, captured, account, kept=count),
+        kept=tuple((block.name, block.gathered_bytes) for block in kept),
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.cluster is not None
+    return plan.cluster.seconds
