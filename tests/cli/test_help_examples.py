@@ -13,8 +13,8 @@ from memopt.cli.commands import SUBCOMMANDS, memopt
 from memopt.cli.main import main
 from tests.docs.page_examples import PAGES, commands, commands_of
 
-# Examples that take longer than 15 seconds.
-SLOW = ("plan gpt2 --budget", "plan vit ")
+# Examples that take longest.
+SLOW = ("plan gpt2 --budget", "plan vit ", "frontier gpt2", "max-batch gpt2")
 
 
 def in_help(command: str) -> list[str]:

@@ -46,6 +46,7 @@ def test_elsewhere_one_line_a_stage(command: str, stages: set[str], capsys: pyte
     assert "took" not in printed.out
 
 
+@pytest.mark.slow
 def test_on_a_terminal_one_line() -> None:
     """Standard error is a pseudo-terminal, standard output a file."""
     script = "import sys; from memopt.cli.main import main; sys.exit(main(sys.argv[1:]))"

@@ -191,6 +191,7 @@ def test_nothing_is_allowed() -> None:
     assert smallest_gb("small", frozenset()) < as_plain, "outputs are computed on demand"
 
 
+@pytest.mark.slow
 def test_the_receipt() -> None:
     every = frozenset({"recompute", *LEVERS})
     plan = planned("small", every, 1.05 * smallest_gb("small", every))

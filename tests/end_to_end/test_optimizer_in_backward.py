@@ -190,6 +190,7 @@ def test_not_before_the_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(map(torch.equal, early[:2], expected[:2]))
 
 
+@pytest.mark.slow
 def test_with_bf16_parameters_in_8_bits() -> None:
     """With compensated rounding the numbers are those of stepping afterwards; with stochastic the order matters."""
     batch = text(length=32)

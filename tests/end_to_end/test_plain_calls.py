@@ -50,7 +50,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_a_job_that_fits_is_not_captured(name: str, captures: list[RecordedRegion]) -> None:
     family = BY_NAME[name]
     batches = [family.batch(scale) for scale in ("usual", "shorter", "longer", "usual")]

@@ -115,6 +115,7 @@ def test_the_plan_shows_the_precision_of_every_operator_and_why() -> None:
         memopt.plan(model, 1000, batch, optimizer=None, precision={"default": "bf16", "lm_haed": "fp32"})
 
 
+@pytest.mark.slow
 def test_what_is_wished_in_fp32_is_not_rounded_for_the_backward_either() -> None:
     family = BY_NAME["bert"]
     model, batch = family.make(), family.batch("usual")

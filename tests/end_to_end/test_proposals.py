@@ -82,6 +82,7 @@ def test_chosen_proposals_are_kept_to() -> None:
     assert memopt.plan_of(model).account.optimizer_state == plan.account.optimizer_state
 
 
+@pytest.mark.slow
 def test_not_chosen_where_the_step_fits_without() -> None:
     budget = 1.001 * refusal().smallest_gb
     assert memopt.plan(make(), budget, batch(), allow=LOW_BIT, **OPTIONS).proposals == ()

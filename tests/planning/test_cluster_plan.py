@@ -115,6 +115,7 @@ def test_a_slower_network_and_more_cards_take_longer() -> None:
     assert planned(dp_replicate=64, dp_shard=64).account == planned(dp_shard=64).account
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_recomputation() -> None:
     roomy = planned(dp_shard=64)
     tight = planned(0.5 * (roomy.predicted_peak_gb + roomy.smallest_gb()), dp_shard=64)

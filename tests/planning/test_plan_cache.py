@@ -250,6 +250,7 @@ def test_only_the_newest_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_plan_of_this_one(folder: Path) -> None:
     start(ahead=True)
     kept = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}

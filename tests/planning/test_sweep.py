@@ -78,6 +78,7 @@ def test_plans_are_as_good_as_the_points_of_the_curve() -> None:
     assert roomy().at(solved().plain_gb).predicted_peak_bytes == roomy().plain.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_optimizer_step_is_the_least_peak() -> None:
     curve = CURVES["a large optimiser step"]()
     after = replace(ACCOUNT, optimizer_temporaries=20_000).optimizer_step_bytes(512)

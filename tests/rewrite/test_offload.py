@@ -172,6 +172,7 @@ def test_a_retained_graph_keeps_what_it_saved(tight: Plan) -> None:
     assert peak <= retained_peak(tight, Schedule.save_all(tight.joined.problem)) + tight.moved_bytes
 
 
+@pytest.mark.slow
 def test_the_frontier_has_it(tight: Plan) -> None:
     curve, alone = tight.frontier(6), make_plan(step(None), ACCOUNT, ROOMY).frontier(6)
     assert curve.points[0].added_time < alone.points[0].added_time

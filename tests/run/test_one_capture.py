@@ -158,6 +158,7 @@ def test_accumulation_adds_a_plan_and_no_capture(counted: Counter[str]) -> None:
     assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 2  # without, with gradients
 
 
+@pytest.mark.slow
 def test_a_capture_for_all_sizes_keeps_no_memory_of_operators(captures: list[RecordedRegion]) -> None:
     """Torch remembers each operator that ran on fakes, for as long as the graphs live."""
     family = BY_NAME["llama"]

@@ -23,7 +23,7 @@ def assert_as_promised(problem: RematProblem, portfolio: Portfolio, budget_bytes
     return solution.added_seconds
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 10**6))
 def test_promises_on_random_graphs(number: int) -> None:
     check_promises(number)
