@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,12 +69,14 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def own_settings_of_accelerate() -> Iterator[None]:
-    """Take back the settings that `TrainingArguments(torch_compile=True)` leaves in the environment, from where every
-    later `Accelerator` of the process takes them."""
+    """Take back the settings that `TrainingArguments(torch_compile=True)` leaves in the environment and in the state
+    that all Accelerators of the process share, from where every later one takes them."""
     before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     yield
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.update(before)
 
 
