@@ -10,8 +10,9 @@ Private names, in torch 2.11 to 2.15: `Module._buffers`, `Module._forward_hooks`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.hooks import BackwardHook
 from memopt.compat.autograd import hook_tables
 
 __all__ = [
+    "Parts",
     "buffers_in",
     "compiled_call",
     "forward_hooks",
@@ -121,6 +123,19 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The modules' own parameters, each once."""
     found = {id(value): value for module in modules for value in module._parameters.values() if value is not None}
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a model and their own parameters, looked up once for all that a call asks of them."""
+
+    modules: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Parts:
+        modules = modules_of(model)
+        return cls(modules, parameters_in(modules))
 
 
 def own_tp_plan(model: nn.Module) -> Any:

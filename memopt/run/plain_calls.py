@@ -20,7 +20,7 @@ from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, on_meta, tensors_in
-from memopt.compat.modules import modules_of, parameters_in, plain_call
+from memopt.compat.modules import Parts, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
 from memopt.compat.subclasses import is_sharded
@@ -133,11 +133,12 @@ class PlainCalls:
             self.allowed = before
 
     def step_if_it_fits(
-        self, call: Call, situation: Situation, beside: Beside, *, plans_serve_all: bool
+        self, call: Call, situation: Situation, beside: Beside, parts: Parts | None = None, *, plans_serve_all: bool
     ) -> Fitting | None:
         """The step of a call that may run plain; None for one that has to be planned.
 
-        `plans_serve_all`: a captured graph serves calls of all sizes.
+        `parts` are the model's, where the caller has them at hand. `plans_serve_all`: a captured graph serves calls of
+        all sizes.
         """
         if not (self.allowed and self._nothing_else_wanted()):
             return None
@@ -146,7 +147,8 @@ class PlainCalls:
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         if not all(isinstance(leaf, _PLAIN) for leaf in others):
             return None  # an object may have tensors of its own, which a count does not see
-        kind = self._kind((repr((structure, others)), tuple(map(_without_sizes, tensors))), situation)
+        inputs = repr((structure, others)), tuple(map(_without_sizes, tensors))
+        kind = self._kind(inputs, situation, parts or Parts.of(self.model))
         if kind is None:
             return None
         sizes = _sizes(tensors)
@@ -185,13 +187,12 @@ class PlainCalls:
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
-    def _kind(self, inputs: Hashable, situation: Situation) -> _Kind | None:
+    def _kind(self, inputs: Hashable, situation: Situation, parts: Parts) -> _Kind | None:
         """The counts of calls with such inputs in such a situation; None where there are too many kinds of them."""
-        modules = modules_of(self.model)
         parameters = tuple([
-            (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parameters_in(modules)
+            (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
-        state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(modules)
+        state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
         key = inputs, parameters, state
         if key not in self._kinds:
             if len(self._kinds) >= _MOST_KINDS:

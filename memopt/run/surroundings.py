@@ -12,7 +12,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Around
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.modules import modules_of, parameters_in
+from memopt.compat.modules import Parts, modules_of, parameters_in
 from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
@@ -56,9 +56,10 @@ class Surroundings:
             self._check_plain(call, self._gradients())
         return waiting
 
-    def situation(self) -> Situation:
-        """The situation of a call that begins now, without the forwards that wait."""
-        parameters = parameters_in(modules_of(self.model))
+    def situation(self, parts: Parts | None = None) -> Situation:
+        """The situation of a call that begins now, without the forwards that wait. `parts` are the model's, where the
+        caller has them at hand."""
+        parameters = (parts or Parts.of(self.model)).parameters
         proposing = self.planner.proposing
         stepped = proposing.stepping is not None
         hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
