@@ -12,9 +12,12 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 __all__ = ["InductorFailed", "compile_by_inductor"]
 
@@ -41,9 +44,34 @@ def compile_by_inductor(
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.exc import InductorError
     from torch._inductor.virtualized import V
+
+    def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        nodes = list(half.graph.find_nodes(op="placeholder"))
+        with V.set_choices_handler(_nearby_fusions()()):
+            compiled = compile_fx_inner(half, example_inputs, **options)
+        return made(compiled, nodes, bool(options.get("is_backward")))
+
+    at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with functorch_config.patch(at_once):
+        patches = {
+            "custom_partitioner_fn": _partitioner(partition, plan_hash),
+            "inductor_choices_class": _nearby_fusions(),
+            "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
+        }
+        try:
+            compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+        except InductorError as failure:
+            raise InductorFailed(str(failure)) from failure
+        return compiled
+
+
+def _partitioner(
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]
+) -> CustomPartitionerFn:
+    """`partition` as inductor takes it, with `plan_hash()` for the keys of inductor's caches."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -55,24 +83,7 @@ def compile_by_inductor(
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (plan_hash(),)  # inductor pickles its settings, with this object, into the cache's key
 
-    def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        nodes = list(half.graph.find_nodes(op="placeholder"))
-        with V.set_choices_handler(_nearby_fusions()()):
-            compiled = compile_fx_inner(half, example_inputs, **options)
-        return made(compiled, nodes, bool(options.get("is_backward")))
-
-    at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with functorch_config.patch(at_once):
-        patches = {
-            "custom_partitioner_fn": Partitioner(),
-            "inductor_choices_class": _nearby_fusions(),
-            "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
-        }
-        try:
-            compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
-        except InductorError as failure:
-            raise InductorFailed(str(failure)) from failure
-        return compiled
+    return Partitioner()
 
 
 @functools.cache

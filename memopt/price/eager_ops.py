@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from memopt.account.breakdown import EAGER
@@ -42,26 +42,35 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerBytes]) ->
         after.append(_op(workspace_bytes=around.before))
     split = problem.forward_ops + (tangents if last else 0)  # its tangents come before the backward begins
     pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
+    ops, nodes, modules = _joined(pieces, priced)
+    problem = replace(
+        problem,
+        ops=ops,
+        storages=(*problem.storages, *storages),
+        forward_ops=problem.forward_ops + len(before) + len(between),
+    )
+    values = (*priced.values, *("" for _ in storages))
+    return replace(priced, problem=problem, nodes=nodes, modules=modules, values=values)
+
+
+def _joined(
+    pieces: Iterable[list[Op] | tuple[int, int | None]], priced: PricedGraph
+) -> tuple[tuple[Op, ...], tuple[str, ...], tuple[str, ...]]:
+    """The ops of `pieces`, with their nodes and modules. A piece is a range of the region's own ops, or ops of eager
+    code, which have neither."""
     ops: list[Op] = []
     nodes: list[str] = []
     modules: list[str] = []
     for piece in pieces:
         if isinstance(piece, tuple):
-            ops += problem.ops[slice(*piece)]
+            ops += priced.problem.ops[slice(*piece)]
             nodes += priced.nodes[slice(*piece)]
             modules += priced.modules[slice(*piece)]
         else:
             ops += piece
             nodes += [""] * len(piece)
             modules += [""] * len(piece)
-    problem = replace(
-        problem,
-        ops=tuple(ops),
-        storages=(*problem.storages, *storages),
-        forward_ops=problem.forward_ops + len(before) + len(between),
-    )
-    values = (*priced.values, *("" for _ in storages))
-    return replace(priced, problem=problem, nodes=tuple(nodes), modules=tuple(modules), values=values)
+    return tuple(ops), tuple(nodes), tuple(modules)
 
 
 def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
