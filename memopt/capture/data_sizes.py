@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.symbols import data_symbols_of, plain_symbol
+from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
 from memopt.training_state import TrainingState
 
 MARGIN = 1.25
@@ -80,17 +80,17 @@ def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[Observed, ...]:
 
     Buffers and random generators are afterwards as before, also where the forward raises.
     """
-    state, recorder = TrainingState.of(model), _Recorder()
+    state, observer = TrainingState.of(model), Observer()
     try:
-        with plain_tensors(), torch.no_grad(), recorder:
+        with plain_tensors(), torch.no_grad(), observer:
             run()
     finally:
         state.undo_forward()
-    return tuple(recorder.observed)
+    return tuple(observer.observed)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the results of operators whose output may depend on data."""
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records, on real values, the results of operators whose output may depend on data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,6 +104,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(size, (tuple, int)):
                 self.observed.append(Observed(str(func), size))
         return result
+
+
+def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:
+    """The larger result of each call, of two runs of the same operators; None where they ran others."""
+    if [call.op for call in one] != [call.op for call in other]:
+        return None
+    pairs = zip(one, other, strict=True)
+    return tuple(Observed(ours.op, _larger(ours.result, theirs.result)) for ours, theirs in pairs)
+
+
+def _larger(one: tuple[int, ...] | int, other: tuple[int, ...] | int) -> tuple[int, ...] | int:
+    if isinstance(one, int) or isinstance(other, int):
+        assert isinstance(one, int)
+        assert isinstance(other, int)
+        return max(one, other)
+    return tuple(map(max, one, other))
 
 
 def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
@@ -138,6 +154,23 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
 def is_real(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data: it is neither fake nor on "meta"."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def without_limit(graph: fx.Graph) -> frozenset[str]:
+    """The data-dependent symbols of a graph for which nothing limits the size or number that they stand for."""
+    found: set[str] = set()
+    for node, symbols in new_symbols(graph):
+        value = node.meta["val"]
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        sizes = {name: first if dimension is None else first.shape[dimension] for name, dimension in symbols.items()}
+        found |= {name for name, size in sizes.items() if isinstance(size, torch.SymInt) and limit_of(size) is None}
+    return frozenset(found)
+
+
+def in_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of `sizes`, by symbol, that a tensor of the graph has in its shape: no memory depends on the others."""
+    names = set().union(*(shape_symbols(node.meta.get("val")) for node in graph.nodes))
+    return {name: size for name, size in sizes.items() if name in names}
 
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:

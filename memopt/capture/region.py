@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from memopt.capture.author_modes import Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
-from memopt.capture.data_sizes import DataSizes
+from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
@@ -23,7 +23,7 @@ from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.subclasses import is_wrapper
-from memopt.compat.symbols import AssumedSizes, plain_symbol, shape_symbols
+from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
 from passes.compat import forget_erased
@@ -101,6 +101,11 @@ class RecordedRegion:
     def inputs(self) -> list[Any]:
         """The fake inputs that Dynamo traced the region with."""
         return [node.meta["example_value"] for node in self.graph_module.graph.find_nodes(op="placeholder")]
+
+    @cached_property
+    def depends_on_data(self) -> bool:
+        """Whether the sizes of any of its tensors, or a number in it, depend on data."""
+        return any(data_symbols_of(node.meta.get("example_value")) for node in self.graph_module.graph.nodes)
 
     @cached_property
     def changing(self) -> dict[int, str]:
@@ -193,6 +198,8 @@ class RegionRun:
     """The bytes that eager code holds around the run."""
     passed: Passed = field(default_factory=Passed)
     """What the run passes on to other code."""
+    observed: tuple[Observed, ...] = ()
+    """The results of its operators whose sizes depend on data, where it ran on values."""
 
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
@@ -219,6 +226,13 @@ class RegionRun:
         """The changing sizes of the run by their symbols, and the largest that it is planned for."""
         symbols = list(self.region.changing.values())
         return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
+
+    def sizes_in(self, graph: fx.Graph) -> DataSizes:
+        """`data_sizes` with those that depend on data within the region and have no limit, as they were observed;
+        `graph` is the region's joint graph."""
+        unlimited = without_limit(graph) if self.observed else frozenset()
+        seen = (match(graph, self.observed) if unlimited else None) or {}
+        return self.data_sizes | DataSizes.of({name: size for name, size in seen.items() if name in unlimited})
 
 
 @dataclass(frozen=True, eq=False)

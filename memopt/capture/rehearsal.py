@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memopt.capture.between import Between, Passed, stand_in
+from memopt.capture.data_sizes import Observer, is_real
 from memopt.capture.dynamo import in_brief_with_line, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
@@ -52,9 +53,12 @@ class Rehearsal:
         """Run a region on its inputs and record the run, unless no gradient flows through the region."""
         if not region.differentiable:
             return region.graph_module(*inputs)
-        self.runs.append(RegionRun.of(region, inputs, self.real_ids))
-        outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
+        run = RegionRun.of(region, inputs, self.real_ids)
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
+        observer = Observer() if region.depends_on_data and all(map(is_real, given)) else None
+        with observer or nullcontext():
+            outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
+        self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
         passed_on = tuple(map(self.between.passes_on, inputs))
         self._passed.append((passed_on, [_weak_storage(value, given) for value in outputs]))
         return outputs

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
+from memopt.capture.data_sizes import most_observed
 from memopt.capture.region import CapturedCall, RegionRun, Sizes
 
 MARGIN = 1.25
@@ -26,7 +27,11 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
         if kind == "equal":
             pairs = zip(ours, theirs, strict=True)
             runs += [
-                replace(_larger(run, other, margin), eager=run.eager | other.eager, passed=run.passed & other.passed)
+                replace(
+                    _as_observed(_larger(run, other, margin), run, other),
+                    eager=run.eager | other.eager,
+                    passed=run.passed & other.passed,
+                )
                 for run, other in pairs
             ]
             continue
@@ -78,6 +83,11 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
     )
     seen = other.sizes if run.region is other.region else run.sizes
     return replace(run, sizes=seen, most=most)
+
+
+def _as_observed(chosen: RegionRun, run: RegionRun, other: RegionRun) -> RegionRun:
+    """The one of two runs that is planned, for the larger ones of the sizes that were observed in both."""
+    return replace(chosen, observed=most_observed(run.observed, other.observed) or chosen.observed)
 
 
 def _sizes_for(run: RegionRun, other: RegionRun) -> Sizes:

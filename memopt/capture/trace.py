@@ -12,6 +12,7 @@ from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.between import EagerBytes
+from memopt.capture.data_sizes import DataSizes
 from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
@@ -170,6 +171,12 @@ def differentiated_runs(joints: Sequence[JointGraph], captured: CapturedCall) ->
     """The runs of a call that have a joint graph in `trace_call`'s result: not those without gradients."""
     differentiated = {id(joint.trace.region) for joint in joints}
     return tuple(run for run in captured.runs if id(run.region) in differentiated)
+
+
+def sizes_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[DataSizes, ...]:
+    """The changing sizes of the runs that have a joint graph."""
+    runs = differentiated_runs(joints, captured)
+    return tuple(run.sizes_in(joint.module.graph) for joint, run in zip(joints, runs, strict=True))
 
 
 def trained(joints: Sequence[JointGraph], captured: CapturedCall) -> frozenset[int]:

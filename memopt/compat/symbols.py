@@ -62,7 +62,7 @@ def upper_bound(size: torch.SymInt) -> int:
         return int(node.hint)
     expression = sympy.sympify(node.expr.xreplace(values))
     bound = node.shape_env.bound_sympy(expression).upper
-    if not bound.is_Integer:
+    if not _is_limit(bound):
         mend = f"call torch._check({size} <= …) in the model"
         raise CaptureError(f"the size {size} depends on data and has no bound; {mend}")
     return int(bound)
@@ -135,7 +135,16 @@ def limit_of(size: torch.SymInt) -> int | None:
     """The largest value that the conditions found so far allow for a size; None where they set no limit."""
     node: Any = size.node
     upper = node.shape_env.bound_sympy(node.expr).upper
-    return int(upper) if upper.is_Integer else None
+    return int(upper) if _is_limit(upper) else None
+
+
+def _is_limit(bound: Any) -> bool:
+    """Whether the upper bound of a size limits it: torch gives the largest 64-bit integer to sizes that it knows
+    nothing about."""
+    return bool(bound.is_Integer) and bound < _NO_LIMIT
+
+
+_NO_LIMIT = 2**62
 
 
 class AssumedSizes:

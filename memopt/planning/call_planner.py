@@ -22,7 +22,15 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
-from memopt.capture.trace import Traces, accumulating, differentiated_runs, eager_of_runs, trace_call, trained
+from memopt.capture.trace import (
+    Traces,
+    accumulating,
+    differentiated_runs,
+    eager_of_runs,
+    sizes_of_runs,
+    trace_call,
+    trained,
+)
 from memopt.errors import CaptureError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
@@ -181,7 +189,7 @@ class CallPlanner(CallAccounts):
             "recompute" in self.options.allow,
             offload_link(self.card, self.options.allow),
             solvers=self.options.solvers,
-            run_sizes=() if captured.whole else tuple(run.data_sizes for run in differentiated_runs(joints, captured)),
+            run_sizes=() if captured.whole else sizes_of_runs(joints, captured),
             eager=() if captured.whole else eager_of_runs(joints, captured),
             passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
             sharded=self._sharded(captured),

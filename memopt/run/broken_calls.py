@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from memopt.capture.author_modes import autocast_state
+from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamo import compile_call
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
@@ -37,6 +38,8 @@ from memopt.run.ways import Ways
 from memopt.training_state import ForwardState
 
 _Kind = tuple[str, int, CapturedCall | None]
+_Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
+"""A region, its schedule, the numbers of the parameters to whose `.grad` it adds, and the limits of sizes within it."""
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
 _ATTEMPTS = 8
@@ -75,7 +78,7 @@ class BrokenCalls:
         self._ways: Recent[_Kind, Ways] = Recent(_MOST_PLANS)
         """The ways that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
-        self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
+        self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
         backend = recording(self, differentiate_all=True)
@@ -217,7 +220,14 @@ class BrokenCalls:
                 f"{'; '.join(forward.planned.captured.notes[:1])}; mend the graph break, or add 'plain' to allow to "
                 "run it unplanned"
             )
-        return hand_out(forward.pending.hands_out(emitted.run(*inputs)), frozenset(), forward.pending)
+        try:
+            outputs = emitted.run(*inputs)
+        except SizeOutgrown as outgrown:
+            raise TookAnotherWay(
+                f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
+                "numbers"
+            ) from None
+        return hand_out(forward.pending.hands_out(outputs), frozenset(), forward.pending)
 
     def _next(self, run: RegionRun, forward: _Forward) -> Emitted | None:
         """The emitted region for the run that begins now; None where that run is not planned."""
@@ -225,9 +235,10 @@ class BrokenCalls:
         if found is None:
             return None
         forward.runs = found.number + 1
-        key = run.region, found.schedule, found.joint.parameter_inputs
+        limits = forward.planned.limits(found.number) if run.region.depends_on_data else {}
+        key = run.region, found.schedule, found.joint.parameter_inputs, tuple(sorted(limits.items()))
         if key not in self._emitted:
-            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, {})
+            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, limits)
         return self._emitted[key]
 
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.symbols import known_sizes
 from memopt.device.storages import find_storages
+from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
@@ -53,6 +55,12 @@ class PlannedRuns:
         assert step is not None
         return step
 
+    def limits(self, number: int) -> dict[str, int]:
+        """The limits of the sizes that depend on data within planned run `number`, by their symbol in its graph."""
+        changing = self.runs[number].data_sizes.allowed
+        within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
+        return in_shapes(self.step.regions[number].module.graph, within)
+
     @property
     def rewriting(self) -> Rewriting:
         """The passes and the precision of its regions."""
@@ -88,7 +96,12 @@ class PlannedRuns:
         if key not in self._names:
             if len(self._names) >= _MOST:
                 self._names.clear()
-            planned, ours = self._values(number), _values(joint, run.data_sizes.seen)
+            try:
+                ours = _values(joint, run.data_sizes.seen)
+            except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
+                self._names[key] = None
+                return None
+            planned = self._values(number)
             pairs = list(zip(planned, ours, strict=False))
             same = len(planned) == len(ours) and all(one[1] == own[1] and own[2] <= one[2] for one, own in pairs)
             names = {one[0]: own[0] for one, own in pairs}
