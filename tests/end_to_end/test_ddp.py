@@ -40,10 +40,9 @@ def accumulated(rank: int, budget_gb: float, name: str) -> list[Any]:
     return [measured(rank, budget, accumulate=2, **OPTIONS[name]) for budget in (None, budget_gb)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "budget_gb"), [("narrow", 0.036), pytest.param("100 MB", 0.525, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "budget_gb"), [("narrow", 0.036), ("100 MB", 0.525)])
 def test_gradients_accumulate_in_several_buckets(name: str, budget_gb: float) -> None:
     for (plain, plain_peak), (found, peak) in on_two_ranks(accumulated, budget_gb, name):
         assert peak <= budget_gb * 1024**3 < plain_peak

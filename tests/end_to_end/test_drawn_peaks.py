@@ -13,9 +13,8 @@ from memopt.errors import GIB
 from tests.show.test_page import drawn_peak, figures_of
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2-sdpa", "llama")), "vit"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", "vit"])
 def test_the_drawn_peak_is_measured(name: str, tmp_path: Path) -> None:
     family = BY_NAME[name]
     model, batch = family.make(), family.batch("usual")

@@ -219,6 +219,7 @@ class Attending(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 def test_attention_without_dropout_is_recomputed() -> None:
     """It draws no random numbers, though torch marks its operator as random; inductor fails on a saved generator."""
     torch.manual_seed(0)

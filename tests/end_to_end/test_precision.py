@@ -22,7 +22,7 @@ TIGHT = {"bf16": 0.0, "fp16": 0.4}
 """Precisions, and the share that every run tries with each; `make test-all` tries both shares, and all families."""
 
 
-@pytest.mark.parametrize("precision", TIGHT)
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
 def test_in_16_bits(precision: str) -> None:
     train_in_16_bits(SMALL, precision, {"recompute", "reinplace"}, (TIGHT[precision],))
 

@@ -14,7 +14,8 @@ from memopt.errors import GIB
 from tests.end_to_end.test_values_in_python import EXACT, seed, wav2vec2
 
 
-@pytest.mark.parametrize("roomy", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("roomy", [True, False])
 def test_what_regions_pass_on_counts_while_it_is_held(roomy: bool) -> None:
     seed(0)
     model, batch = wav2vec2()

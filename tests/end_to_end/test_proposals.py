@@ -88,6 +88,7 @@ def test_not_chosen_where_the_step_fits_without() -> None:
     assert memopt.plan(make(), budget, batch(), allow=LOW_BIT, **OPTIONS).proposals == ()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_not_wrapped() -> None:
     model = make()
     budget = 1.001 * refusal(allow=LOW_BIT).smallest_gb

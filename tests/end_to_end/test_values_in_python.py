@@ -78,6 +78,7 @@ def test_every_way_is_planned_when_it_comes_and_right(make: Any) -> None:
     assert regions == sorted(regions)  # runs of regions are added, and none is forgotten
 
 
+@pytest.mark.slow
 def test_a_tight_budget_holds_on_every_way() -> None:
     seed(0)
     model, batch = opt()

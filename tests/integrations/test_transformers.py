@@ -121,6 +121,7 @@ def test_bert_with_dynamic_padding(tmp_path: Path) -> None:
     assert any("memopt_peak_gb" in row for row in log), "all steps fit, the budget tests nothing"
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path / "plain", None)
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
@@ -137,7 +138,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     [
         ({"gradient_checkpointing": True}, "gradient_checkpointing is off while"),
         ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, "torch_compile leaves training to"),
-        ({"bf16": True}, ""),
+        pytest.param({"bf16": True}, "", marks=pytest.mark.slow),
     ],
 )
 def test_settings_of_the_trainer(
@@ -154,6 +155,7 @@ def test_settings_of_the_trainer(
     assert model.is_gradient_checkpointing == settings.get("gradient_checkpointing", False)
 
 
+@pytest.mark.slow
 def test_generation_in_evaluation(tmp_path: Path) -> None:
     def evaluated(callbacks: list[TrainerCallback]) -> dict[str, float]:
         arguments = Seq2SeqTrainingArguments(

@@ -100,6 +100,7 @@ def test_time_is_the_sum_of_what_bounds_it() -> None:
     assert len(step.blocks) == LAYERS + 1
 
 
+@pytest.mark.slow
 def test_a_slower_network_and_more_cards_take_longer() -> None:
     def seconds(plan: Plan) -> float:
         assert plan.cluster is not None
@@ -125,6 +126,7 @@ def test_a_budget_is_kept_by_recomputation() -> None:
     assert "gathered parameters" in str(error.value)
 
 
+@pytest.mark.slow
 def test_blocks_stay_gathered_where_there_is_room() -> None:
     roomy = planned(dp_shard=4096)
     tight = planned(roomy.predicted_peak_gb - roomy.account.kept / 1024**3, dp_shard=4096)

@@ -84,7 +84,8 @@ def test_five_steps_make_one_capture_and_one_solution_per_budget(name: str, ahea
     assert sum(count for key, count in counted.items() if key.startswith("solutions")) == 1
 
 
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("ahead", [True, False])
 def test_another_budget_adds_a_plan_and_no_capture(ahead: bool, counted: Counter[str]) -> None:
     """The plan is the one that a fresh copy of the model gets within that budget."""
     model, batch = gpt2(), causal_batch("usual")

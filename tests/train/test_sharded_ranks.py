@@ -34,6 +34,7 @@ def trained(rank: int) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_sharded_ranks_with_uneven_tokens_are_one() -> None:
     ranks = on_two_ranks(trained)
