@@ -78,6 +78,7 @@ def planned(
     stage: str, model: nn.Module, batch: dict[str, Any], plain: Run, options: dict[str, Any], share: float
 ) -> dict[str, Any]:
     """One stage: verdict, difference, budget, prediction, measured peak."""
+    untouched = copy.deepcopy(model)
     roomy = memopt.plan(model, 1000, batch, **options)
     smallest, plain_peak = roomy.smallest_gb(), roomy.plain_peak_gb
     del roomy
@@ -104,13 +105,18 @@ def planned(
     if verdict != "wrong" and measured > budget:
         verdict = "over budget"
     if verdict in ("right", "rounding"):
-        found |= accumulation(twin, model, batch, stage)
+        found |= accumulation(twin, untouched, batch, stage)
     return {"verdict": verdict, **found}
 
 
-def accumulation(twin: Twin, model: nn.Module, batch: dict[str, Any], stage: str) -> dict[str, Any]:
-    """A step of two forwards and backwards from the plain model's state; a budget too small for it is no fault."""
-    plain = Twin(memopt.remove(copy.deepcopy(model)), batch)
+def accumulation(twin: Twin, untouched: nn.Module, batch: dict[str, Any], stage: str) -> dict[str, Any]:
+    """A step of two forwards and backwards, beside one of the `untouched` model from the same state; a budget too small
+    for it is no fault."""
+    state = {**dict(twin.model.named_parameters()), **dict(twin.model.named_buffers())}
+    with torch.no_grad():
+        for name, value in (*untouched.named_parameters(), *untouched.named_buffers()):
+            value.copy_(state[name])
+    plain = Twin(untouched, batch)
     plain.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
     plain.step("accumulated", 2)
     twin.run = Run([], {}, [])

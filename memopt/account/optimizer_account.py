@@ -114,7 +114,7 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
         if most[one, following] <= temporaries:
             break
-        both = _tried(optimizer, [first[one], first[following]], "cpu", home="cpu")
+        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], "cpu", home="cpu")  # two, also if alike
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 

@@ -271,6 +271,17 @@ def test_parameters_that_are_stepped_singly_are_tried_once_for_each_kind(
     parameters += [torch.nn.Parameter(torch.empty(rows, 300)) for rows in (7, 100, 7, 999, 101) * 4]
     by_kinds = optimizer_account(name, parameters)
     monkeypatch.setattr("memopt.account.optimizer_account._SINGLY", ())
+    optimizer_account_module._account_of_class.cache_clear()
+    assert by_kinds == optimizer_account(name, parameters)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "radam"])
+def test_equal_parameters_that_follow_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary of one lives on in the step of the next one."""
+    parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in ((500, 64), (500, 64), *[(5,), (30, 17)] * 9)]
+    by_kinds = optimizer_account(name, parameters)
+    monkeypatch.setattr("memopt.account.optimizer_account._SINGLY", ())
+    optimizer_account_module._account_of_class.cache_clear()
     assert by_kinds == optimizer_account(name, parameters)
 
 
