@@ -87,8 +87,8 @@ def _written_value(node: Node) -> Node | None:
 
 
 def _range(part: Node, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The dimension, first and last position and step of a part, as its arguments say, all of them written out."""
-    defaults = 0, None, None, 1
+    """The dimension, start, end and step of a part, with the defaults of those that are not given."""
+    defaults: tuple[Any, ...] = 0, None, None, 1
     dimension, start, end, step = (*given, *defaults[len(given) :])
     return dimension % part.meta["val"].dim(), start or 0, end, step
 

@@ -10,7 +10,7 @@ from memopt.compat.dynamo import capture_settings, compile_with
 
 
 class Scaled(torch.autograd.Function):
-    """Three times a tensor; beside it no tensor, and its signs, which have no gradient. The backward asks for strides."""
+    """Three times a tensor, no tensor, and the signs, which have no gradient. The backward asks for strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, None, Tensor]:

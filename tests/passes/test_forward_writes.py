@@ -100,7 +100,9 @@ def test_what_lies_in_an_input_or_in_larger_memory_stays() -> None:
 
 def test_what_is_written_to_stays() -> None:
     sketch = Sketch()
-    copied = sketch.call(aten.copy.default, sketch.input("into", 4), sketch.call(aten.neg.default, sketch.input("x", 4)))
+    copied = sketch.call(
+        aten.copy.default, sketch.input("into", 4), sketch.call(aten.neg.default, sketch.input("x", 4))
+    )
     sketch.call(aten.add_.Tensor, copied, 1.0)
     before = sketch.returns(sketch.call(aten.exp.default, copied))
     assert not diff_graphs(before, ForwardWrites()(before))
