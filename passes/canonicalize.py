@@ -7,7 +7,7 @@ from passes.hoist_getitems import HoistGetitems
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.remove_detach import RemoveDetach
 
-# Dead code goes first; without detaches and writes more calls are equal; merging scatters getitems: they are ordered last.
+# Dead code goes first; without detaches and writes more calls are equal; merging scatters getitems: these are last.
 CANONICAL = Pipeline(
     (EliminateDeadCode(), RemoveDetach(), ForwardWrites(), MergeCommonSubexpressions(), HoistGetitems())
 )
