@@ -21,7 +21,8 @@ class ForwardWrites(Pass):
     """Has what reads a part of a buffer read the value that was written there; bit for bit the same numbers.
 
     Code that writes tiles to a buffer becomes functional as copies of the whole buffer. One that nothing reads any
-    more is not made. A value is read in place of a part only if it lies in memory as the part does, without gaps.
+    more is not made. A value is read in place of a part only if its elements lie in memory in the same order, though
+    there may be gaps between those of the part.
 
     Before:
         slice_1: f32[4, 3] = aten.slice(buffer, 1, 0, 3)
