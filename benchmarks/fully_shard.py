@@ -211,6 +211,12 @@ def others(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
     return [row for row in kept if row["model"] not in models or row["ranks"] not in ranks]
 
 
+def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows by number of ranks and model, those of each of them as they were measured."""
+    names = list(FAMILIES)
+    return sorted(found, key=lambda row: (row["ranks"], names.index(row["model"])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -219,7 +225,7 @@ def main() -> None:
     set_forkserver_preload(["examples.models.fully_shard", "torch._dynamo"])  # imported once for all processes
     found = others(given.models, given.ranks)
     for ranks, name in product(given.ranks, given.models):
-        found += rows(name, ranks)
+        found = in_order([*found, *rows(name, ranks)])
         write_result(RESULT, {**stamp(), "command": COMMAND, "rows": found})
     show(found)
 

@@ -13,8 +13,8 @@ def clusters(document: Document) -> str:
         "Llama 3.1 at 8,192 tokens on H100 of 80 GB over NVLink 4 and InfiniBand NDR, by `memopt.plan` with "
         "recomputation as the only lever; no card was there. Static: shards of parameters, gradients and "
         "AdamW's state; "
-        "gathered: whole parameters and gradients in flight. Times are those of the time model, which takes it "
-        "that products reach "
+        "gathered: whole parameters and gradients in flight; nothing recomputed: the peak of that, with the blocks "
+        "that the plan keeps gathered. Times are those of the time model, which takes it that products reach "
         "80% of the data sheet's peak: published steps take longer (below). What is assumed, and from where, is in "
         "[Clusters](cluster.md)."
     )

@@ -5,6 +5,7 @@ from passes.apply_schedule import ApplySchedule
 from passes.canonicalize import CANONICAL
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.forward_writes import ForwardWrites
 from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
 from passes.free_first import FreeFirst
 from passes.fuse_activations import FoundActivation, FuseActivations, find_activations
@@ -33,6 +34,7 @@ __all__ = [
     "ApplySchedule",
     "ChunkLoss",
     "EliminateDeadCode",
+    "ForwardWrites",
     "FoundActivation",
     "FoundAttention",
     "FoundLinear",

@@ -1,11 +1,14 @@
 """The form in which a joint graph is planned."""
 
 from passes.eliminate_dead_code import EliminateDeadCode
+from passes.forward_writes import ForwardWrites
 from passes.graph_pass import Pipeline
 from passes.hoist_getitems import HoistGetitems
 from passes.merge_common_subexpressions import MergeCommonSubexpressions
 from passes.remove_detach import RemoveDetach
 
-# Dead code goes first; without detaches more calls are equal; merging scatters getitems, so they are ordered last.
-CANONICAL = Pipeline((EliminateDeadCode(), RemoveDetach(), MergeCommonSubexpressions(), HoistGetitems()))
+# Dead code goes first; without detaches and writes more calls are equal; merging scatters getitems: these are last.
+CANONICAL = Pipeline(
+    (EliminateDeadCode(), RemoveDetach(), ForwardWrites(), MergeCommonSubexpressions(), HoistGetitems())
+)
 """The passes that make a joint graph canonical; it computes the same, bit for bit."""

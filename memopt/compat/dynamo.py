@@ -31,7 +31,9 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import broadcast_masks
+from memopt.compat.strided_outs import strided_outs_captured
 from memopt.compat.subclasses import is_wrapper
+from memopt.compat.written_backwards import outputs_without_gradients
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed
@@ -106,6 +108,8 @@ def capture_settings() -> ExitStack:
     stack.enter_context(_settings_not_logged())
     stack.enter_context(_not_exporting())
     stack.enter_context(_scaled_operators_kept())
+    stack.enter_context(strided_outs_captured())
+    stack.enter_context(outputs_without_gradients())
     stack.enter_context(broadcast_masks())
     return stack
 

@@ -19,6 +19,7 @@ def test_the_order_of_passes() -> None:
 Pipeline([
     EliminateDeadCode(),
     RemoveDetach(),
+    ForwardWrites(),
     MergeCommonSubexpressions(across_halves_bytes=65536),
     HoistGetitems(),
 ])""",

@@ -1,0 +1,129 @@
+"""Has calls read a value where it was made, not from the buffer that it was written to."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.aliases import viewed_argument
+from passes.graphs.edit import erase_unread, replace_node
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write
+from passes.graphs.propagate import on_stored_values, refresh
+from passes.patterns.written_out import same_sizes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ForwardWrites(Pass):
+    """Has what reads a part of a buffer read the value that was written there; bit for bit the same numbers.
+
+    Code that writes tiles to a buffer becomes functional as copies of the whole buffer. One that nothing reads any
+    more is not made. A value is read in place of a part only if its elements lie in memory in the same order, though
+    there may be gaps between those of the part.
+
+    Before:
+        slice_1: f32[4, 3] = aten.slice(buffer, 1, 0, 3)
+        copy: f32[4, 3] = aten.copy(slice_1, mm)
+        slice_scatter: f32[4, 8] = aten.slice_scatter(buffer, copy, 1, 0, 3)
+        slice_2: f32[4, 3] = aten.slice(slice_scatter, 1, 0, 3)
+        exp: f32[4, 3] = aten.exp(slice_2)
+    After:
+        exp: f32[4, 3] = aten.exp(mm)
+    """
+
+    graph: ClassVar[GraphKind] = "joint"
+
+    def rewrite(self, graph_module: GraphModule) -> GraphModule:
+        graph = graph_module.graph
+        with on_stored_values(graph):
+            _forward(graph)
+        return graph_module
+
+
+def _forward(graph: Graph) -> None:
+    moved: set[Node] = set()
+    """Calls that read a value laid out in another way than what they read before."""
+    for node in list(graph.nodes):
+        if node in moved and not _refreshed(node):
+            moved.update(node.users)
+        source = _written_value(node) if node.op == "call_function" else None
+        if source is None or not _can_stand_for(source, node):
+            continue
+        if not same_sizes(source.meta["val"].stride(), node.meta["val"].stride()):
+            moved.update(node.users)
+        read = node.all_input_nodes
+        replace_node(node, source)
+        erase_unread(read)
+
+
+def _refreshed(node: Node) -> bool:
+    """Compute a call's stored value again; returns whether it lies in memory as before."""
+    before = node.meta.get("val")
+    refresh(node)
+    after = node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return node.op == "output"
+    if same_sizes(before.stride(), after.stride()) and viewed_argument(node) is None:
+        node.meta["val"] = before
+        return True
+    return False
+
+
+def _written_value(node: Node) -> Node | None:
+    """Returns the value that the result of a copy, of a write to all of a buffer, or of a read of what was written
+    consists of; None for any other call."""
+    into, source = (*node.args, None, None)[:2]
+    if node.target is aten.copy.default:
+        return source if isinstance(source, Node) else None
+    if node.target is aten.slice_scatter.default and isinstance(source, Node):
+        return source if same_sizes(source.meta["val"].shape, node.meta["val"].shape) else None
+    if node.target is not aten.slice.Tensor or not isinstance(into, Node):
+        return None
+    if into.target is not aten.slice_scatter.default or _range(node, node.args[1:]) != _range(node, into.args[2:]):
+        return None
+    return into.args[1] if isinstance(into.args[1], Node) else None
+
+
+def _range(part: Node, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The dimension, start, end and step of a part, with the defaults of those that are not given."""
+    defaults: tuple[Any, ...] = 0, None, None, 1
+    dimension, start, end, step = (*given, *defaults[len(given) :])
+    return dimension % part.meta["val"].dim(), start or 0, end, step
+
+
+def _can_stand_for(source: Node, node: Node) -> bool:
+    """Returns whether all readers of a call may read `source`, which holds the same numbers unless it is converted."""
+    value, result = source.meta["val"], node.meta["val"]
+    if (value.dtype, value.device, value.layout) != (result.dtype, result.device, result.layout):
+        return False
+    if not same_sizes(value.shape, result.shape):
+        return False
+    alike = same_sizes(value.stride(), result.stride())
+    if not alike and not (value.is_contiguous() and _is_row_by_row(result)):
+        return False
+    if any(may_write(user) for user in (*node.users, *source.users)) or not _fills_new_memory(source):
+        return False
+    output = node.graph.output_node()
+    if output not in node.users:
+        return True
+    are_results = viewed_argument(node) is None and viewed_argument(source) is None
+    return alike and are_results and output not in source.users
+
+
+def _fills_new_memory(value: Node) -> bool:
+    """Returns whether a value is all of what an operator of the graph made, which no later write to an input changes
+    and which holds no larger memory."""
+    maker = value
+    while (viewed := viewed_argument(maker)) is not None:
+        maker = viewed
+    made = isinstance(maker.target, OPERATOR_OVERLOAD)
+    return made and (maker is value or same_sizes([maker.meta["val"].numel()], [value.meta["val"].numel()]))
+
+
+def _is_row_by_row(value: torch.Tensor) -> bool:
+    """Returns whether the elements lie in memory in the order of the dimensions, with gaps or without."""
+    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    return all(isinstance(stride, int) for stride in strides) and strides == sorted(strides, reverse=True)

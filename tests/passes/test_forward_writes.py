@@ -1,0 +1,122 @@
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+
+from passes import ForwardWrites, diff_graphs, format_graph
+from tests.passes.capture import Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
+
+
+def tile() -> GraphModule:
+    """What is left of `torch.mm(x, weight, out=buffer[:, :3])`, read by two calls and written again."""
+    sketch = Sketch()
+    x, weight = sketch.input("x", 4, 2), sketch.input("weight", 2, 3)
+    buffer = sketch.call(aten.zeros.default, [4, 8])
+    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, 3)
+    written = sketch.call(aten.copy.default, part, sketch.call(aten.mm.default, x, weight))
+    buffer = sketch.call(aten.slice_scatter.default, buffer, written, 1, 0, 3)
+    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, 3)
+    squares = sketch.call(aten.copy.default, part, sketch.call(aten.mul.Tensor, part, part))
+    buffer = sketch.call(aten.slice_scatter.default, buffer, squares, 1, 0, 3)
+    turned = sketch.call(aten.t.default, sketch.call(aten.slice.Tensor, buffer, 1, 0, 3))
+    return sketch.returns(sketch.call(aten.mm.default, turned, x))
+
+
+def test_golden() -> None:
+    assert_expected_inline(
+        format_graph(ForwardWrites()(tile())),
+        """\
+input x: f32[4, 2]
+input weight: f32[2, 3]
+mm: f32[4, 3] = aten.mm(x, weight)
+mul: f32[4, 3] = aten.mul.Tensor(mm, mm)
+t: f32[3, 4] = aten.t(mul)
+mm_1: f32[3, 2] = aten.mm(t, x)
+return (mm_1,)""",
+    )
+
+
+def test_the_same_numbers() -> None:
+    assert_bitwise_equal(with_inputs(tile()), tile(), ForwardWrites()(tile()))
+
+
+def test_layouts_behind_it_are_those_of_what_is_read() -> None:
+    turned = next(node for node in ForwardWrites()(tile()).graph.nodes if node.name == "t")
+    assert turned.meta["val"].stride() == (1, 3)
+
+
+def test_a_sum_written_over_all_of_a_result_is_the_result() -> None:
+    sketch = Sketch()
+    x, zeros = sketch.input("x", 4, 2), sketch.call(aten.zeros.default, [4, 2])
+    part = sketch.call(aten.slice.Tensor, zeros, 0, 0, 4)
+    added = sketch.call(aten.add.Tensor, part, x)
+    before = sketch.returns(sketch.call(aten.slice_scatter.default, zeros, added, 0, 0, 4))
+    after = ForwardWrites()(before)
+    assert [node.name for node in after.graph.output_node().all_input_nodes] == ["add"]
+    assert_bitwise_equal(with_inputs(before), before, after)
+
+
+@pytest.mark.parametrize("ranges", [((0, 2), (0, 3)), ((0, 2), (1, 3)), ((1, 3), (1, 4))])
+def test_another_part_is_read_where_it_lies(ranges: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    written, read = ranges
+    sketch = Sketch()
+    x, buffer = sketch.input("x", written[1] - written[0], 4), sketch.input("buffer", 5, 4)
+    whole = sketch.call(aten.slice_scatter.default, buffer, sketch.call(aten.neg.default, x), 0, *written)
+    before = sketch.returns(sketch.call(aten.neg.default, sketch.call(aten.slice.Tensor, whole, 0, *read)))
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_copies_that_convert_stay() -> None:
+    sketch = Sketch()
+    x, low = sketch.input("x", 4), sketch.input("low", 4, dtype=torch.bfloat16)
+    row, rows = sketch.input("row", 3), sketch.input("rows", 2, 3)
+    rounded = sketch.call(aten.copy.default, low, sketch.call(aten.neg.default, x))
+    spread = sketch.call(aten.copy.default, rows, sketch.call(aten.neg.default, row))
+    before = sketch.returns(rounded, spread)
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_results_of_their_own_stay() -> None:
+    """A copy that is returned beside what it is made of, or that is one of an input or of a part of a larger one."""
+    sketch = Sketch()
+    x, into = sketch.input("x", 4), sketch.input("into", 4)
+    neg = sketch.call(aten.neg.default, x)
+    part = sketch.call(aten.slice.Tensor, sketch.call(aten.exp.default, sketch.input("long", 8)), 0, 0, 4)
+    copies = [sketch.call(aten.copy.default, into, source) for source in (neg, x, part)]
+    before = sketch.returns(neg, *copies)
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_what_lies_in_an_input_or_in_larger_memory_stays() -> None:
+    """An input may be written to later, and a part of something keeps all of it."""
+    sketch = Sketch()
+    x, into = sketch.input("x", 4), sketch.input("into", 4)
+    part = sketch.call(aten.slice.Tensor, sketch.call(aten.exp.default, sketch.input("long", 8)), 0, 0, 4)
+    sources = x, sketch.call(aten.view.default, x, [4]), part
+    copies = [sketch.call(aten.copy.default, into, source) for source in sources]
+    before = sketch.returns(*(sketch.call(aten.neg.default, copied) for copied in copies))
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_what_is_written_to_stays() -> None:
+    sketch = Sketch()
+    copied = sketch.call(
+        aten.copy.default, sketch.input("into", 4), sketch.call(aten.neg.default, sketch.input("x", 4))
+    )
+    sketch.call(aten.add_.Tensor, copied, 1.0)
+    before = sketch.returns(sketch.call(aten.exp.default, copied))
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_a_source_that_is_laid_out_otherwise_stays() -> None:
+    """Sums over other strides could round in another way."""
+    sketch = Sketch()
+    turned = sketch.call(aten.t.default, sketch.call(aten.neg.default, sketch.input("x", 3, 4)))
+    copied = sketch.call(aten.copy.default, sketch.input("into", 4, 3), turned)
+    before = sketch.returns(sketch.call(aten.sum.dim_IntList, copied, [0]))
+    assert not diff_graphs(before, ForwardWrites()(before))
+
+
+def test_nothing_written_nothing_done() -> None:
+    for captured in (gpt2(), resnet(), dynamic_mlp()):
+        assert not diff_graphs(captured.graph_module, ForwardWrites()(captured.graph_module))
