@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -7,18 +9,18 @@ from passes import ForwardWrites, diff_graphs, format_graph
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
 
 
-def tile() -> GraphModule:
-    """What is left of `torch.mm(x, weight, out=buffer[:, :3])`, read by two calls and written again."""
+def tile(width: int = 8) -> GraphModule:
+    """What is left of `torch.mm(x, weight, out=buffer[:, :width])`, read by two calls and written again."""
     sketch = Sketch()
-    x, weight = sketch.input("x", 4, 2), sketch.input("weight", 2, 3)
-    buffer = sketch.call(aten.zeros.default, [4, 8])
-    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, 3)
+    x, weight = sketch.input("x", 4, 2), sketch.input("weight", 2, width)
+    buffer = sketch.call(aten.zeros.default, [4, 16])
+    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, width)
     written = sketch.call(aten.copy.default, part, sketch.call(aten.mm.default, x, weight))
-    buffer = sketch.call(aten.slice_scatter.default, buffer, written, 1, 0, 3)
-    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, 3)
+    buffer = sketch.call(aten.slice_scatter.default, buffer, written, 1, 0, width)
+    part = sketch.call(aten.slice.Tensor, buffer, 1, 0, width)
     squares = sketch.call(aten.copy.default, part, sketch.call(aten.mul.Tensor, part, part))
-    buffer = sketch.call(aten.slice_scatter.default, buffer, squares, 1, 0, 3)
-    turned = sketch.call(aten.t.default, sketch.call(aten.slice.Tensor, buffer, 1, 0, 3))
+    buffer = sketch.call(aten.slice_scatter.default, buffer, squares, 1, 0, width)
+    turned = sketch.call(aten.t.default, sketch.call(aten.slice.Tensor, buffer, 1, 0, width))
     return sketch.returns(sketch.call(aten.mm.default, turned, x))
 
 
@@ -27,11 +29,11 @@ def test_golden() -> None:
         format_graph(ForwardWrites()(tile())),
         """\
 input x: f32[4, 2]
-input weight: f32[2, 3]
-mm: f32[4, 3] = aten.mm(x, weight)
-mul: f32[4, 3] = aten.mul.Tensor(mm, mm)
-t: f32[3, 4] = aten.t(mul)
-mm_1: f32[3, 2] = aten.mm(t, x)
+input weight: f32[2, 8]
+mm: f32[4, 8] = aten.mm(x, weight)
+mul: f32[4, 8] = aten.mul.Tensor(mm, mm)
+t: f32[8, 4] = aten.t(mul)
+mm_1: f32[8, 2] = aten.mm(t, x)
 return (mm_1,)""",
     )
 
@@ -42,7 +44,32 @@ def test_the_same_numbers() -> None:
 
 def test_layouts_behind_it_are_those_of_what_is_read() -> None:
     turned = next(node for node in ForwardWrites()(tile()).graph.nodes if node.name == "t")
-    assert turned.meta["val"].stride() == (1, 3)
+    assert turned.meta["val"].stride() == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("width", "read"),
+    [
+        (3, aten.mm.default),
+        (8, aten.sum.default),
+        (8, aten.linalg_vector_norm.default),
+        (8, aten.native_layer_norm.default),
+    ],
+)
+def test_a_part_with_gaps_is_read_where_bits_depend_on_them(width: int, read: Any) -> None:
+    """Sums run in the order of the memory, and kernels of matrix products take other ways for other rows."""
+    sketch = Sketch()
+    x, buffer = sketch.input("x", 4, width), sketch.input("buffer", 4, 16)
+    whole = sketch.call(aten.slice_scatter.default, buffer, sketch.call(aten.neg.default, x), 1, 0, width)
+    part = sketch.call(aten.slice.Tensor, whole, 1, 0, width)
+    further = {
+        aten.mm.default: [sketch.input("weight", width, 5)],
+        aten.native_layer_norm.default: [[width], None, None, 1e-5],
+    }
+    before = sketch.returns(sketch.call(read, part, *further.get(read, [])))
+    after = ForwardWrites()(before)
+    (reader,) = after.graph.find_nodes(op="call_function", target=read)
+    assert reader.args[0].meta["val"].stride() == (16, 1)
 
 
 def test_a_sum_written_over_all_of_a_result_is_the_result() -> None:
