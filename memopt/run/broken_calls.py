@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memopt.capture.author_modes import autocast_state
-from memopt.capture.dynamo import compile_call
+from memopt.capture.dynamo import compile_call, may_run_other_regions
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
@@ -78,21 +78,27 @@ class BrokenCalls:
         self._emitted: Recent[tuple[RecordedRegion, RegionSchedule, frozenset[int]], Emitted] = Recent(_MOST_VARIANTS)
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
-        backend = recording(self, differentiate_all=True)
-        self._compiled = compile_call(to_capture(), backend, whole=False, symbols=True)
+        self._backend = recording(self, differentiate_all=True)
+        self._compiled = compile_call(to_capture(), self._backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call by running it once without gradients; changes to the model are then undone.
-        Other ranks need not do the same.
+        """Record the regions of a call by running it without gradients; changes to the model are then undone. Other
+        ranks need not do the same.
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
+        found = self._rehearsed(call, reason)
+        if may_run_other_regions(self._backend):
+            again = self._rehearsed(call, reason)
+            found = again if again.places != found.places else found
+        return replace(found, kept=self.keeping.kept)
+
+    def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
         gathered = Gathered(self.model)
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
             with undone(self.model), gathered.without_exchange():
-                found = rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
-            return replace(found, kept=self.keeping.kept)
+                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
 

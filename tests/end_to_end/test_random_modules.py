@@ -12,7 +12,7 @@ from examples.models.random_trials import trials
 from examples.models.twins import Run, Twin, loss_of
 
 SEEDS = (1, 6)
-FOUND = (300, 222, 78)
+FOUND = (300, 222, 78, 555)
 """Seeds that were not right once."""
 
 
