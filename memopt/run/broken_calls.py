@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from memopt.capture.author_modes import autocast_state
-from memopt.capture.dynamo import compile_call, may_run_other_regions
+from memopt.capture.dynamo import compile_call
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.rehearsal import Rehearsal, rehearse, undone
+from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse, undone
 from memopt.capture.together import known_places
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
@@ -87,10 +88,7 @@ class BrokenCalls:
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
-        found = self._rehearsed(call, reason)
-        if may_run_other_regions(self._backend):
-            again = self._rehearsed(call, reason)
-            found = again if again.places != found.places else found
+        found = as_run_later(partial(self._rehearsed, call, reason), self._backend)
         return replace(found, kept=self.keeping.kept)
 
     def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
