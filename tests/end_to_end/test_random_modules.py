@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import memopt
 from examples.models import random_trials
+from examples.models.random_reference import Reference
 from examples.models.random_trials import trials
 from examples.models.twins import Run, Twin, loss_of
 
@@ -46,6 +48,20 @@ def test_a_budget_that_is_refused_though_it_is_not_too_small_is_found(monkeypatc
 
     monkeypatch.setattr(random_trials, "steps_of", refused)
     assert [found.verdict for found in trials(1, cases=1)] == ["budget refused"]
+
+
+@pytest.mark.parametrize(
+    ("apart", "number", "verdict"), [(2e-6, 0, "right"), (2e-5, 0, "wrong"), (2e-5, 1, "right"), (2e-2, 1, "wrong")]
+)
+def test_rounding_of_compiled_code_may_grow_by_the_steps_of_the_optimiser(
+    apart: float, number: int, verdict: str
+) -> None:
+    def run(name: str, value: float) -> Run:
+        return Run([1.0], {f"{name}: gradient of weight": torch.tensor([value])}, [(0.0, 0.0, 0.0)])
+
+    plain = Reference((run("step 1", 1.0), run("accumulated", 1.0)), None)
+    ours = run(("step 1", "accumulated")[number], 1.0 + apart)
+    assert plain.judge(ours, number, (), fused=True)[0] == verdict
 
 
 @pytest.mark.slow
