@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +70,11 @@ def test_control_flow_in_the_graph_is_right(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_that_torch_traces_without_its_result_is_refused() -> None:
-    """AOTAutograd's own partitioner fails on it with an assertion."""
+def test_a_call_that_torch_traces_without_its_result_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd's own partitioner fails on it, and writes a file to the working directory."""
+    monkeypatch.chdir(tmp_path)
     op: Any = HIGHER_ORDER["invoke_quant"]
     found = staged(op, samples(op, torch.float32, 1)[0], LOSS)
     assert found["verdict"] == "refused"
