@@ -39,8 +39,8 @@ from examples.models.random_trials import CASES, Trial, trials
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 50
-LIMIT_SECONDS = 240
-"""The time after which a seed that gives no result is taken for hanging."""
+LIMIT_SECONDS = {"aten": 240, "inductor": 1200}
+"""The time after which a seed that gives no result is taken for hanging, by backend: inductor calls a C++ compiler."""
 EXPLAINED = ("refused", "rounding, named", "plain fails")
 """Verdicts that are counted by their reason; all others but "right" are listed."""
 
@@ -138,6 +138,7 @@ def _in_a_process(seeds: list[int], backend: str, cases: int) -> Iterator[list[d
     it did is the last one."""
     command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--cases", str(cases), "--child"]
     command += map(str, seeds)
+    limit = LIMIT_SECONDS[backend]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
@@ -147,9 +148,9 @@ def _in_a_process(seeds: list[int], backend: str, cases: int) -> Iterator[list[d
             for seed in seeds:
                 reason = "its process died"
                 try:
-                    line = lines.get(timeout=LIMIT_SECONDS)
+                    line = lines.get(timeout=limit)
                 except queue.Empty:
-                    line, reason = "", f"no result after {LIMIT_SECONDS} s"
+                    line, reason = "", f"no result after {limit} s"
                 if not line:
                     yield [Trial(seed, 0, "error not ours", "", reason).record()]
                     return

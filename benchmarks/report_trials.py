@@ -10,6 +10,7 @@ MEANINGS = {
     "rounding": "equal to rounding, and the plan does not say so",
     "wrong": "other numbers",
     "over budget": "measured memory above the budget",
+    "budget refused": "refused within a budget that is not below the smallest",
     "refused": "refused with a reason",
     "error not ours": "an error that is no refusal",
     "plain fails": "the plain model fails, or gives other numbers each time",

@@ -49,8 +49,8 @@ class Trial:
     case: int
     """The number of the case among those of the seed."""
     verdict: str
-    """right, rounding ("rounding, named" where the plan names an operator), wrong, over budget, refused, error
-    not ours, or plain fails."""
+    """right, rounding ("rounding, named" where the plan names an operator), wrong, over budget, budget refused (none is
+    below the smallest that works), refused, error not ours, or plain fails."""
     drawn: str
     """The schedule, the optimiser and the blocks."""
     message: str = ""
@@ -83,6 +83,8 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
         try:
             with random_schedules(draw) if forced else nullcontext():
                 verdict, message = model.train(None if forced else share, ahead=ahead)
+        except memopt.BudgetError as refused:
+            verdict, message = "budget refused", said(refused)
         except REFUSALS as refused:
             verdict, message = "refused", said(refused)
         except Exception as error:
@@ -103,6 +105,7 @@ class _Planned:
 
     def train(self, share: float | None, *, ahead: bool) -> tuple[str, str]:
         """Train by a plan from the same state as the plain model: the verdict and where the two are apart."""
+        self.model.zero_grad()  # a case that failed may have left gradients
         budget_gb = ROOMY_GB if share is None else self._budget_gb(share)
         self.model.load_state_dict(self.case.model.state_dict())
         self._optimize(budget_gb, ahead=ahead)
@@ -112,7 +115,7 @@ class _Planned:
             if verdict == "right":  # steps make any rounding before them larger
                 notes = memopt.plan_of(self.model).notes
                 verdict, message = self.plain.judge(run, number, notes, fused=self.options["backend"] == "inductor")
-        self.model.zero_grad()
+        self.model.zero_grad()  # as may an accumulated step that is refused
         if share is None or verdict == "wrong":
             return verdict, message
         measured_gb = twin.measured_bytes() / GIB

@@ -20,6 +20,7 @@ from memopt.compat.dynamo import (
     SeenSizes,
     capture_settings,
     compile_with,
+    compiled_several_times,
     drop_compilations,
     keeping_requires_grad,
     without_propagated_marks,
@@ -119,6 +120,17 @@ def _drop_freed() -> None:
     if _freed:
         _freed.clear()
         drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
+
+
+def may_run_other_regions(backend: Backend) -> bool:
+    """Whether a call that was compiled with a backend may run other regions the next time: some code was compiled
+    several times, and Dynamo does not always choose the same compilation."""
+
+    def is_ours(compiler: Any) -> bool:
+        owned = _owners[compiler]() if compiler in _owners else None
+        return owned is not None and owned.backend is backend
+
+    return compiled_several_times(is_ours)
 
 
 def compile_call(

@@ -15,7 +15,8 @@ from torch import fx
 from memopt.capture.operators import DecideJoint, Operators, run_joint_passes
 from memopt.device.fusion import can_inline, fused_away
 from memopt.device.storages import StorageInfo, find_storages
-from passes import CANONICAL, FoundReuse, FreeFirst, find_reuses, format_graph
+from memopt.errors import CaptureError
+from passes import CANONICAL, FoundReuse, FreeFirst, PassError, find_reuses, format_graph
 from passes.graphs.node_facts import backward_nodes, is_tangent
 
 
@@ -88,12 +89,12 @@ class JointGraph:
         trace: Any = None,
     ) -> JointGraph:
         """The canonical form of a graph as AOTAutograd gives it to a partitioner, after the passes that `decide`
-        returns.
+        returns. Raises `CaptureError`, `PassError`.
 
         With `reinplace`, operands that die in the backward are overwritten, unless the graph is `fused`: such a backend
         reuses their memory itself.
         """
-        module, passed = CANONICAL(traced), None
+        module, passed = _canonical(traced), None
         if decide is not None:
             passed = run_joint_passes(
                 module, decide(module, forward_outputs, operators.exact if operators else frozenset())
@@ -209,6 +210,15 @@ class JointGraph:
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         tensors = [number for number, node in enumerate(primals) if isinstance(node.meta["val"], torch.Tensor)]
         return {number: position for position, number in enumerate(tensors)}
+
+
+def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
+    """The canonical form of a graph as torch traced it. Raises `CaptureError` for one that lacks facts about a call."""
+    try:
+        return CANONICAL(traced)
+    except PassError as error:
+        name = f"{error.node} in " if error.node else ""
+        raise CaptureError(f"{name}the graph that torch traced cannot be planned: {error.problem}") from error
 
 
 def _normalises_batch(name: str, args: tuple[Any, ...]) -> bool:

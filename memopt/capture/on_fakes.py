@@ -13,8 +13,9 @@ from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
-from memopt.capture.rehearsal import Rehearsal, rehearse
+from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode
+from memopt.training_state import Attributes, generator_states, set_generators
 
 
 class _Recorded(Exception):
@@ -34,7 +35,7 @@ def capture_on_fakes(
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
     `low` is as for `Rehearsal`. With `narrowed`, parameters and inputs are captured in another dtype than they have.
-    Where the forward breaks into regions, its Python code runs once on fakes. Raises `CaptureError`.
+    Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
     to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)
@@ -70,9 +71,10 @@ def _capture_regions(
     mode: FakeTensorMode,
     low: torch.dtype | None,
 ) -> CapturedCall:
-    """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code once."""
+    """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code."""
     args, kwargs = call
-    rehearsal = Rehearsal(ids, low)
+    cpu = torch.device("cpu")  # fakes draw from no generator of another device
+    rehearsal: Rehearsal
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with rehearsal.between.planned():
@@ -80,7 +82,18 @@ def _capture_regions(
         return lambda *values: rehearsal.run(region, values)
 
     parts = compile_call(forward, record_part, whole=False)
-    return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+
+    def capture() -> CapturedCall:
+        nonlocal rehearsal
+        rehearsal = Rehearsal(ids, low)
+        attributes, generators = Attributes(model), generator_states(cpu)
+        try:
+            return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)
+        finally:
+            attributes.restore()
+            set_generators(generators, cpu)
+
+    return as_run_later(capture, record_part)
 
 
 def _real_ids(fakes: Fakes) -> dict[int, int]:

@@ -301,6 +301,11 @@ class CapturedCall:
         """The region of each run."""
         return tuple(run.region for run in self.runs)
 
+    @property
+    def places(self) -> tuple[tuple[object, ...], ...]:
+        """The place of each run."""
+        return tuple(run.place for run in self.runs)
+
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
         """For each run, the numbers of the parameters whose gradients it may add to `.grad` itself: those that no hook
         waits for (`hooked` holds `id`s), that are not passed on, and that no other run reads, since autograd sums the

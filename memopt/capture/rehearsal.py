@@ -16,7 +16,7 @@ from torch import nn
 
 from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
-from memopt.capture.dynamo import in_brief_with_line, short_path
+from memopt.capture.dynamo import Backend, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
@@ -142,6 +142,18 @@ def rehearse(
     if captured is None:
         raise CaptureError(cannot_capture(model, reason))
     return captured
+
+
+def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
+    """What `capture` returns; of a second run where that runs other regions of those that `backend` recorded.
+
+    The model must be the same before and after `capture`.
+    """
+    found = capture()
+    if not may_run_other_regions(backend):
+        return found
+    again = capture()
+    return again if again.places != found.places else found
 
 
 @contextmanager

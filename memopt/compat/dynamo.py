@@ -47,6 +47,7 @@ __all__ = [
     "SeenSizes",
     "capture_settings",
     "compile_with",
+    "compiled_several_times",
     "copy_source",
     "drop_compilations",
     "keeping_requires_grad",
@@ -330,6 +331,22 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
         entries = frames._debug_get_cache_entry_list(code)
         if entries and all(is_dead(getattr(entry.backend, "compiler_fn", None)) for entry in entries):
             frames.reset_code(code)
+
+
+def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
+    """Whether some code has several compilations by backends for which `is_ours` holds.
+
+    The guards of a compilation that broke the graph inside of a function that it called do not cover what that function
+    looked at. The one that was made last is tried first: it may run from now on where another one ran.
+    """
+    from torch._dynamo.convert_frame import input_codes
+
+    frames: Any = torch._C._dynamo.eval_frame
+    for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
+        entries = frames._debug_get_cache_entry_list(code)
+        if sum(is_ours(getattr(entry.backend, "compiler_fn", None)) for entry in entries) > 1:
+            return True
+    return False
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:

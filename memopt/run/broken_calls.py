@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.rehearsal import Rehearsal, rehearse, undone
+from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse, undone
 from memopt.capture.together import known_places
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
@@ -81,21 +82,24 @@ class BrokenCalls:
         self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
-        backend = recording(self, differentiate_all=True)
-        self._compiled = compile_call(to_capture(), backend, whole=False, symbols=True)
+        self._backend = recording(self, differentiate_all=True)
+        self._compiled = compile_call(to_capture(), self._backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call by running it once without gradients; changes to the model are then undone.
-        Other ranks need not do the same.
+        """Record the regions of a call by running it without gradients; changes to the model are then undone. Other
+        ranks need not do the same.
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
+        found = as_run_later(partial(self._rehearsed, call, reason), self._backend)
+        return replace(found, kept=self.keeping.kept)
+
+    def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
         gathered = Gathered(self.model)
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
             with undone(self.model), gathered.without_exchange():
-                found = rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
-            return replace(found, kept=self.keeping.kept)
+                return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import exc
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
@@ -17,6 +17,7 @@ from memopt.compat import dynamo
 from memopt.compat.dynamo import (
     capture_settings,
     compile_with,
+    compiled_several_times,
     copy_source,
     drop_compilations,
     keeping_requires_grad,
@@ -91,6 +92,43 @@ def test_a_compiled_call_leaves_no_backend_behind() -> None:
     compiled(torch.ones(4))
     assert len(graphs) == 2
     assert set(cached_backends) == known
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).tanh()
+
+
+def test_code_that_is_compiled_several_times_is_found() -> None:
+    """Dynamo's second call runs another compilation of the first layer than its first one did."""
+    began: list[str] = []
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        names = " ".join(node.name for node in graph_module.graph.nodes if node.op.startswith("call"))
+
+        def run(*args: Any) -> Any:
+            began.append(names)
+            return graph_module.forward(*args)
+
+        return run
+
+    layers = nn.Sequential(_Layer(), _Layer())
+    layers[1].lin.register_full_backward_hook(lambda module, grads, outputs: None)  # type: ignore[operator, union-attr]
+    inputs = torch.ones(2, 4, requires_grad=True)
+    with capture_settings():
+        compiled = compile_with(backend, lambda x: layers(x), whole=False)
+        compiled(inputs)
+        first = began.copy()
+        assert compiled_several_times(lambda compiler: compiler is backend)
+        assert not compiled_several_times(lambda compiler: False)
+        began.clear()
+        compiled(inputs)
+    assert first == ["linear tanh", "tanh"]
+    assert began == ["tanh", "tanh"]
 
 
 def test_compilations_of_dead_backends_are_dropped() -> None:

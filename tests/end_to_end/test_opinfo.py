@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.custom_op_db import custom_op_db
+from torch.testing._internal.hop_db import hop_db
 
 from examples.models.operator_trials import ALL, IN_PLACE, LOSS, SMALLEST, samples, staged
 
@@ -54,3 +56,26 @@ def test_what_torch_cannot_trace_is_refused() -> None:
     found = staged(op, samples(op, torch.float32)[0], IN_PLACE)
     assert found["verdict"] == "refused"
     assert "polygamma_" in found["message"]
+
+
+HIGHER_ORDER = {op.name: op for op in reversed(hop_db)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["cond", "invoke_subgraph", "map"])
+def test_control_flow_in_the_graph_is_right(name: str) -> None:
+    op: Any = HIGHER_ORDER[name]
+    found = staged(op, samples(op, torch.float32, 1)[0], SMALLEST)
+    assert found["verdict"] == "right", found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_that_torch_traces_without_its_result_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AOTAutograd's own partitioner fails on it, and writes a file to the working directory."""
+    monkeypatch.chdir(tmp_path)
+    op: Any = HIGHER_ORDER["invoke_quant"]
+    found = staged(op, samples(op, torch.float32, 1)[0], LOSS)
+    assert found["verdict"] == "refused"
+    assert "invoke_quant in the graph that torch traced cannot be planned" in found["message"]

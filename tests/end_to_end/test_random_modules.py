@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+import memopt
+from examples.models import random_trials
+from examples.models.random_reference import Reference
 from examples.models.random_trials import trials
+from examples.models.twins import Run, Twin, loss_of
 
 SEEDS = (1, 6)
-FOUND = (300, 222, 78)
+FOUND = (300, 222, 78, 555)
 """Seeds that were not right once."""
 
 
@@ -17,6 +24,44 @@ def test_a_random_module_trains_as_the_plain_one(seed: int, monkeypatch: pytest.
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     verdicts = [(found.verdict, found) for found in trials(seed)]
     assert all(verdict == "right" for verdict, _ in verdicts), verdicts
+
+
+def test_a_case_after_one_that_failed_starts_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are held need more than the smallest budget: each case after a failed one was refused."""
+    held = []
+
+    def failing(twin: Twin) -> Iterator[Run]:
+        held.append(any(parameter.grad is not None for parameter in twin.model.parameters()))
+        loss_of(twin.model(**twin.batch)).backward()
+        raise ArithmeticError("after the backward")
+
+    monkeypatch.setattr(random_trials, "steps_of", failing)
+    assert [found.verdict for found in trials(1, cases=3)] == ["error not ours"] * 3
+    assert held == [False] * 3
+
+
+def test_a_budget_that_is_refused_though_it_is_not_too_small_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All budgets of the trials are at least the smallest that works, so that no case may be refused for its budget."""
+
+    def refused(twin: Twin) -> Iterator[Run]:
+        raise memopt.BudgetError(1, 2, "activations")
+
+    monkeypatch.setattr(random_trials, "steps_of", refused)
+    assert [found.verdict for found in trials(1, cases=1)] == ["budget refused"]
+
+
+@pytest.mark.parametrize(
+    ("apart", "number", "verdict"), [(2e-6, 0, "right"), (2e-5, 0, "wrong"), (2e-5, 1, "right"), (2e-2, 1, "wrong")]
+)
+def test_rounding_of_compiled_code_may_grow_by_the_steps_of_the_optimiser(
+    apart: float, number: int, verdict: str
+) -> None:
+    def run(name: str, value: float) -> Run:
+        return Run([1.0], {f"{name}: gradient of weight": torch.tensor([value])}, [(0.0, 0.0, 0.0)])
+
+    plain = Reference((run("step 1", 1.0), run("accumulated", 1.0)), None)
+    ours = run(("step 1", "accumulated")[number], 1.0 + apart)
+    assert plain.judge(ours, number, (), fused=True)[0] == verdict
 
 
 @pytest.mark.slow

@@ -28,6 +28,36 @@ def test_the_capture_sees_both_regions_in_the_order_of_the_forward() -> None:
     assert second == {id(parameter) for layer in model.layers[2:] for parameter in layer.parameters()}
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x).tanh()
+
+
+class Hooked(nn.Module):
+    """Dynamo breaks the graph at the hook of one layer, and from the second call on in the other one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), Layer(), Layer())
+        self.layers[2].lin.register_full_backward_hook(lambda module, grads, outputs: None)  # type: ignore[operator, union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).sum()
+
+
+@pytest.mark.parametrize("on_fakes", [False, True])
+def test_a_capture_has_the_regions_that_later_calls_run(on_fakes: bool) -> None:
+    model = Hooked().train()
+    calls = calls_of(model)
+    found = calls.planner.capture_on_fakes(CALL, None) if on_fakes else calls._broken.capture(CALL, "a break")
+    for _ in range(2):
+        assert calls._broken.capture(CALL, "a break").places == found.places
+
+
 def test_both_regions_run_by_one_plan_with_the_plain_gradients() -> None:
     model = make(breaks=True)
     calls = calls_of(model)
