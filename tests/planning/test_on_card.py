@@ -16,7 +16,7 @@ from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import _for_each, expandable_segments, on_card, within
-from memopt.planning.planner import Request, smallest, solve_on_card
+from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
 from memopt.solver import Portfolio, Schedule
 from tests.planned import captured, region
 
@@ -115,6 +115,25 @@ def test_a_refusal_names_no_smaller_budget_than_the_one_given(step: Captured, mo
     assert works <= info.value.smallest_bytes < 1.01 * works
     assert not info.value.least
     assert make_plan(step, ACCOUNT, info.value.smallest_bytes).predicted_peak_bytes <= info.value.smallest_bytes
+
+
+def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
+    step: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule fits the budget less the allocator's gaps, so that the solver alone would not refuse it."""
+    least, _ = smallest(joined(step), ACCOUNT)
+    budget = int(0.995 * least)
+    attempts = []
+
+    def counted(joined: Joined, request: Request) -> Any:
+        attempts.append(request)
+        return solve_settled(joined, request)
+
+    monkeypatch.setattr("memopt.planning.planner.solve_settled", counted)
+    with pytest.raises(BudgetError) as refused:
+        make_plan(step, ACCOUNT, budget)
+    assert refused.value.smallest_bytes == least
+    assert len(attempts) == 1
 
 
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
