@@ -47,8 +47,8 @@ class PlanSearch:
     _steps: list[Candidate] = field(default_factory=list)
     _plans: list[tuple[Plan, LeverSet]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
-    _above: set[tuple[str, ...]] = field(default_factory=set)
-    """The levers of the sets whose smallest budget, with offloading too, is above this one."""
+    _above: set[int] = field(default_factory=set)
+    """The `id` of each lever set whose smallest budget, with offloading too, is above this one."""
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
     _narrowed_by_id: dict[int, Candidate | None] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class PlanSearch:
         except BudgetError as error:
             self._refused.append(error.with_traceback(None))  # which would hold the caller's frames and tensors
             if error.least:
-                self._above.add(levers.levers)
+                self._above.add(id(levers))
             return None
         self._plans.append((plan, levers))
         if levers.next_is_faster or plan.added_time > LITTLE:
@@ -115,7 +115,7 @@ class PlanSearch:
 
         for levers, captured, account in sorted(self._steps, key=step_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
-            hopeless = captured.link is None or levers.levers in self._above
+            hopeless = captured.link is None or id(levers) in self._above
             if hopeless or step_seconds((levers, captured, account)) >= best:
                 continue
             with contextlib.suppress(BudgetError):
