@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers.initialization import no_init_weights
 
 import memopt
 from benchmarks.card_models import card_models
+from benchmarks.gpu_models import made
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB
 from memopt.planning.on_card import expandable_segments
@@ -123,9 +123,7 @@ def records_of(document: dict[str, Any]) -> list[Record]:
 
 def run(job: Job) -> Iterator[Record]:
     """Yield the records of a job."""
-    candidate = card_models(job.size)[job.model]
-    with torch.device("cuda"), no_init_weights():
-        model, batch = candidate.make(), candidate.batch(candidate.size)
+    model, batch = made(card_models(job.size)[job.model], filled=False)
     options: dict[str, Any] = {"backend": job.backend, "precision": "bf16"}
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     # Optimised once and then again with other budgets, the model keeps its captured graphs.

@@ -19,13 +19,12 @@ from benchmarks.first_day_timing import (
     budgets_beside,
     by_events,
     forget,
-    made,
     steps_timed,
     timed,
     timed_within,
 )
 from benchmarks.gpu_methods import adamw, peers
-from benchmarks.gpu_models import Candidate, candidates, gpt2
+from benchmarks.gpu_models import Candidate, candidates, gpt2, made
 from examples.models.card import temporary_bytes
 from memopt.device import measure_hardware
 from memopt.device.context_probe import measure_context_bytes

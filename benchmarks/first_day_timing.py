@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers.initialization import no_init_weights
 
 import memopt
 from benchmarks.gpu_methods import Method, adamw
-from benchmarks.gpu_models import Candidate
+from benchmarks.gpu_models import Candidate, made
 from memopt.account.account import distinct_bytes
 from memopt.device.hardware_table import Hardware
 from memopt.errors import GIB
@@ -70,12 +69,6 @@ def timed_within(budgets_gb: Mapping[str, float], candidate: Candidate) -> Itera
 
         yield name, _or_failure(run)
         optimizer.zero_grad()
-
-
-def made(candidate: Candidate, *, filled: bool = True) -> tuple[torch.nn.Module, Any]:
-    """A candidate's model and batch on the card."""
-    with torch.device("cuda"), nullcontext() if filled else no_init_weights():
-        return candidate.make(), candidate.batch(candidate.size)
 
 
 def steps_timed(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from benchmarks.real_models import UNet
 
@@ -34,6 +36,15 @@ class Candidate:
     """Tokens of a sample; 1 for an image."""
     block: str
     """The class of the blocks that recipes checkpoint."""
+
+
+def made(candidate: Candidate, *, filled: bool = True) -> tuple[nn.Module, Batch]:
+    """A candidate's model and batch on the card. Parameters that are not `filled` are left as they are allocated."""
+    with torch.device("cuda"), nullcontext() if filled else no_init_weights():
+        model, batch = candidate.make(), candidate.batch(candidate.size)
+    if isinstance(model, transformers.PreTrainedModel):
+        model.tie_weights()  # which is part of filling them, and changes their bytes
+    return model, batch
 
 
 def library(head: str, config: transformers.PretrainedConfig, loss: str) -> Callable[[], nn.Module]:

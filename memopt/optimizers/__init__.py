@@ -15,7 +15,10 @@ from memopt.optimizers.proposal_sets import (
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_PROPOSALS,
     ProposalSet,
+    Wanted,
     combinations_of,
+    further_combinations,
+    least_with_proposals,
 )
 from memopt.optimizers.proposals import Proposals
 from memopt.optimizers.receipt import price_proposals
@@ -40,9 +43,12 @@ __all__ = [
     "SteppingHook",
     "TrainingFacts",
     "TrainingPrice",
+    "Wanted",
     "Where",
     "combinations_of",
+    "further_combinations",
     "kept_wide",
+    "least_with_proposals",
     "price_proposals",
     "price_training",
     "refuse_what_needs_all_gradients",

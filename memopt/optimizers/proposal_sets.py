@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
@@ -14,6 +14,8 @@ from memopt.optimizers.stepping import Stepping
 from memopt.optimizers.training_facts import TrainingFacts
 from memopt.optimizers.training_price import TrainingPrice
 
+Wanted = Callable[[Collection[str]], bool]
+"""Whether a combination of proposals, by their names, is worth its price."""
 BF16_PARAMETERS = "bf16_parameters"
 OPTIMIZER_IN_BACKWARD = "optimizer_in_backward"
 OPTIMIZER_PROPOSALS = {
@@ -77,14 +79,44 @@ class ProposalSet:
         return BF16_PARAMETERS in self.names
 
 
-def combinations_of(facts: TrainingFacts, names: Collection[str]) -> tuple[ProposalSet, ...]:
-    """All combinations of the named proposals that fit the optimiser, sorted by the time they add, least first."""
-    found: list[ProposalSet] = []
-    known: dict[Proposals, TrainingPrice] = {}
+def least_with_proposals(account: Account) -> int:
+    """Bytes that are resident whatever proposals are taken: these leave half of the parameters at least."""
+    return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
+
+
+def combinations_of(
+    facts: TrainingFacts, names: Collection[str], known: dict[Proposals, TrainingPrice] | None = None
+) -> tuple[ProposalSet, ...]:
+    """All combinations of the named proposals that fit the optimiser, sorted by the time they add, least first; `known`
+    is as for `price_proposals`."""
+    numbers = range(1, len(names) + 1)
+    return _priced(facts, [some for number in numbers for some in combinations(sorted(names), number)], known)
+
+
+def further_combinations(
+    facts: TrainingFacts,
+    names: Collection[str],
+    allowed: Collection[str],
+    wanted: Wanted,
+    known: dict[Proposals, TrainingPrice] | None = None,
+) -> Iterator[ProposalSet]:
+    """The combinations of the named proposals that are not of `allowed` ones alone: the smallest ones first, and of as
+    many proposals those that add the least time. Only those that are `wanted` once they come up are priced."""
+    known = {} if known is None else known
     for number in range(1, len(names) + 1):
-        for combination in combinations(sorted(names), number):
-            try:
-                found.append(ProposalSet.of(facts, Proposals.named(combination), known))
-            except (TypeError, ValueError):  # does not fit this optimiser, as 8 bits fit Adam alone
-                continue
+        some = [one for one in combinations(sorted(names), number) if not set(allowed).issuperset(one) and wanted(one)]
+        yield from _priced(facts, some, known)
+
+
+def _priced(
+    facts: TrainingFacts, chosen: Iterable[Collection[str]], known: dict[Proposals, TrainingPrice] | None
+) -> tuple[ProposalSet, ...]:
+    """The combinations that fit the optimiser, sorted by the time they add."""
+    found: list[ProposalSet] = []
+    known = {} if known is None else known
+    for names in chosen:
+        try:
+            found.append(ProposalSet.of(facts, Proposals.named(names), known))
+        except (TypeError, ValueError):  # does not fit this optimiser, as 8 bits fit Adam alone
+            continue
     return tuple(sorted(found, key=lambda proposal_set: proposal_set.added_seconds))

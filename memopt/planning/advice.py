@@ -12,7 +12,7 @@ import torch
 
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
-from memopt.errors import BudgetError, would_do
+from memopt.errors import would_do
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
@@ -21,6 +21,7 @@ from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import Candidate
 from memopt.planning.planner import smallest
 from memopt.planning.situation import Situation
+from memopt.rewrite import LeverSet
 
 _log = logging.getLogger("memopt")
 _Look = Callable[[], Iterator[tuple[str, int]]]
@@ -72,7 +73,8 @@ class Advice:
             return
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
-        nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True))
+        levers = min(steps, key=lambda step: self.smallest_of([step]))[0]
+        nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), levers)
         yield f"for TrainStep, in microbatches down to one of its {samples} samples,", nbytes
 
     def in_growing_segments(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
@@ -124,13 +126,13 @@ class Advice:
         other = replace(planner.options, **options)
         return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
 
-    def least(self, planner: CallPlanner, call: Call, situation: Situation) -> int:
-        """The smallest budget in bytes for a call, found on fake tensors."""
+    def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: LeverSet | None = None) -> int:
+        """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""
         planner = self.like(planner)
         with planner.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.proposing.narrowed)
             search = planner.search(situation, advise=False)
-            try:
-                return search.fastest(planner.candidates(captured, call, situation, search)).smallest_bytes()
-            except BudgetError as error:
-                return error.smallest_bytes
+            if levers is None:
+                return self.smallest_of(list(planner.candidates(captured, call, situation, search)))
+            step = planner.rewrite_and_price(captured, call, situation, levers)
+            return self.smallest_of([(levers, step, planner.captured_account(captured, call, situation, step))])

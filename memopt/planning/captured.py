@@ -279,8 +279,9 @@ class Joined:
 
     @cached_property
     def smallest(self) -> Solution:
-        """The solution with the smallest peak found."""
-        return self.portfolio.smallest() if self.link is None else self.offloads.smallest(self.link)
+        """The solution with the smallest peak found. With offloads, solvers of its own find it: of several schedules
+        with that peak, those that have solved for other budgets would find another."""
+        return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
 
     def forget_solvers(self) -> None:
         """Free the solvers, with their tables, and what they found: both are made again when they are asked for."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
 from memopt.errors import BudgetError, would_do
-from memopt.optimizers import ProposalSet
+from memopt.optimizers import ProposalSet, Wanted, least_with_proposals
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
@@ -34,8 +34,9 @@ class PlanSearch:
     effort: Effort
     allowed: frozenset[str] = frozenset()
     """Proposals that may be chosen where no lever set fits without them."""
-    combinations: Callable[[], Sequence[ProposalSet]] = tuple
-    """All combinations of proposals, the cheapest first."""
+    combinations: Callable[[Wanted], Iterable[ProposalSet]] = lambda wanted: ()
+    """All combinations of proposals, those of allowed ones first; of the others only those that are wanted when they
+    come up."""
     narrowed: Callable[[LeverSet], Candidate | None] = lambda levers: None
     """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured."""
@@ -46,6 +47,8 @@ class PlanSearch:
     _steps: list[Candidate] = field(default_factory=list)
     _plans: list[tuple[Plan, LeverSet]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
+    _above: set[int] = field(default_factory=set)
+    """The `id` of each lever set whose smallest budget, with offloading too, is above this one."""
     _rows: dict[tuple[str, ...], ReceiptRow] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
     _narrowed_by_id: dict[int, Candidate | None] = field(default_factory=dict)
@@ -83,6 +86,8 @@ class PlanSearch:
             plan = make_plan(captured, account, self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
             self._refused.append(error.with_traceback(None))  # which would hold the caller's frames and tensors
+            if error.least:
+                self._above.add(id(levers))
             return None
         self._plans.append((plan, levers))
         if levers.next_is_faster or plan.added_time > LITTLE:
@@ -102,15 +107,16 @@ class PlanSearch:
         return self._fastest() if self._plans else self._with_proposals()
 
     def _offload(self) -> None:
-        """Plan the lever sets with offloading, except those whose step takes at least as long as the best plan even
-        with nothing recomputed or offloaded."""
+        """Plan the lever sets with offloading, except those for which the budget is known to be too small, and those
+        whose step takes at least as long as the best plan even with nothing recomputed or offloaded."""
 
         def step_seconds(step: Candidate) -> float:
             return step[1].joined(accumulating=step[2].gradients_held).problem.seconds
 
         for levers, captured, account in sorted(self._steps, key=step_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
-            if captured.link is None or step_seconds((levers, captured, account)) >= best:
+            hopeless = captured.link is None or id(levers) in self._above
+            if hopeless or step_seconds((levers, captured, account)) >= best:
                 continue
             with contextlib.suppress(BudgetError):
                 self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
@@ -120,11 +126,17 @@ class PlanSearch:
         `BudgetError`."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[ProposalSet, int]] = []
-        for chosen in self.combinations():
+
+        none_helps = all(least_with_proposals(account) > self.budget_bytes for _, _, account in self._steps)
+
+        def wanted(names: Collection[str]) -> bool:
+            return not none_helps and not any(set(names).issuperset(fewer.names) for fewer, _ in helpful)
+
+        for chosen in self.combinations(wanted):
             allowed = self.allowed.issuperset(chosen.names)
             if not allowed and self._is_hopeless(chosen):
                 continue
-            least = self._least(chosen)
+            least = self._least(chosen, self._steps if allowed else [min(self._steps, key=_smallest)])
             if least is None:
                 continue
             found[chosen.names] = least.smallest_bytes
@@ -165,10 +177,10 @@ class PlanSearch:
             self._narrowed_by_id[id(levers)] = self.narrowed(levers)
         return self._narrowed_by_id[id(levers)]
 
-    def _least(self, chosen: ProposalSet) -> BudgetError | None:
-        """The refusal with the chosen proposals: the smallest budget, and what dominates it. Narrower parameters are
-        tried on the lever set with the smallest budget only; None where they cannot be captured."""
-        steps = [min(self._steps, key=_smallest)] if chosen.narrows else self._steps
+    def _least(self, chosen: ProposalSet, steps: Sequence[Candidate]) -> BudgetError | None:
+        """The refusal with the chosen proposals on these steps: the smallest budget, and what dominates it. Narrower
+        parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
+        steps = [min(steps, key=_smallest)] if chosen.narrows else steps
         found = [
             _smallest((levers, captured, chosen.adjusted(account)))
             for levers, captured, account in self._with(chosen, steps)

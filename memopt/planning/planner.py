@@ -108,11 +108,14 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
     """The first solution with which the allocator keeps the budget: it is solved for again with fewer bytes while the
-    allocator would exceed the budget, and with more again where that leaves too few. None after `_ROUNDS` attempts."""
+    allocator would exceed the budget, and with more again where that leaves too few. None after `_ROUNDS` attempts, or
+    after the first one for a budget below the smallest."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
     allowance, too_small, too_large = 0, -1, 2 * budget_bytes
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
+        if number == 1 and smallest(joined, account)[0] > budget_bytes:
+            break
         tighter = replace(without_allocator(account), fragmentation=allowance)
         try:
             taken, solution = solve_settled(joined, replace(request, account=tighter))

@@ -3,7 +3,7 @@ chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,10 @@ from memopt.optimizers import (
     ProposalSet,
     Stepping,
     TrainingFacts,
+    TrainingPrice,
+    Wanted,
     combinations_of,
+    further_combinations,
     kept_wide,
     stepping_hooks,
 )
@@ -79,13 +82,19 @@ class Proposing:
         """Why an allowed proposal is not considered."""
         return (_NOT_FUSED,) if self.fused and OPTIMIZER_IN_BACKWARD in self.allowed else ()
 
-    def combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
-        """All possible combinations, allowed or not, the cheapest first; empty once some are chosen. `gradients_held`:
-        for a call that adds to existing gradients."""
-        return combinations_of(self.facts, self._possible(gradients_held)) if self.chosen is None else ()
+    def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[ProposalSet]:
+        """All possible combinations: those of allowed proposals, the cheapest first, and then those with others as far
+        as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`: for a call that adds to
+        existing gradients."""
+        if self.chosen is not None:
+            return
+        known: dict[Proposals, TrainingPrice] = {}
+        names = self._possible(gradients_held)
+        yield from combinations_of(self.facts, names & self.allowed, known)
+        yield from further_combinations(self.facts, names, self.allowed, wanted, known)
 
-    def allowed_combinations(self, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
-        """The combinations of allowed proposals, the cheapest first."""
+    def allowed_combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
+        """The combinations of allowed proposals, the cheapest first, whichever are `wanted`."""
         names = self._possible(gradients_held) & self.allowed
         return combinations_of(self.facts, names) if names else ()
 

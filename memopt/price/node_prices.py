@@ -14,6 +14,7 @@ from memopt.device.hardware_table import Hardware
 from memopt.device.library_run import library_run
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.op_rehearsal import rehearsal
+from memopt.device.result_order import calls_in_order
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, workspace_bytes
 from memopt.price.priced_graph import NodePrice
@@ -50,11 +51,13 @@ def price_nodes(
 
 
 def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
-    """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's."""
+    """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's, or
+    allocates its results in another order than it returns them."""
     call = op_call(node)
     rehearsed = None if call is None else rehearsal(call, card.chip, ROUNDING_BYTES) or library_run(call, card.chip)
     if rehearsed is None:
-        return NodePrice(seconds, workspace_bytes(node, "cuda", card.chip))
+        workspace = workspace_bytes(node, "cuda", card.chip)
+        return NodePrice(seconds, workspace, calls=() if call is None else calls_in_order(call, workspace))
     return NodePrice(seconds, rehearsed.workspace_bytes, calls=rehearsed.calls)
 
 

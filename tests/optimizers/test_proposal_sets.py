@@ -10,7 +10,7 @@ from torch import nn, optim
 from memopt.account.account import account_of
 from memopt.device import hardware
 from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS, Proposals, ProposalSet
-from memopt.optimizers.proposal_sets import combinations_of
+from memopt.optimizers.proposal_sets import combinations_of, further_combinations, least_with_proposals
 from memopt.optimizers.training_facts import TrainingFacts
 
 H100 = hardware("h100")
@@ -30,6 +30,29 @@ def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
     assert {proposal_set.names for proposal_set in found if len(proposal_set.names) == 1} == {
         (name,) for name in OPTIMIZER_PROPOSALS if name != "low_bit_optimizer"
     }
+
+
+def test_further_combinations_come_smallest_first_and_as_far_as_they_are_wanted() -> None:
+    facts = TrainingFacts.of(model(), optim.AdamW, H100)
+    seen: list[tuple[str, ...]] = []
+    for proposal_set in further_combinations(
+        facts,
+        OPTIMIZER_PROPOSALS,
+        ["low_bit_optimizer"],
+        lambda names: BF16_PARAMETERS not in names or len(names) == 1,
+    ):
+        seen.append(proposal_set.names)
+    assert [len(names) for names in seen] == [1, 1, 1, 2, 2, 2, 3]
+    assert ("low_bit_optimizer",) not in seen
+    assert [names for names in seen if BF16_PARAMETERS in names] == [(BF16_PARAMETERS,)]
+
+
+def test_no_combination_holds_less_than_the_least_with_proposals() -> None:
+    trained = model()
+    account = account_of(trained, [], "adamw", H100)
+    facts = TrainingFacts.of(trained, "adamw", H100)
+    adjusted = [one.adjusted(account).resident_bytes for one in combinations_of(facts, OPTIMIZER_PROPOSALS)]
+    assert least_with_proposals(account) <= min(adjusted) < account.resident_bytes
 
 
 def test_the_account_has_the_rows_of_the_last_price() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from examples.models.problems import random_problem
 from memopt.account.account import Account
 from memopt.account.allocator_replay import StepBlocks, replay
 from memopt.account.breakdown import breakdown
@@ -16,8 +18,8 @@ from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import _for_each, expandable_segments, on_card, within
-from memopt.planning.planner import Request, smallest, solve_on_card
-from memopt.solver import Portfolio, Schedule
+from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
+from memopt.solver import Link, Portfolio, Schedule
 from tests.planned import captured, region
 
 MB = 1024**2
@@ -115,6 +117,38 @@ def test_a_refusal_names_no_smaller_budget_than_the_one_given(step: Captured, mo
     assert works <= info.value.smallest_bytes < 1.01 * works
     assert not info.value.least
     assert make_plan(step, ACCOUNT, info.value.smallest_bytes).predicted_peak_bytes <= info.value.smallest_bytes
+
+
+def test_the_smallest_schedule_does_not_depend_on_what_was_solved_for_before() -> None:
+    """Where values may be offloaded, several schedules have the smallest peak, and the allocator needs more for some of
+    them: a budget that a refusal named was refused."""
+    problem, link = random_problem(random.Random(0), 16), Link(1.0)
+    fresh, used = (Joined(problem, (), (), link=link) for _ in range(2))
+    peak = used.portfolio.smallest().peak_bytes
+    for share in (1.0, 1.02, 1.05, 1.1, 1.3):
+        used.portfolio.solve(int(share * peak))
+        used.offloads.solve(int(share * peak), link)
+    used.offloads.solve(fresh.smallest.peak_bytes, link)
+    assert used.smallest.schedule == fresh.smallest.schedule
+
+
+def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
+    step: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule fits the budget less the allocator's gaps, so that the solver alone would not refuse it."""
+    least, _ = smallest(joined(step), ACCOUNT)
+    budget = int(0.995 * least)
+    attempts = []
+
+    def counted(joined: Joined, request: Request) -> Any:
+        attempts.append(request)
+        return solve_settled(joined, request)
+
+    monkeypatch.setattr("memopt.planning.planner.solve_settled", counted)
+    with pytest.raises(BudgetError) as refused:
+        make_plan(step, ACCOUNT, budget)
+    assert refused.value.smallest_bytes == least
+    assert len(attempts) == 1
 
 
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

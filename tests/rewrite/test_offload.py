@@ -65,6 +65,14 @@ def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
     assert offload_link(hardware("cpu"), DEFAULT_LEVERS) is None
 
 
+def test_lever_sets_of_the_same_levers_are_told_apart() -> None:
+    """One of them is above the budget, with offloads too, and the other one fits with them alone."""
+    larger = replace(layers(1024), link=FAST)
+    budget = least(step())
+    assert least(larger) > budget
+    assert plan_over(budget, (GROUND, larger), (replace(GROUND), step())).moved_bytes > 0
+
+
 def test_offload_is_tried_where_recomputation_adds_time(tight: Plan) -> None:
     alone = plan_over(tight.budget_bytes, (GROUND, step(None)))
     assert alone.moved_bytes == 0 < tight.moved_bytes
