@@ -99,7 +99,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _may_depend_on_data(func, args):
-            first = result[0] if isinstance(result, (tuple, list)) else result
+            first = _first(result)
             size = tuple(first.shape) if isinstance(first, torch.Tensor) else first
             if isinstance(size, (tuple, int)):
                 self.observed.append(Observed(str(func), size))
@@ -122,6 +122,11 @@ def _larger(one: tuple[int, ...] | int, other: tuple[int, ...] | int) -> tuple[i
     return tuple(map(max, one, other))
 
 
+def _first(value: Any) -> Any:
+    """The first of several results; a single one as it is."""
+    return value[0] if isinstance(value, (tuple, list)) else value
+
+
 def _may_depend_on_data(op: Any, args: Sequence[Any]) -> bool:
     """Whether the size or the value of an operator's result may depend on data."""
     if torch.Tag.data_dependent_output in op.tags:
@@ -142,7 +147,7 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
         if names and node.op == "call_function":
             known |= names
             value = node.meta["val"]
-            first = value[0] if isinstance(value, (tuple, list)) else value
+            first = _first(value)
             found: dict[str, int | None] = dict.fromkeys(sorted(names))
             if isinstance(first, torch.Tensor):
                 dimensions = {plain_symbol(size): dim for dim, size in reversed(list(enumerate(first.shape)))}
@@ -161,7 +166,7 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
     found: set[str] = set()
     for node, symbols in new_symbols(graph):
         value = node.meta["val"]
-        first = value[0] if isinstance(value, (tuple, list)) else value
+        first = _first(value)
         sizes = {name: first if dimension is None else first.shape[dimension] for name, dimension in symbols.items()}
         found |= {name for name, size in sizes.items() if isinstance(size, torch.SymInt) and limit_of(size) is None}
     return frozenset(found)
@@ -207,7 +212,7 @@ def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
 @fx.node.has_side_effect
 def check_size(value: Any, dimension: int | None, most: int) -> None:
     """Raise `SizeOutgrown` if the number `value`, or the tensor's size in `dimension`, is above `most`."""
-    first = value[0] if isinstance(value, (tuple, list)) else value
+    first = _first(value)
     size = first if dimension is None else first.shape[dimension]
     if size > most:
         raise SizeOutgrown(f"{size} instead of at most {most}")

@@ -145,9 +145,10 @@ def rehearse(
 
 
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
-    """What `capture` returns; of a second run where that runs other regions of those that `backend` recorded.
+    """Capture a call with the regions that its later runs will pass through: `capture` is called a second time where
+    Dynamo may choose other compilations then, and the second capture is returned if its regions are others.
 
-    The model must be the same before and after `capture`.
+    `backend` recorded the regions. The model must be the same before and after `capture`.
     """
     found = capture()
     if not may_run_other_regions(backend):

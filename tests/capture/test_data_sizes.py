@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.capture.data_sizes import observe
+from memopt.capture.data_sizes import Observed, most_observed, observe
 
 
 class Picks(nn.Module):
@@ -40,3 +40,10 @@ def test_buffers_and_generators_are_as_before_also_where_the_forward_raises(fail
         assert fails
     assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_of_two_runs_of_the_same_operators_the_larger_results_count() -> None:
+    one = [Observed("nonzero", (3, 2)), Observed("item", 7)]
+    other = [Observed("nonzero", (5, 1)), Observed("item", 4)]
+    assert most_observed(one, other) == (Observed("nonzero", (5, 2)), Observed("item", 7))
+    assert most_observed(one, other[:1]) is None

@@ -1,3 +1,4 @@
+import random
 from typing import Any
 
 import pytest
@@ -6,11 +7,12 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from passes import ForwardWrites, diff_graphs, format_graph
+from passes.forward_writes import _VECTOR
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
 
 
 def tile(width: int = 8) -> GraphModule:
-    """What is left of `torch.mm(x, weight, out=buffer[:, :width])`, read by two calls and written again."""
+    """The functional form of `torch.mm(x, weight, out=buffer[:, :width])`; the part is read twice and written again."""
     sketch = Sketch()
     x, weight = sketch.input("x", 4, 2), sketch.input("weight", 2, width)
     buffer = sketch.call(aten.zeros.default, [4, 16])
@@ -70,6 +72,39 @@ def test_a_part_with_gaps_is_read_where_bits_depend_on_them(width: int, read: An
     after = ForwardWrites()(before)
     (reader,) = after.graph.find_nodes(op="call_function", target=read)
     assert reader.args[0].meta["val"].stride() == (16, 1)
+
+
+def test_a_part_that_lays_out_a_copy_for_a_sum_stays() -> None:
+    """The copy has the strides of the part that it is written to, and the sum runs in their order."""
+    sketch = Sketch()
+    x, buffer, values = sketch.input("x", 4, 8), sketch.input("buffer", 4, 16), sketch.input("values", 4, 8)
+    whole = sketch.call(aten.slice_scatter.default, buffer, sketch.call(aten.neg.default, x), 1, 0, 8)
+    part = sketch.call(aten.slice.Tensor, whole, 1, 0, 8)
+    before = sketch.returns(sketch.call(aten.sum.default, sketch.call(aten.copy.default, part, values)))
+    (reader,) = ForwardWrites()(before).graph.find_nodes(op="call_function", target=aten.sum.default)
+    assert reader.args[0].meta["val"].stride() == (16, 1)
+
+
+def test_products_of_aligned_rows_have_the_same_bits_with_and_without_gaps() -> None:
+    """What the pass takes for granted of the kernels of this machine, with one thread and with several."""
+    draws, threads = random.Random(0), torch.get_num_threads()
+    try:
+        for number in range(400):
+            torch.set_num_threads(1 + number % 4)
+            rows, width, gap, columns = (
+                draws.choice((1, 3, 8, 17, 64, 200)), _VECTOR * draws.randint(1, 80), _VECTOR * draws.randint(1, 80),
+                draws.choice((1, 3, 16, 33, 128)),
+            )  # fmt: skip
+            part = torch.randn(rows, width + gap)[:, :width]
+            weight, bias, given = torch.randn(width, columns), torch.randn(columns), torch.randn(rows, columns)
+            for product in (
+                lambda tile, weight=weight: tile @ weight,
+                lambda tile, weight=weight, bias=bias: torch.addmm(bias, tile, weight),
+                lambda tile, given=given: tile.t() @ given,
+            ):
+                assert torch.equal(product(part), product(part.contiguous())), (rows, width, gap, columns)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_sum_written_over_all_of_a_result_is_the_result() -> None:
