@@ -1,6 +1,6 @@
 """Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
 
-    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--backend inductor] [--cases 1] [--again]
+    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--cases 1] [--again]
 
 A seed draws a model, a batch and an optimiser. Each of its cases draws a schedule for it: a budget for the solvers or a
 random schedule, planned ahead or at the first call. It trains two steps, then one that accumulates, from the same state
@@ -8,7 +8,8 @@ as the plain model, and compares all losses, gradients, buffers, parameters and 
 memory of one more step is measured. One capture serves the cases of a seed (`examples/models/random_trials.py`).
 
 Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.
-The result file holds counts and every case that needs a look. Fifty seeds run in one process, on one thread of the CPU.
+The result file holds counts, every case that needs a look, and the seconds of all workers together. Fifty seeds run in
+one process, on one thread of the CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +56,29 @@ def main() -> None:
     again = record.take_back() if arguments.again else {}
     wanted = sorted(again) if arguments.again else range(*arguments.seeds)
     end = time.time() + 60 * arguments.minutes
-    while (left := [seed for seed in wanted if seed not in record.done][:AT_ONCE]) and time.time() < end:
-        began = time.time()
-        for results in _in_a_process(left, arguments.backend, arguments.cases):
-            record.add(results, again.get(results[0]["seed"]))
-            record.seconds, began = record.seconds + time.time() - began, time.time()
-            record.write()
-            if time.time() > end:
-                break
+    left = deque(seed for seed in wanted if seed not in record.done)
+    taking, adding = threading.Lock(), threading.Lock()
+
+    def work() -> None:
+        while time.time() < end:
+            with taking:
+                seeds = [left.popleft() for _ in range(min(AT_ONCE, len(left)))]
+            if not seeds:
+                return
+            began = time.time()
+            for results in _in_a_process(seeds, arguments.backend, arguments.cases):
+                with adding:
+                    record.add(results, again.get(results[0]["seed"]))
+                    record.seconds, began = record.seconds + time.time() - began, time.time()
+                    record.write()
+                if time.time() > end:
+                    return
+            with taking:  # those behind one at which the process died
+                left.extendleft(seed for seed in reversed(seeds) if seed not in record.done)
+
+    with ThreadPoolExecutor(arguments.workers) as workers:
+        for running in [workers.submit(work) for _ in range(arguments.workers)]:
+            running.result()
     print(record)
 
 
@@ -181,6 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 1000], metavar=("FIRST", "END"))
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten")
     parser.add_argument("--cases", type=int, default=CASES, help="cases of each seed")
     parser.add_argument("--again", action="store_true", help="repeat the seeds that were not right")
