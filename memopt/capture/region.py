@@ -18,6 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
@@ -62,13 +63,16 @@ class RecordedRegion:
         differentiate_all: bool,
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend. Edits the graph: calls of `requires_grad_` are removed, and unless
-        `differentiate_all`, all outputs but the loss are detached, and large ones withheld.
+        """Record a region, in Dynamo's backend.
+
+        Edits the graph: numbers that Dynamo guards on become constants, calls of `requires_grad_` are removed, and
+        unless `differentiate_all`, all outputs but the loss are detached, and large ones withheld.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
         returned.
         """
+        settle_numbers(graph_module)
         drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         withheld = withhold(graph_module, undifferentiated)

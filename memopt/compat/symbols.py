@@ -1,9 +1,9 @@
 """Symbolic sizes: their values, bounds and names, and the conditions on them that a trace assumed.
 
-No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`),
-`ShapeEnv.bound_sympy`, `guards`, `replacements`, `replacements_slocs`, `produce_guards_expression` and
-`evaluate_guards_expression`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy and
-symbolic_shapes themselves, which takes a third of a second.
+No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`,
+`maybe_as_float`), `ShapeEnv.bound_sympy`, `guards`, `replacements`, `replacements_slocs`, `produce_guards_expression`
+and `evaluate_guards_expression`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy
+and symbolic_shapes themselves, which takes a third of a second.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from memopt.errors import CaptureError
 __all__ = [
     "AssumedSizes",
     "data_symbols_of",
+    "fixed_float",
     "is_symbolic",
     "known_sizes",
     "limit_of",
@@ -45,6 +46,15 @@ def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
         yield
     finally:
         _known_sizes.reset(token)
+
+
+def fixed_float(value: object) -> float | None:
+    """The value of a symbolic float that a guard has fixed; None for anything else."""
+    if not isinstance(value, torch.SymFloat):
+        return None
+    node: Any = value.node
+    fixed: float | None = node.maybe_as_float()
+    return fixed
 
 
 def upper_bound(size: torch.SymInt) -> int:
