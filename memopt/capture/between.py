@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.autograd import hooks_left_out
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.device.live_bytes import LiveBytes
 
@@ -140,7 +141,7 @@ class _StandIn(torch.autograd.Function):
                 (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None
                 for argument in arguments
             ]
-            with _computing_in(low, arguments):
+            with _computing_in(low, arguments), hooks_left_out():
                 outputs = region.forward(*arguments)
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)

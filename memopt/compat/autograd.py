@@ -1,13 +1,15 @@
-"""Autograd: the backward pass that is running, and the hooks on a leaf.
+"""Autograd: the backward pass that is running, and the hooks on a tensor.
 
 Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `torch._C._current_autograd_node`,
 `torch._C._current_graph_task_id`, `torch._C._autograd._get_current_graph_task_keep_graph`,
-`Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`.
+`Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`; from torch 2.13 on,
+`torch._higher_order_ops.register_hook.RegisterHookOp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -25,6 +27,7 @@ __all__ = [
     "fate_of_gradient",
     "has_hooks",
     "hook_tables",
+    "hooks_left_out",
     "keeps_graph",
     "note_reached",
     "post_accumulate_hooks",
@@ -107,6 +110,24 @@ def keeps_graph() -> bool:
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether a leaf has any hooks. This is asked for every parameter at every call."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+@contextmanager
+def hooks_left_out() -> Iterator[None]:
+    """Context in which the calls of `Tensor.register_hook` that Dynamo wrote into a graph do nothing, for a run of the
+    graph without gradients: a tensor that requires none takes no hook."""
+    try:
+        from torch._higher_order_ops.register_hook import RegisterHookOp
+    except ImportError:  # before torch 2.13 Dynamo writes no such calls
+        yield
+        return
+    owner: Any = RegisterHookOp
+    own = owner.__call__
+    owner.__call__ = lambda self, tensor, body, *values: tensor
+    try:
+        yield
+    finally:
+        owner.__call__ = own
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -232,6 +232,32 @@ class Counting(nn.Module):
         return h.tanh().pow(2).mean()
 
 
+def test_a_hook_on_an_activation_between_graph_breaks() -> None:
+    """The regions of a broken call are first run without gradients, where a tensor takes no hook."""
+    seed(0)
+    plain, batch = opt()
+    for layer in plain.model.decoder.layers:  # type: ignore[union-attr, operator]
+        layer.fc1.register_forward_hook(halve_gradient)  # type: ignore[union-attr, operator]
+    model = copy.deepcopy(plain)
+    memopt.optimize(model, 1.0, **EXACT)
+    for number in range(2):
+        results = []
+        for one in (plain, model):
+            seed(number)
+            one.zero_grad()
+            loss = one(**batch).loss
+            loss.backward()
+            results.append((loss.item(), [parameter.grad for parameter in one.parameters()]))
+        assert results[0][0] == results[1][0]
+        for expected, found in zip(results[0][1], results[1][1], strict=True):
+            assert found is None if expected is None else torch.equal(expected, found)
+
+
+def halve_gradient(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / 2)
+
+
 def test_numbers_from_activations_are_factors_of_any_kind() -> None:
     seed(0)
     model = Counting().train()
