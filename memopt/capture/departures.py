@@ -23,6 +23,11 @@ BUFFERS_WRITTEN_ONCE = (
     "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
 )
 
+ATTRIBUTES_BEFORE_BLOCKS = (
+    f"torch.utils.checkpoint {BITS_DEPART}: an attribute such as x.mT, which the block takes of its input, is taken "
+    "before the block, and the gradients of x are summed in another order"
+)
+
 BETWEEN_REGIONS = (
     "gradients that pass from one region to another may round otherwise than in eager mode: a region takes them in "
     "contiguous memory, and sums over a tensor run in the order of its memory"
@@ -34,6 +39,7 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     graphs = tuple(graphs)
     found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
+    notes += (ATTRIBUTES_BEFORE_BLOCKS,) * any(map(_takes_attributes_before_blocks, graphs))
     return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
 
 
@@ -57,6 +63,14 @@ def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
     calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
     blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
     return any(_writes(node) for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
+
+
+def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:
+    """Whether an attribute of a value with several uses is an input of a block under `torch.utils.checkpoint` and of
+    nothing else: Dynamo moves the attributes that a block takes out of it."""
+    blocks = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    inputs = [(block, value) for block in blocks for value in block.all_input_nodes if value.target is getattr]
+    return any(set(value.users) == {block} and len(value.all_input_nodes[0].users) > 1 for block, value in inputs)
 
 
 def _writes(node: fx.Node) -> bool:

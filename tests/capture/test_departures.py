@@ -46,6 +46,8 @@ CALLS = [
     (lambda x: x.sin().masked_fill_(x > 0, x.sum()), "masked_fill"),
     (lambda x: x.masked_fill(x > 0, 0.0), ""),
     (torch.sin, ""),
+    (lambda x: checkpoint(lambda y: y.sin() @ y.mT, x, use_reentrant=False), "torch.utils.checkpoint"),
+    (lambda x: checkpoint(lambda y: y.sin() @ y.transpose(0, 1), x, use_reentrant=False), ""),
 ]
 
 
