@@ -109,6 +109,12 @@ def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     return weakref.ref(storage) if own else None
 
 
+NOTHING_CAPTURED = (
+    "torch.compile captures nothing of a function in which such a line lies in a loop or a with block: move the loop "
+    "or block into a function of its own, so that what comes before and after it is captured"
+)
+
+
 def rehearse(
     run: Callable[[], Any],
     rehearsal: Rehearsal,
@@ -140,7 +146,7 @@ def rehearse(
         reasons = reason if error == reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if captured is None:
-        raise CaptureError(cannot_capture(model, reason))
+        raise CaptureError(cannot_capture(model, f"{reason}, and {NOTHING_CAPTURED}"))
     return captured
 
 

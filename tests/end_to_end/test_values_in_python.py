@@ -149,8 +149,38 @@ def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fit
     with pytest.raises(memopt.CaptureError, match="cannot be shown"):
         memopt.plan_of(model)
     tight = memopt.optimize(copy.deepcopy(plain), (peak.allocated_bytes + 4 * held) / GIB, **EXACT)
-    with pytest.raises(memopt.CaptureError, match="branching"):
+    with pytest.raises(memopt.CaptureError, match=r"branching.*move the loop or block into a function of its own"):
         tight(x)
+
+
+class ChoosingApart(Choosing):
+    """The same with its loop in a function of its own, as the error advises, and a layer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loop(self.first(x).relu()).pow(2).mean()
+
+    def loop(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not (torch.rand([]) < 0.3):
+                x = x + layer(x).relu()
+        return x
+
+
+def test_the_advice_for_a_model_of_which_nothing_can_be_captured() -> None:
+    seed(0)
+    model, x = ChoosingApart().train(), torch.randn(256, 64)
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    for one in (model, plain):
+        seed(1)
+        one(x).backward()
+    assert memopt.plan_of(model).predicted_peak_gb < 1
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_count_does_not_choose_a_branch() -> None:
