@@ -50,7 +50,7 @@ def loss_of(schedule: Any) -> Callable[..., Any] | None:
     return schedule._loss_fn
 
 
-def set_loss(schedule: Any, loss_fn: Callable[..., Any]) -> None:
+def set_loss(schedule: Any, loss_fn: Callable[..., Any] | None) -> None:
     """Have the schedule compute losses by this function."""
     schedule._loss_fn = loss_fn
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,10 @@ from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import terms_of
-from memopt.run.loss import batch_loss
 from memopt.run.pipeline import Load, StageFacts, Together, facts_of_stages
 from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.run.ranks import Ranks
+from memopt.run.until_target import UntilTarget
 
 _ROOMY_BYTES = 2**60
 """No stage needs as much."""
@@ -59,7 +60,7 @@ class PlannedSchedule:
         self.schedule.step = self.step
         for stage in self._stages.values():
             if stage.is_last:
-                stage.submod = _UntilTarget(stage, self._loss)
+                stage.submod = UntilTarget(stage, self._loss)
                 set_loss(self.schedule, stage.submod.loss)
 
     def give_back(self) -> None:
@@ -109,11 +110,7 @@ class PlannedSchedule:
 
     def _plan(self, facts: Mapping[int, StageFacts], target: Any) -> list[PlannedCall]:
         """The planned calls of this rank's stages. Raises `BudgetError`, `CaptureError`."""
-        options = self.options
-        if options.elsewhere_bytes is None:
-            beside = look(nn.ModuleList(self._modules.values()), self._device, Around())
-            options = replace(options, elsewhere_bytes=beside.other)
-        elsewhere = options.elsewhere_bytes or 0
+        options, elsewhere = self.options, self._elsewhere_bytes()
         together = Together(tuple(in_flight(self.schedule)))
         roomy = replace(options, budget_bytes=_ROOMY_BYTES)
         found = {number: self._planned_call(one, target, roomy, 1, elsewhere) for number, one in facts.items()}
@@ -131,6 +128,13 @@ class PlannedSchedule:
                 return [call for call, _ in found.values()]
         reason = f"the {len(facts)} stages of this rank, with their microbatches in flight"
         raise BudgetError(options.budget_bytes, peak, reason, least=False)
+
+    def _elsewhere_bytes(self) -> int:
+        """The bytes on the device beside the stages, before a step: as the user says, or as they are found."""
+        if self.options.elsewhere_bytes is not None:
+            return self.options.elsewhere_bytes
+        gc.collect()  # stages and schedules of before refer to each other
+        return look(nn.ModuleList(self._modules.values()), self._device, Around()).other
 
     def _planned_call(
         self,
@@ -164,34 +168,6 @@ def planned_schedule_of(schedule: Any) -> PlannedSchedule | None:
     """What has taken the place of a schedule's step; None for a plain schedule."""
     owner = getattr(getattr(schedule, "step", None), "__self__", None)
     return owner if isinstance(owner, PlannedSchedule) else None
-
-
-class _UntilTarget(nn.Module):
-    """The last stage, whose training calls wait for the target: its module and its loss are one planned region then.
-
-    Until that is so, and where the schedule evaluates, it is the plain stage.
-    """
-
-    def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
-        super().__init__()
-        self.module, self.loss_fn = stage.submod, loss_fn
-        self._stage = stage
-        self._given: tuple[torch.Tensor, ...] | None = None
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        """What the module returns; in training a stand-in, which the schedule hands on to `loss`."""
-        if planned_call_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
-            return self.module(*args)
-        self._given = args
-        return args[0].view_as(args[0])
-
-    def loss(self, output: Any, target: Any, **further: Any) -> Any:
-        """The loss of a microbatch."""
-        given, self._given = self._given, None
-        if given is None:
-            assert self.loss_fn is not None
-            return self.loss_fn(output, target, **further)
-        return batch_loss(self.module, (given, target), None)
 
 
 def _check(schedule: Any, options: Options) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,8 @@ def plain_and_planned(rank: int, kind: str) -> tuple[list[Found], dict[float, li
     most = max(peak for peak, _ in plain)
     planned = {}
     for share in SHARES:
+        del pipeline
+        gc.collect()  # its stages refer to each other, and would be measured
         pipeline = Pipeline(rank, kind)
         optimize_schedule(pipeline.schedule, share * most, **EXACT)
         planned[share] = [pipeline.step(number) for number in range(2)]
