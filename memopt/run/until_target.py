@@ -1,4 +1,4 @@
-"""The last stage of a pipeline, whose module and loss become one planned region though its schedule calls them apart."""
+"""The last stage of a pipeline: its module and its loss are one planned region, though schedules call them apart."""
 
 from __future__ import annotations
 
