@@ -9,8 +9,10 @@ from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
 from memopt.units import size
 
-_ROUNDS = 2
-"""How often the room for the others is halved after a plan was found."""
+_ROUNDS = 4
+"""How often the room for the others is narrowed down after a plan was found."""
+_MARGIN = 16
+"""Of what is left to narrow down, the part that a guess keeps from either end."""
 _CLOSE = 64
 """Room that differs by less than this part of the budget is not worth another round."""
 
@@ -24,8 +26,8 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
     Raises `BudgetError` where no plan leaves enough room.
     """
     found = beside(0)
-    low = 0
-    high = others * _held(found)
+    low, lacking = 0, others * _held(found)  # what the others lack where they have `low`
+    high = lacking
     try:
         found = beside(high)
     except BudgetError as refused:
@@ -39,15 +41,19 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
             if elsewhere := found.account.elsewhere:
                 reason += f", elsewhere {size(elsewhere)}"
             raise BudgetError(budget_bytes, budget_bytes + missing, reason, least=False) from None
+    spare = high - others * _held(found)
     for _ in range(_ROUNDS):
         if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:
             break
-        middle = (low + high) // 2
+        keep = (high - low) // _MARGIN
+        middle = min(high - keep, max(low + keep, low + (high - low) * lacking // max(1, lacking + spare)))
         closer = beside(middle)
-        if others * _held(closer) <= middle:
+        if (needed := others * _held(closer)) <= middle:
             found, high = closer, middle
+            spare = high - needed
         else:
-            low = middle
+            low, lacking = middle, needed - middle
+            spare //= 2  # as in the Illinois method: else guesses would creep up from below
     return found
 
 

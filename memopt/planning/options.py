@@ -101,6 +101,8 @@ class Options:
     """The cluster to plan for; None for one card."""
     kept: bool = False
     """Whether plans are kept on disk, and looked up there."""
+    one_by_one: bool = False
+    """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""

@@ -116,7 +116,7 @@ class PlannedCall:
     @contextmanager
     def from_captures(self, earlier: PlannedCall | None) -> Iterator[None]:
         """A block in which this call is planned from the graphs of an earlier one of the same model, if its options
-        differ in the budget alone; the earlier one has them back if the block fails."""
+        differ in the room that they leave a step alone; the earlier one has them back if the block fails."""
         if earlier is None or not self._differs_in_budget(earlier):
             yield
             return
@@ -132,7 +132,9 @@ class PlannedCall:
         decide about its parameters, nor where other ranks take part."""
         alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)
         proposes = self.options.allow & set(OPTIMIZER_PROPOSALS)
-        same = replace(earlier.options, budget_bytes=self.options.budget_bytes) == self.options
+        own = self.options
+        budget, elsewhere, forwards = own.budget_bytes, own.elsewhere_bytes, own.forwards
+        same = replace(earlier.options, budget_bytes=budget, elsewhere_bytes=elsewhere, forwards=forwards) == own
         return alone and not proposes and same and earlier.own_call is self.own_call
 
     def _take_captures(self, earlier: PlannedCall) -> None:

@@ -68,6 +68,10 @@ class Ranks:
             raise failure.adding(_STOP.format(own)).with_traceback(failure.__traceback__) from failure.__cause__
         raise failure
 
+    def gathered(self, value: Any) -> list[Any]:
+        """What every rank gives, on all ranks, in the order of their numbers."""
+        return self._from_all(value)
+
     def _over_all(self, *, failed: bool, offered: int) -> tuple[bool, int, int]:
         """Whether a rank has failed, and the extremes of what ranks offer."""
         if self._group is None:

@@ -30,11 +30,16 @@ from memopt.units import size
 class Surroundings:
     """The memory around the training calls of one model. The planner learns from it which memory belongs to a call.
 
-    `forwards` is the number of forwards that are expected before a backward, at least.
+    Args:
+        forwards: the number of forwards that are expected before a backward, at least.
+        one_by_one: whether each backward is that of a single forward. Then all of them run by one plan, which adds
+            gradients in place and leaves room for the others from the first to the last.
     """
 
-    def __init__(self, model: nn.Module, planner: CallPlanner, parallel: DataParallel, forwards: int) -> None:
-        self.model, self.planner, self.parallel = model, planner, parallel
+    def __init__(
+        self, model: nn.Module, planner: CallPlanner, parallel: DataParallel, forwards: int, *, one_by_one: bool = False
+    ) -> None:
+        self.model, self.planner, self.parallel, self.one_by_one = model, planner, parallel, one_by_one
         self.pending = PendingForwards()
         self.groups = Groups(forwards)
         planner.around = self.around
@@ -66,7 +71,8 @@ class Surroundings:
         if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
             hooked += sharing_memory(self.model)
         return Situation(
-            gradients_held=_have_gradients(parameters),
+            gradients_held=self.one_by_one or _have_gradients(parameters),
+            to_come=self.groups.others if self.one_by_one else 0,
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
         )
@@ -75,7 +81,7 @@ class Surroundings:
         """The bytes that the device holds beside a call that begins now."""
         waiting = self.waiting
         gradients = 0
-        if waiting or self.groups.others:
+        if (waiting or self.groups.others) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         return Beside(
             waiting,
@@ -149,7 +155,7 @@ class Surroundings:
 
     def _check_planned(self) -> None:
         """Raise `BudgetError` where a planned forward that waits has no room for the gradients of another one."""
-        gradients = self._gradients()
+        gradients = 0 if self.one_by_one else self._gradients()
         earlier_bytes = 0
         for forward in self.pending.waiting():
             planned = forward.plan

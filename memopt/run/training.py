@@ -75,7 +75,9 @@ class TrainingCalls:
         self.keeping = Keeping(resharding or Resharding(model), self.sharded)
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
-        self.surroundings = Surroundings(model, self.planner, self.parallel, options.forwards)
+        self.surroundings = Surroundings(
+            model, self.planner, self.parallel, options.forwards, one_by_one=options.one_by_one
+        )
         self.road = Road(self.planner, self.accumulation)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
         self._ceilings = Ceilings(self._declared)
@@ -113,7 +115,8 @@ class TrainingCalls:
         check_device(call, self.model)
         self.planner.proposing.check_parameters()
         waiting = self.surroundings.begin(call)
-        self.accumulation.allowed, self.accumulation.exchange = not waiting, self.parallel.exchange
+        self.accumulation.allowed = self.options.one_by_one or not waiting
+        self.accumulation.exchange = self.parallel.exchange
         parts = Parts.of(self.model)
         situation = self.surroundings.situation(parts)
         beside = self.surroundings.beside(call, situation)

@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "integrations").glob("*.md"))
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = {"fabric": "lightning", "peft": "torchao"}
+NEEDS = {"fabric": "lightning", "peft": "torchao", "pipelining": "torch.distributed.pipelining"}
 """The package that a page needs, where its name is another."""
+ON_TWO_RANKS = {"pipelining"}
 MOST_LINES = 150
 
 
@@ -27,7 +28,9 @@ def test_the_program_runs(page: Path, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MEMOPT_CACHE": "0"}
     del surroundings["MEMOPT_PLAN"]
-    command = [sys.executable, "-W", "ignore", "-c", program]
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-W", "ignore", *(launcher if page.stem in ON_TWO_RANKS else []), "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
