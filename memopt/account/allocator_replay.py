@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
 from memopt.solver.problem import BlockCall
@@ -87,9 +88,15 @@ class Spare:
 
 
 def replay_with_spare(
-    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool, limit_bytes: int
+    ways: Sequence[Sequence[BlockCall]],
+    blocks: StepBlocks,
+    spare: Spare,
+    *,
+    expandable_segments: bool,
+    limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare.
+    """The peaks with the limit less the spare, where the replay passes with all, half and nothing of the spare, for the
+    calls in all `ways` in which a step may make them; the most of the ways.
 
     Where the allocator returns segments depends on the limit, and with it where its blocks lie: a process may run out
     of memory with a larger limit and not with a smaller one. It also decides which blocks are a little larger than what
@@ -98,26 +105,38 @@ def replay_with_spare(
     """
     least = spare.taken_from(limit_bytes)
     limits = (least, (least + limit_bytes) // 2, limit_bytes)
-    peaks = [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for limit in limits]
-    return replace(peaks[0], allocated_bytes=max(found.allocated_bytes for found in peaks))
+    peaks = [
+        [replay(calls, blocks, expandable_segments=expandable_segments, limit_bytes=limit) for calls in ways]
+        for limit in limits
+    ]
+    return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 
 
 def least_limit(
-    calls: Sequence[BlockCall], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
+    ways: Sequence[Sequence[BlockCall]], blocks: StepBlocks, spare: Spare, *, expandable_segments: bool
 ) -> tuple[int, AllocatorPeaks]:
     """The least limit with which `replay_with_spare` passes, to 0.4%, and the peaks without a limit."""
-    free = replay(calls, blocks, expandable_segments=expandable_segments)
+    free = _most([replay(calls, blocks, expandable_segments=expandable_segments) for calls in ways])
     low, high = spare.added_to(free.allocated_bytes) - 1, spare.added_to(free.reserved_bytes)
     while high - low > max(1, _SHARE * free.allocated_bytes):
         # The least limit is more often near to the bytes handed out than to the bytes held.
         middle = low + (high - low + 3) // 4
         try:
-            replay_with_spare(calls, blocks, spare, expandable_segments=expandable_segments, limit_bytes=middle)
+            replay_with_spare(ways, blocks, spare, expandable_segments=expandable_segments, limit_bytes=middle)
         except CardFullError:
             low = middle
         else:
             high = middle
     return high, free
+
+
+def _most(peaks: Sequence[AllocatorPeaks]) -> AllocatorPeaks:
+    """The most of each figure."""
+    return AllocatorPeaks(
+        max(found.allocated_bytes for found in peaks),
+        max(found.reserved_bytes for found in peaks),
+        max(found.releases for found in peaks),
+    )
 
 
 def _run(allocator: CachingAllocator, calls: Sequence[BlockCall]) -> list[int]:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 MB = 1024**2
 ROUNDING_BYTES = 512
 """Every block is a multiple of this (`kMinBlockSize`)."""
-_SMALL = MB  # the largest block of the small pool (kSmallSize)
+SMALL_BYTES = MB
+"""The largest block of the small pool, which has segments of its own (`kSmallSize`)."""
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
 _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own (kMinLargeAlloc)
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
@@ -76,10 +77,10 @@ class CachingAllocator:
         if not nbytes:
             return 0
         size = rounded_bytes(nbytes)
-        small = size <= _SMALL
+        small = size <= SMALL_BYTES
         block = self._best_fit(size, small) or self._grow(size, small)
         rest = block.size - size
-        if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > _SMALL:
+        if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
             self._add_free(self._cut(block, size))
         block.free, block.requested = False, nbytes
         self.requested_bytes += nbytes
@@ -266,7 +267,7 @@ def _whole_pages(size: int, small: bool) -> int:
 
 def _segment_bytes(size: int) -> int:
     """Bytes taken from the card for a block of `size` bytes."""
-    if size <= _SMALL:
+    if size <= SMALL_BYTES:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT:
         return _LARGE_SEGMENT

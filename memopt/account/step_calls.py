@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from memopt.account.breakdown import is_receipt
+from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.solver import Offload, Op, RematProblem, Schedule
 from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
 
 
-def step_calls(problem: RematProblem, schedule: Schedule) -> list[BlockCall]:
+def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
+    """The allocator's calls of `step_calls` in each way in which the caller may treat the forward's results: kept until
+    the optimiser is done, and dropped before the backward, as `model(**batch).loss.backward()` drops all but the loss.
+    What is freed earlier leaves other gaps, and a step may run out of memory with it and not without. Small results
+    lie apart from all else, so that the first way alone is returned for them."""
+    kept = step_calls(problem, schedule)
+    if all(problem.storages[result].bytes <= SMALL_BYTES for result in _results(problem)):
+        return (kept,)
+    return kept, step_calls(problem, schedule, dropped=True)
+
+
+def _results(problem: RematProblem) -> frozenset[int]:
+    """The storages of the forward's results."""
+    made = (op.makes for op in problem.ops[: problem.forward_ops] if not is_receipt(op))
+    return frozenset(storage for makes in made for storage in makes if problem.storages[storage].kept)
+
+
+def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = False) -> list[BlockCall]:
     """The allocator's calls in one forward and backward. Blocks that die after the last evaluation are left
-    allocated. Raises `ValueError` where the schedule breaks a rule."""
+    allocated. `dropped`: the forward's results live until the backward begins, or until its last operator that reads
+    them. Raises `ValueError` where the schedule breaks a rule."""
     schedule.check(problem)
-    evaluations, offloads = _emitted(problem, schedule)
+    evaluations, offloads, forward_end = _emitted(problem, schedule)
     born: list[dict[int, int]] = [{} for _ in evaluations]
     dying: list[list[int]] = [[] for _ in evaluations]
     last = len(evaluations) - 1
-    versions = lifetimes(problem, evaluations, offloads)
+    results = _results(problem) if dropped else frozenset()
+    versions = lifetimes(_with_kept(problem, without=results), evaluations, offloads)
     for number, (storage, made, dies) in enumerate(versions):
         born[made][storage] = number
-        if dies < last or not problem.storages[storage].kept:
+        if storage in results:
+            dying[max(dies, forward_end)].append(number)
+        elif dies < last or not problem.storages[storage].kept:
             dying[dies].append(number)
     calls: list[BlockCall] = []
     unused = len(versions)
@@ -39,10 +63,21 @@ def step_calls(problem: RematProblem, schedule: Schedule) -> list[BlockCall]:
     return calls
 
 
-def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...]]:
+def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProblem:
+    """The problem with some storages that live no longer than they are read."""
+    if not without:
+        return problem
+    storages = (replace(storage, kept=storage.kept and n not in without) for n, storage in enumerate(problem.storages))
+    return replace(problem, storages=tuple(storages))
+
+
+def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
     """The evaluations that are emitted, which are those whose results are read, with the offloads by their positions
-    among these. Others are in a schedule because it evaluates every operator."""
+    among these, and the position of the forward's last one. Others are in a schedule because it evaluates every
+    operator."""
     read = _read(problem, schedule)
+    first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
+    forward_end = max((first[index] for index in range(problem.forward_ops)), default=0)
     offloads = tuple(
         Offload(
             offload.storage,
@@ -51,7 +86,8 @@ def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...]
         )
         for offload in schedule.offloads
     )
-    return tuple(schedule.evaluations[position] for position in read), offloads
+    evaluations = tuple(schedule.evaluations[position] for position in read)
+    return evaluations, offloads, max(0, bisect_right(read, forward_end) - 1)
 
 
 def _read(problem: RematProblem, schedule: Schedule) -> list[int]:

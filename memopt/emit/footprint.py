@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.compat.fakes import FakeTensorMode
 from memopt.device.chip import LARGE
 from memopt.device.hardware_table import reported_chip
+from memopt.device.op_call import tensors_in
 from memopt.emit.dry_run import Ledger, dry_run
 from memopt.planning.footprint import Footprint
 from passes.graphs.node_facts import is_tangent
@@ -26,9 +28,30 @@ class Half:
     inputs: Sequence[fx.Node] = field(repr=False)
 
 
-def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
-    """The bytes that both halves hold in a dry run. The forward's first `outputs` results belong to its caller, who
-    keeps them until the backward ends."""
+@dataclass(frozen=True)
+class Outputs:
+    """The results of a forward that its caller gets, by their positions: how long each is held at least."""
+
+    number: int
+    """The first so many results of the forward are such outputs."""
+    released: Collection[int] = ()
+    """Those that are let go when the backward begins."""
+    held: Collection[int] = ()
+    """Those that are held to the end of the step, whatever the caller does."""
+
+
+def footprint(forward: Half, backward: Half, outputs: Outputs) -> Footprint:
+    """The bytes that both halves hold in a dry run. The caller keeps the outputs until the backward ends; on a card,
+    the calls are also those of a caller who drops them before."""
+    found, large = _dry_run(forward, backward, outputs, dropped=False)
+    if not large:
+        return found
+    return replace(found, ways=found.ways + _dry_run(forward, backward, outputs, dropped=True)[0].ways)
+
+
+def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) -> tuple[Footprint, bool]:
+    """The bytes that both halves hold, and whether an output that the caller may drop is large, on a card. `dropped`:
+    the caller drops these before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
@@ -37,18 +60,24 @@ def footprint(forward: Half, backward: Half, outputs: int) -> Footprint:
     ledger.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, ledger))
     forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes
-    kept, saved = results[:outputs], results[outputs:]
+    positions = range(min(outputs.number, len(results)))
+    held = [results[at] for at in positions if at in outputs.held]
+    callers = [results[at] for at in positions if at not in outputs.held and at not in outputs.released]
+    saved = results[outputs.number :]
     del results
+    large = on_card and any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in tensors_in(callers))
+    if dropped:
+        callers.clear()
     tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
     ledger.peak_bytes = 0
     ledger.count(tangents)
     arguments = _arguments(backward, saved, tangents)
     del saved
     gradients = dry_run(backward.source, arguments, mode, ledger)
-    left, calls = ledger.live_bytes, tuple(ledger.calls) if on_card else ()
-    assert len(kept) <= outputs
+    assert len(held) + len(callers) <= outputs.number
+    ways = (tuple(ledger.calls),) if on_card else ()
     assert gradients is not None
-    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, left, calls)
+    return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, ledger.live_bytes, ways), large
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

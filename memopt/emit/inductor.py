@@ -19,7 +19,7 @@ from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.emit.casts import spell_casts
 from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.failures import telling
-from memopt.emit.footprint import Half, footprint
+from memopt.emit.footprint import Half, Outputs, footprint
 from memopt.emit.gradients import Accumulation
 from memopt.emit.inductor_gradients import Handing
 from memopt.emit.keep_order import keep_products_early
@@ -93,7 +93,7 @@ class _Halves:
         if self.forward is None or self.backward is None:
             return None
         try:
-            return footprint(self.forward, self.backward, self.joint.forward_outputs)
+            return footprint(self.forward, self.backward, _outputs(self.joint))
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
@@ -101,6 +101,15 @@ class _Halves:
                 stacklevel=2,
             )
             return None
+
+
+def _outputs(joint: JointGraph) -> Outputs:
+    """How long the region's results are held: values that outputs are computed from on demand are let go when the
+    backward begins, or held until the next forward (`PendingForward.until_backward`)."""
+    withheld = joint.trace.region.withheld
+    first = joint.forward_outputs if withheld is None else len(withheld.returned)
+    taken = frozenset(range(first, joint.forward_outputs))
+    return Outputs(joint.forward_outputs, joint.released, taken - joint.released)
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:

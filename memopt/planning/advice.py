@@ -24,6 +24,7 @@ from memopt.planning.situation import Situation
 from memopt.rewrite import LeverSet
 
 _log = logging.getLogger("memopt")
+_NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
 _Look = Callable[[], Iterator[tuple[str, int]]]
 
 
@@ -43,18 +44,16 @@ class Advice:
         self.planner, self.call, self.situation = planner, call, situation
         self.options = planner.options
 
-    def __call__(self, steps: Sequence[Candidate]) -> list[str]:
-        """A sentence for each suggestion that fits the budget; `steps` holds the candidate of every lever set."""
-        looks = (
-            partial(self.in_growing_segments, steps),
-            partial(self.by_fused_kernels, steps),
-            partial(self.in_microbatches, steps),
-            partial(self.without_state, steps),
-            self.with_low_rank,
-        )
+    def __call__(self, steps: Sequence[Candidate], near: bool = False) -> list[str]:
+        """A sentence for each suggestion that fits the budget; `steps` holds the candidate of every lever set. `near`:
+        only settings with which the step computes the same, which are found without another capture."""
+        looks: tuple[_Look, ...] = (partial(self.in_growing_segments, steps), partial(self.by_fused_kernels, steps))
+        if not near:
+            looks += (partial(self.in_microbatches, steps), partial(self.without_state, steps), self.with_low_rank)
         found = [piece for look in looks for piece in _unless_it_fails(look)]
         budget = self.options.budget_bytes
-        return [f"{words} {would_do(nbytes, budget)}" for words, nbytes in found if self.fits(nbytes)]
+        helpful = [f"{words} {would_do(nbytes, budget)}" for words, nbytes in found if self.fits(nbytes)]
+        return [*[_NOT_LOOKED] * near, *helpful]
 
     def fits(self, nbytes: int) -> bool:
         """Whether a smallest budget is within the one that was given."""

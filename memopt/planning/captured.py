@@ -283,9 +283,15 @@ class Joined:
         with that peak, those that have solved for other budgets would find another."""
         return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
 
+    @property
+    def knows_smallest(self) -> bool:
+        """Whether the solution with the smallest peak has been asked for before."""
+        return "smallest" in vars(self)
+
     def forget_solvers(self) -> None:
-        """Free the solvers, with their tables, and what they found: both are made again when they are asked for."""
-        for made in ("portfolio", "offloads", "smallest"):
+        """Free the solvers, with their tables, and what they found for budgets: both are made again when they are asked
+        for. The solution with the smallest peak depends on no budget, and stays."""
+        for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()
 

@@ -17,5 +17,6 @@ class Footprint:
     """Peak of the backward, including what the forward left, until its last use."""
     left_bytes: int
     """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
-    calls: tuple[tuple[bool, int, int], ...] = ()
-    """The allocator's calls in both, as `BlockCall`s; empty on the CPU."""
+    ways: tuple[tuple[tuple[bool, int, int], ...], ...] = ()
+    """The allocator's calls in both, as `BlockCall`s: where the forward's outputs are kept, and where these are dropped
+    before the backward, as for `step_ways`; empty on the CPU."""

@@ -13,7 +13,7 @@ from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
-from memopt.account.step_calls import step_calls
+from memopt.account.step_calls import step_ways
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
 from memopt.solver import Schedule
@@ -42,8 +42,8 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
         blocks = _step_blocks(joined, bare)
-        calls = step_calls(joined.problem, schedule)
-        least, peaks = least_limit(calls, blocks, SPARE, expandable_segments=setting)
+        ways = step_ways(joined.problem, schedule)
+        least, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
         asked = _asked(joined, schedule, replace(bare, lowering=0))
         joined.on_cards[key] = _with_overhead(bare, asked, peaks, least)
     found = joined.on_cards[key]
@@ -58,9 +58,9 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
         return bare
     limit = budget_bytes - account.context - account.lowering
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    calls = step_calls(joined.problem, schedule)
+    ways = step_ways(joined.problem, schedule)
     try:
-        peaks = replay_with_spare(calls, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=setting, limit_bytes=limit)
     except CardFullError:
         return None
     asked = _asked(joined, schedule, replace(bare, lowering=0))
@@ -69,20 +69,21 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
 
 
 def compiled_within(
-    joined: Joined, schedule: Schedule, account: Account, calls: Sequence[BlockCall], budget_bytes: int
+    joined: Joined, schedule: Schedule, account: Account, ways: Sequence[Sequence[BlockCall]], budget_bytes: int
 ) -> Account:
-    """The account with the allocator's overhead where compiled code, which makes these calls, runs by the schedule: in
-    a process that has `budget_bytes`, or where it needs more, in one that has as little as it needs."""
+    """The account with the allocator's overhead where compiled code, which makes its calls in one of these ways, runs
+    by the schedule: in a process that has `budget_bytes`, or where it needs more, in one that has as little as it
+    needs."""
     bare = without_allocator(account)
     if not account.context:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
     limit = budget_bytes - account.context
     try:
-        peaks = replay_with_spare(calls, blocks, SPARE_COMPILED, expandable_segments=setting, limit_bytes=limit)
+        peaks = replay_with_spare(ways, blocks, SPARE_COMPILED, expandable_segments=setting, limit_bytes=limit)
         held = SPARE_COMPILED.added_to(peaks.reserved_bytes)
     except CardFullError:
-        held, peaks = least_limit(calls, blocks, SPARE_COMPILED, expandable_segments=setting)
+        held, peaks = least_limit(ways, blocks, SPARE_COMPILED, expandable_segments=setting)
         held = max(held, limit + 1)
     return _with_overhead(bare, _asked(joined, schedule, bare), peaks, held)
 

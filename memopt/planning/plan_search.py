@@ -24,6 +24,8 @@ Candidate = tuple[LeverSet, Captured, Account]
 
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
+# A budget is near the smallest that works where at most one part in this many is missing.
+_NEAR = 100
 
 
 @dataclass
@@ -40,8 +42,9 @@ class PlanSearch:
     narrowed: Callable[[LeverSet], Candidate | None] = lambda levers: None
     """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured."""
-    advice: Callable[[Sequence[Candidate]], Sequence[str]] = lambda steps: ()
-    """Further changes that would help, one sentence each, asked for where no allowed proposal does."""
+    advice: Callable[[Sequence[Candidate], bool], Sequence[str]] = lambda steps, near: ()
+    """Further changes that would help, one sentence each, asked for where no allowed proposal does; whether the budget
+    is near the smallest that works is told as well."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     _steps: list[Candidate] = field(default_factory=list)
@@ -123,11 +126,14 @@ class PlanSearch:
 
     def _with_proposals(self) -> tuple[Plan, LeverSet]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
-        `BudgetError`."""
+        `BudgetError`, which describes proposals that are not allowed only where the budget is not near the smallest
+        that works: they take longer to try than a little more memory takes to give."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[ProposalSet, int]] = []
 
-        none_helps = all(least_with_proposals(account) > self.budget_bytes for _, _, account in self._steps)
+        none_helps = self._is_near(found[()]) or all(
+            least_with_proposals(account) > self.budget_bytes for _, _, account in self._steps
+        )
 
         def wanted(names: Collection[str]) -> bool:
             return not none_helps and not any(set(names).issuperset(fewer.names) for fewer, _ in helpful)
@@ -148,8 +154,8 @@ class PlanSearch:
             if allowed:
                 return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
-        proposed = (_proposed(chosen, nbytes, self.budget_bytes) for chosen, nbytes in helpful[:_SHOWN])
-        texts = [*self._notes, *proposed, *self.advice(self._steps)]
+        proposed = [_proposed(chosen, nbytes, self.budget_bytes) for chosen, nbytes in helpful[:_SHOWN]]
+        texts = [*self._notes, *proposed, *self.advice(self._steps, self._is_near(least.smallest_bytes))]
         raise BudgetError(
             self.budget_bytes,
             least.smallest_bytes,
@@ -166,6 +172,10 @@ class PlanSearch:
             if taken is not None:
                 levers, captured, account = taken
                 yield levers, captured.stepping_by(chosen.stepping), account
+
+    def _is_near(self, smallest_bytes: int) -> bool:
+        """Whether the budget is near the smallest that works."""
+        return smallest_bytes - self.budget_bytes <= self.budget_bytes // _NEAR
 
     def _is_hopeless(self, chosen: ProposalSet) -> bool:
         """Whether the resident bytes alone exceed the budget in every candidate."""

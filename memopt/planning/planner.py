@@ -99,6 +99,8 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
 
 def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
     """The result of `solve_on_card`; None for a budget below the smallest, or where no schedule passes the replay."""
+    if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
+        return None
     if found := _narrowed(joined, request):
         return found
     if smallest(joined, request.account)[0] > request.budget_bytes:

@@ -34,8 +34,8 @@ def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
     moving = max(footprint.forward_bytes, footprint.backward_bytes, handed_over)
     simulated = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes
     bare = replace(plan.account, lowering=moving - simulated)
-    calls = [BlockCall(*call) for call in footprint.calls]
-    account = compiled_within(plan.joined, plan.schedule, bare, calls, plan.budget_bytes) if calls else bare
+    ways = [[BlockCall(*call) for call in calls] for calls in footprint.ways]
+    account = compiled_within(plan.joined, plan.schedule, bare, ways, plan.budget_bytes) if ways else bare
     seen = plan.captured.joined(accumulating=account.gradients_held, as_seen=True)
     return replace(
         plan,

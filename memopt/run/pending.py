@@ -6,10 +6,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
@@ -59,15 +61,21 @@ class PendingForward:
     """The model's gradients before its backward."""
     _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
+    _held: list[LetsGo] = field(default_factory=list)
+    """The values that are held until an optimiser has stepped."""
     _backward: int = -1
     _extra_bytes: int = 0
 
     def until_backward(self, value: LetsGo, nbytes: int) -> None:
-        """Have `value` let go of `nbytes` when the backward begins, unless the plan counts them to the step's end."""
+        """Have `value` let go of `nbytes` when the backward begins; where the plan counts them to the step's end, hold
+        it until an optimiser has stepped. What a dropped value frees changes where later blocks lie, and the step might
+        fit or not by when the caller drops it."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
             self.held_bytes += nbytes
+        elif self.plan.account.context:
+            self._held.append(value)
 
     def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Note what a region of this forward returned, and return it."""
@@ -135,6 +143,8 @@ class PendingForward:
     def after_backward(self) -> None:
         """Mark the forward as done: the autograd graph may still exist, but it holds no saved values."""
         self.done = True
+        hold_over(self._held)
+        self._held = []
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
@@ -191,6 +201,28 @@ class PendingForward:
         fate = fate_of_gradient(leaf)
         added = fate is Fate.ACCUMULATED and self.accumulation.allowed and not is_hooked(leaf)
         return not added and fate is not Fate.DROPPED
+
+
+_held_over: list[LetsGo] = []
+"""Values of forwards whose backward is done, which are held until an optimiser has stepped, or a forward begins."""
+
+
+def hold_over(values: Sequence[LetsGo]) -> None:
+    """Hold values until an optimiser has stepped, or the next planned forward begins."""
+    if values:
+        _hook()
+        _held_over.extend(values)
+
+
+def let_go_of_all(*_: object) -> None:
+    """Free the values that are held."""
+    _held_over.clear()
+
+
+@cache
+def _hook() -> object:
+    """Have every optimiser free them after its step; registered once, where something is held."""
+    return register_optimizer_step_post_hook(let_go_of_all)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.run.beside import Beside, Groups
 from memopt.run.data_parallel import DataParallel
-from memopt.run.pending import PendingForward, PendingForwards, PlainForward
+from memopt.run.pending import PendingForward, PendingForwards, PlainForward, let_go_of_all
 from memopt.units import size
 
 
@@ -54,6 +54,7 @@ class Surroundings:
 
         Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
         """
+        let_go_of_all()
         waiting = self.waiting
         self.groups.begin(waiting)
         if waiting:

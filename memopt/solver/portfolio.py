@@ -132,6 +132,11 @@ class Portfolio:
         peak_bytes = self._smallest.peak_bytes
         return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
 
+    def build_on_smallest(self) -> None:
+        """Have every later `solve` start from the schedule with the smallest peak as well, as if it had been found for
+        a budget. `smallest` alone changes no later solution."""
+        self._found.append(self._own_smallest)
+
     def known_within(self, budget_bytes: int) -> Iterator[Solution]:
         """The schedules within a budget that have been found so far, for any budget, the fastest first."""
         known = {*self._baselines, *self._hull_plans, *self._found, *self._found_with_users}
@@ -282,7 +287,6 @@ class Portfolio:
             search.repair(seed, NEAREST_POWERS)
         search.explore(self._baselines[0], seeds[:2], self._explored // 4)
         assert search.best is not None
-        self._found.append(search.best)
         return search.best
 
     def _judged(self, plan: Candidate, budget_bytes: int, bound: float) -> Solution:

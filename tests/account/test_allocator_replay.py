@@ -42,7 +42,7 @@ def test_two_steps_of_a_chain() -> None:
 
 def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_not() -> None:
     for setting in (False, True):
-        least, free = least_limit(CALLS, PARAMETER, Spare(0), expandable_segments=setting)
+        least, free = least_limit([CALLS], PARAMETER, Spare(0), expandable_segments=setting)
         assert free.allocated_bytes <= least <= free.reserved_bytes
         within = replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least)
         assert within.reserved_bytes <= least
@@ -52,11 +52,11 @@ def test_the_least_limit_is_one_that_passes_and_little_more_than_one_that_does_n
 
 def test_a_limit_passes_with_and_without_its_spare() -> None:
     spare = Spare(100)
-    least, _ = least_limit(CALLS, PARAMETER, spare, expandable_segments=False)
+    least, _ = least_limit([CALLS], PARAMETER, spare, expandable_segments=False)
     for limit in (spare.taken_from(least), least):
         replay(CALLS, PARAMETER, expandable_segments=False, limit_bytes=limit)
     with pytest.raises(CardFullError):
-        replay_with_spare(CALLS, PARAMETER, spare, expandable_segments=False, limit_bytes=least - MB)
+        replay_with_spare([CALLS], PARAMETER, spare, expandable_segments=False, limit_bytes=least - MB)
 
 
 def test_gradients_live_until_the_optimizer_is_done() -> None:
@@ -114,7 +114,7 @@ def test_the_bytes_allocated_are_the_most_with_any_of_the_spare() -> None:
         if len(alive) > 6:
             calls.append(BlockCall(False, alive.pop(chance.randrange(len(alive))), 0))
     spare, limit = Spare(15), 128 * MB
-    peaks = replay_with_spare(calls, StepBlocks(()), spare, expandable_segments=False, limit_bytes=limit)
+    peaks = replay_with_spare([calls], StepBlocks(()), spare, expandable_segments=False, limit_bytes=limit)
     least, most = (
         replay(calls, StepBlocks(()), expandable_segments=False, limit_bytes=nbytes)
         for nbytes in (spare.taken_from(limit), limit)

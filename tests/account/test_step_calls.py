@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from memopt.account.step_calls import step_calls
+from memopt.account.caching_allocator import MB
+from memopt.account.step_calls import step_calls, step_ways
 from memopt.solver import Offload, Op, RematProblem, Schedule, Storage
 
 
@@ -56,3 +57,48 @@ def test_a_fetched_value_gets_its_block_before_the_operator_that_runs_then() -> 
     problem = RematProblem(ops, CHAIN.storages, forward_ops=4)
     schedule = Schedule((0, 1, 2, 3, 4), (offload,))
     assert sizes(problem, schedule) == [10, 20, -10, 40, -20, 1, 10, 80, -40, -10]
+
+
+# input → hidden (a large result, whose sum is the loss) → loss; two gradients, of which the first reads `hidden`.
+HIDDEN = RematProblem(
+    (
+        op("input", (), (0,)),
+        op("hidden", (0,), (1,)),
+        op("loss", (1,), (2,)),
+        op("gradient", (0,), (3,)),
+        op("further", (3,), (4,)),
+    ),
+    (
+        Storage("a", MB),
+        Storage("hidden", 2 * MB, kept=True),
+        Storage("loss", 4, kept=True),
+        Storage("g", 3 * MB),
+        Storage("h", 5 * MB, kept=True),
+    ),
+    forward_ops=3,
+)
+
+
+def test_a_large_result_may_be_dropped_before_the_backward() -> None:
+    """As `model(**batch).loss.backward()` drops all but the loss."""
+    kept, dropped = step_ways(HIDDEN, Schedule.save_all(HIDDEN))
+    frees = [[call.block for call in calls if not call.allocates] for calls in (kept, dropped)]
+    numbers = {call.bytes: call.block for call in kept if call.allocates}
+    assert numbers[2 * MB] not in frees[0]
+    backward = next(at for at, call in enumerate(dropped) if call.bytes == 3 * MB)
+    assert numbers[2 * MB] in [call.block for call in dropped[:backward] if not call.allocates]
+
+
+def test_a_result_that_the_backward_reads_lives_until_then() -> None:
+    ops = list(HIDDEN.ops)
+    ops[3] = op("gradient", (0, 1), (3,))
+    problem = RematProblem(tuple(ops), HIDDEN.storages, forward_ops=3)
+    _, dropped = step_ways(problem, Schedule.save_all(problem))
+    number = next(call.block for call in dropped if call.bytes == 2 * MB)
+    freed = next(at for at, call in enumerate(dropped) if call.block == number and not call.allocates)
+    made = [call.bytes for call in dropped[:freed] if call.allocates]
+    assert made == [MB, 2 * MB, 4, 3 * MB]
+
+
+def test_small_results_are_looked_at_in_one_way() -> None:
+    assert len(step_ways(CHAIN, Schedule.save_all(CHAIN))) == 1

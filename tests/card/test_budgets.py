@@ -18,12 +18,7 @@ from tests.card.card import cap, vision_job
 STEPS = 8
 MOST = {"aten": 1.01, "inductor": 1.02}
 """The most that is predicted, as a multiple of what is allocated."""
-SECOND_PLAN = pytest.mark.xfail(
-    raises=torch.OutOfMemoryError,
-    strict=False,
-    reason="the replay begins with an allocator that holds the parameters alone, not with what an earlier plan left",
-)
-BACKENDS = ["aten", pytest.param("inductor", marks=[pytest.mark.slow, SECOND_PLAN])]
+BACKENDS = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def job() -> tuple[nn.Module, dict[str, torch.Tensor]]:

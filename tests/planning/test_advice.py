@@ -16,6 +16,7 @@ from examples.models.families import BY_NAME
 from memopt import BudgetError, TrainStep
 from memopt.account.optimizer_trial import fused
 from memopt.optimizers.low_rank import LowRank, with_low_rank
+from memopt.planning.call_planner import CallPlanner
 from tests.smallest import smallest_gb
 
 Batch = dict[str, torch.Tensor]
@@ -114,6 +115,30 @@ def test_microbatches() -> None:
     step = TrainStep(model, torch.optim.AdamW(model.parameters()))
     with pytest.warns(UserWarning, match=r"is trained in (8|16|32) microbatches"):
         step(batch(samples))
+
+
+def test_a_budget_near_the_smallest_is_refused_without_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another capture takes longer than a plan: the smallest budget is named at once."""
+    captured: list[object] = []
+    on_fakes = CallPlanner.capture_on_fakes
+
+    def counted(planner: CallPlanner, *args: Any) -> Any:
+        captured.append(args)
+        return on_fakes(planner, *args)
+
+    monkeypatch.setattr(CallPlanner, "capture_on_fakes", counted)
+    model, tokens = make(), batch(8)
+    options: dict[str, Any] = {"precision": "bf16", "optimizer": torch.optim.AdamW}
+    least = smallest_gb(model, tokens, **options)
+    captures = {}
+    for share in (0.995, 0.9):
+        captured.clear()
+        with pytest.raises(BudgetError) as error:
+            memopt.plan(model, share * least, tokens, **options)
+        assert error.value.smallest_gb == least
+        captures[share] = len(captured)
+    assert captures[0.995] == 0
+    assert captures[0.9] > 0
 
 
 def test_nothing_hopeless_is_said() -> None:

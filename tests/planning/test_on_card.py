@@ -146,9 +146,27 @@ def test_a_budget_below_the_smallest_is_refused_after_one_attempt(
 
     monkeypatch.setattr("memopt.planning.planner.solve_settled", counted)
     with pytest.raises(BudgetError) as refused:
-        make_plan(step, ACCOUNT, budget)
+        make_plan(replace(step), ACCOUNT, budget)
     assert refused.value.smallest_bytes == least
     assert len(attempts) == 1
+
+
+def test_a_budget_below_a_smallest_that_is_known_is_refused_without_an_attempt(
+    step: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model is optimised again with half a percent less than what its refusal named."""
+    least, _ = smallest(joined(step), ACCOUNT)
+    step.forget_solvers()
+
+    def never(*args: Any) -> Any:
+        raise AssertionError("the smallest budget is known")
+
+    monkeypatch.setattr("memopt.planning.planner.solve_settled", never)
+    monkeypatch.setattr(Portfolio, "solve", never)
+    monkeypatch.setattr(Portfolio, "smallest", never)
+    with pytest.raises(BudgetError) as refused:
+        make_plan(step, ACCOUNT, int(0.995 * least))
+    assert refused.value.smallest_bytes == least
 
 
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,15 @@ def test_the_smallest_schedule_is_the_same_whatever_was_solved_before() -> None:
         assert used.smallest().schedule == least.schedule
 
 
+def test_a_schedule_is_the_same_whether_or_not_the_smallest_was_asked_for() -> None:
+    """The smallest is kept longer than the solvers: a plan must not depend on whether it was known before."""
+    for problem in (transformer(4), unet(3)):
+        fresh, used = Portfolio(problem), Portfolio(problem)
+        budget_bytes = int(1.02 * Portfolio(problem).smallest().peak_bytes)
+        used.smallest()
+        assert used.solve(budget_bytes).schedule == fresh.solve(budget_bytes).schedule
+
+
 def test_most_tiny_graphs_are_solved_to_the_optimum() -> None:
     solved, equal = 0, 0
     for number in range(60):

@@ -109,6 +109,7 @@ class OffloadPortfolio:
 
     def smallest(self, link: Link) -> OffloadSolution:
         """The schedule with the smallest peak found: with enough room on the host, the largest need of one op."""
+        self._portfolio.build_on_smallest()
         return self.solve(self._smallest_peak(link), link, "fast")
 
     def _improve(
