@@ -7,7 +7,8 @@ Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "current_region",
     "fate_at",
     "fate_of_gradient",
+    "gradients_kept",
     "has_hooks",
     "hook_tables",
     "keeps_graph",
@@ -112,6 +114,30 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks that `Tensor.register_hook` added to a leaf."""
     return list((tensor._backward_hooks or {}).values())
+
+
+@contextmanager
+def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block after which all leaves that `outputs` depend on have the gradients that they had before."""
+    leaves = [(leaf, leaf.grad) for leaf in _leaves_of(outputs)]
+    try:
+        yield
+    finally:
+        for leaf, gradient in leaves:
+            leaf.grad = gradient
+
+
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves with gradients that tensors depend on, each once."""
+    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    left: list[Any] = list(nodes)
+    while left:
+        node = left.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        found = {further for further, _ in node.next_functions if further is not None} - nodes
+        nodes |= found
+        left += found
 
 
 class WatchingHook:
