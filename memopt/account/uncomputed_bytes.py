@@ -24,8 +24,8 @@ _COMPUTED_BYTES = 1024**2
 
 class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fakes of the CPU, in a small part of the time: operators do not run. Their results
-    are tensors whose memory is not written to, with the shapes that the operator has for tensors without memory; equal
-    calls are looked at once.
+    are tensors for which nothing is allocated, with the layouts that the operator's have on "meta"; equal calls are
+    looked at once.
 
     Small integers and masks are computed, as code often asks whether a mask is of any use: `reads` says whether a value
     was read. Reading others raises `ValueIsRead`, and an operator whose results depend on values in their sizes raises

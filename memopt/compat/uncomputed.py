@@ -1,16 +1,19 @@
 """Tensors on the CPU whose values nobody may use.
 
 Private names, in torch 2.11 to 2.15: `torch._C._set_throw_on_mutable_data_ptr`, by which kernels that would write to a
-tensor, and code that asks for its address, raise `RuntimeError`.
+tensor, and code that asks for its address, raise `RuntimeError`; `torch._C._construct_storage_from_data_pointer`, a
+storage in memory that it does not own.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["protected", "reads_raise", "same_memory", "uncomputed"]
@@ -19,10 +22,13 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the host's memory, which is not written to, that is `protected`. Integers are zero, so that code
-    outside of torch which takes them as indices does no harm."""
-    tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    return protected(tensor if dtype.is_floating_point or dtype.is_complex else tensor.zero_())
+    """A `protected` tensor on the CPU, for which nothing is allocated. It has a storage of its own, but all such
+    storages lie in the same pages, which can only be read, and are zero."""
+    elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
+    nbytes = elements * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), torch.device("cpu"), nbytes)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return protected(tensor.set_(storage, 0, tuple(size), tuple(stride)))
 
 
 def protected(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +43,22 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     return tensor.data.requires_grad_(tensor.requires_grad)
+
+
+def _pages(nbytes: int) -> int:
+    """The address of at least so many bytes of address space, without memory behind them until they are read. They are
+    never given back, since nobody knows how long a tensor lives."""
+    if not _regions or len(_regions[-1]) < nbytes:
+        _regions.append(
+            mmap.mmap(
+                -1, max(_LEAST_REGION, 2 * nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+            )
+        )
+    return int(np.frombuffer(_regions[-1], np.uint8).ctypes.data)
+
+
+_regions: list[mmap.mmap] = []
+_LEAST_REGION = 2**32
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def test_workspaces_of_convolutions_are_counted_at_their_bounds(name: str) -> No
     assert on_fakes.peak_bytes <= found.peak_bytes < 1.25 * on_fakes.peak_bytes
 
 
-def test_nothing_is_left_behind_and_nothing_more_than_the_step_is_allocated() -> None:
+def test_nothing_is_left_behind_and_next_to_nothing_allocated() -> None:
     family = BY_NAME["resnet"]
     model, batch = family.make(), family.batch("usual")
     before = {name: (value, value.clone(), value._version) for name, value in model.state_dict().items()}
@@ -79,8 +79,7 @@ def test_nothing_is_left_behind_and_nothing_more_than_the_step_is_allocated() ->
             model, plain_call(model), ((), batch), gradients_held=False, most_bytes=PLENTY
         )
     assert step is not None
-    given = sum(value.nbytes for value in batch.values())
-    assert peak.allocated_bytes <= step.peak_bytes + given
+    assert peak.allocated_bytes < step.peak_bytes / 100
     for name, value in model.state_dict().items():
         same, values, version = before[name]
         assert value.data_ptr() == same.data_ptr()
