@@ -35,7 +35,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __init__(self, device_type: str, home: str, *, stand_ins: bool = True, most_bytes: float = math.inf) -> None:
         super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
-        self._stand_ins, self._most_bytes = stand_ins, most_bytes
+        self._stand_ins, self.most_bytes = stand_ins, most_bytes
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self._kernels_of = device_type
@@ -76,7 +76,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     def raise_peak(self, workspace_bytes: int) -> None:
         """Raise the peak, and stop the count where it exceeds `most_bytes`."""
         super().raise_peak(workspace_bytes)
-        if self.peak_bytes > self._most_bytes:
+        if self.peak_bytes > self.most_bytes:
             raise TooManyBytes
 
 
@@ -86,6 +86,28 @@ class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
         return func(*args, **kwargs)
+
+    def exclude(self, tensors: Any) -> None:
+        """Leave tensors out that were there before."""
+        LiveBytes.exclude(self, tensors)
+
+
+class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
+    """Counts as `EagerBytes` does on fakes of the CPU, of tensors on "meta": in a part of the time, for code that does
+    not ask for their device."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "meta")
+        self._device_type = None  # numbers in the host's memory count too
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result. One that writes to its first argument, element by element, changes nothing that
+        could be seen."""
+        in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
+        if in_place and args[0].is_meta:
+            self.kernels.add(schema_of(func).name)
+            return args[0]
+        return super().run(func, args, kwargs)
 
     def exclude(self, tensors: Any) -> None:
         """Leave tensors out that were there before."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch.optim import Optimizer
 
-from memopt.account.eager_bytes import EagerBytes
+from memopt.account.eager_bytes import EagerBytes, MetaBytes
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
@@ -114,7 +114,7 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
         if most[one, following] <= temporaries:
             break
-        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], "cpu", home="cpu")  # two, also if alike
+        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], "cpu", home="meta")  # two, also if alike
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
@@ -132,10 +132,10 @@ def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dic
         if parameter.is_contiguous() and parameter.numel() > 1:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         else:
-            found[_kind(parameter)] = _tried(optimizer, [parameter], "cpu", home="cpu")
+            found[_kind(parameter)] = _tried(optimizer, [parameter], "cpu", home="meta")
     for alike in by_dtype.values():
         fewest, most = (end(alike, key=torch.Tensor.numel) for end in (min, max))
-        ends = [_tried(optimizer, [parameter], "cpu", home="cpu") for parameter in dict.fromkeys((fewest, most))]
+        ends = [_tried(optimizer, [parameter], "cpu", home="meta") for parameter in dict.fromkeys((fewest, most))]
         for parameter in alike:
             part = (parameter.numel() - fewest.numel()) / max(1, most.numel() - fewest.numel())
             found[_kind(parameter)] = _between(ends[0], ends[-1], part)
@@ -160,7 +160,7 @@ class _TrialError(ValueError):
 
 def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, home: str) -> OptimizerAccount:
     """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
-    count = EagerBytes(device_type, home)
+    count = MetaBytes() if home == "meta" else EagerBytes(device_type, home)
     with optimizer_on_fakes(optimizer, trained, count, home, foreach=device_type != "cpu") as on_fakes:
         name = type(on_fakes).__name__
         _refuse(on_fakes, name)

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -33,14 +33,16 @@ Fakes: TypeAlias = dict[int, torch.nn.Parameter]
 def optimizer_on_fakes(
     optimizer: OptimizerLike, parameters: Iterable[torch.Tensor], count: EagerBytes, home: str, *, foreach: bool
 ) -> Iterator[Optimizer]:
-    """A block in which `optimizer` stands on fakes of `parameters` on the device `home`, whose steps may be tried.
+    """A block in which `optimizer` stands on fakes of `parameters` on the device `home`, whose steps may be tried; on
+    "meta" they are plain tensors of that device.
 
     What making the optimiser allocates is counted by `count`, which also keeps its step numbers real: an optimiser
     that has state is read here, and only here. `foreach` is whether torch would take all parameters at once.
 
     Raises `ValueError` as `trial` does.
     """
-    with plain_tensors(), FakeTensorMode(allow_non_fake_inputs=True), eager_optimizers(foreach=foreach):
+    mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+    with plain_tensors(), mode, eager_optimizers(foreach=foreach):
         device = torch.device(home)
         fakes = {id(parameter): _fake_with_gradient(parameter, device) for parameter in parameters}
         with count:

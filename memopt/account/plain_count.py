@@ -1,4 +1,4 @@
-"""Counts what a step of the plain model holds, by running its forward and backward once on fake tensors."""
+"""Counts what a step of the plain model holds, by running its forward and backward once without computing them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import torch
 from torch import nn
 
 from memopt.account.eager_bytes import EagerBytes, RealBytes, ValueIsRead
-from memopt.capture.fake_model import fake_parameters
-from memopt.capture.inputs import Call, fake_call
+from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.capture.fake_model import fake_parameters, replaced_parameters
+from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
 from memopt.capture.rehearsal import undone, without_gradients
+from memopt.compat.autograd import gradients_kept
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
+from memopt.compat.uncomputed import reads_raise, same_memory
 from memopt.device import Hardware
+
+READS_MARGIN = 4
+"""A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
+this many times as much would fit."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +49,60 @@ def count_plain_step(
     gradients_held: bool,
     most_bytes: float = math.inf,
 ) -> PlainStep | None:
-    """Count one step of `run`, the forward of `model` and its loss, on fake tensors; the model does not change.
+    """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
-    scalar that requires a gradient is returned, or modules have forward hooks of the user's, which would see the fakes.
-    Raises `ValueIsRead` where the code branches on values.
+    scalar that requires a gradient is returned, or modules have forward hooks of the user's, which would see tensors
+    without values. Raises `ValueIsRead` where the code branches on values.
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
+    with torch.enable_grad(), without_backward_hooks(model):
+        if card.name == "cpu":
+            step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)
+            if step is not None:
+                return step
+        return _count_on_fakes(model, run, call, card, gradients_held=gradients_held, most_bytes=most_bytes)
+
+
+def _count_uncomputed(
+    model: nn.Module, run: Callable[..., Any], call: Call, *, gradients_held: bool, most_bytes: float
+) -> PlainStep | None:
+    """As `count_plain_step`, on tensors whose values are not computed; None also where that does not do: where an
+    operator is not known to, or the code reads values and the step is not far below `most_bytes`."""
+    count = UncomputedBytes(most_bytes)
+    if not all(map(_is_plain, [*model.parameters(), *model.buffers(), *tensors_in(call)])):
+        return None
+    try:
+        with replaced_parameters(model, same_memory) as parts, reads_raise(ValueIsRead):
+            if gradients_held:
+                for tensor, part in parts.items():
+                    part.grad = tensor.grad
+            args, kwargs = replaced_tensors(call, count.stand_in)
+            step = _counted(count, [*parts.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
+    except Exception:  # whatever it is, fakes may do
+        return None
+    finally:
+        torch.clear_autocast_cache()
+    if step is None or not count.reads:
+        return step
+    return replace(step, depends_on_values=True) if READS_MARGIN * step.peak_bytes <= most_bytes else None
+
+
+def _count_on_fakes(
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    card: Hardware,
+    *,
+    gradients_held: bool,
+    most_bytes: float,
+) -> PlainStep | None:
+    """As `count_plain_step`, on fake tensors."""
     home = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.enable_grad(), without_backward_hooks(model), fake_parameters(model, mode, home) as fakes:
+        with fake_parameters(model, mode, home) as fakes:
             args, kwargs = fake_call(call, mode, home)
             if gradients_held:
                 for fake in fakes.values():
@@ -100,8 +149,15 @@ def _counted(count: EagerBytes, resident: list[Any], run: Callable[[], Any]) -> 
         if not losses:
             return None
         held = count.live_bytes
-        torch.autograd.backward(losses)
+        with gradients_kept(losses):
+            torch.autograd.backward(losses)
     return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes, and has values on the CPU or none."""
+    own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return own and tensor.device.type in ("cpu", "meta")
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:

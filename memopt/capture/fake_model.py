@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,20 +40,30 @@ def fake_parameters(
     At the end all attributes of all modules and the random generators are restored, including what the forward changed
     meanwhile: where a forward breaks into regions, its Python code runs once on fakes.
     """
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return to_fake(mode, tensor, device, narrowed.dtype_of(tensor) if narrowed else None)
+
+    with replaced_parameters(model, fake) as fakes:
+        yield fakes
+
+
+@contextmanager
+def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Fakes]:
+    """Replace parameters and buffers by `make(tensor)` as `fake_parameters` does, which says what is restored."""
     home = next(model.parameters()).device
     generators = generator_states(home)
-    fakes: dict[torch.Tensor, torch.Tensor] = {}
+    made: dict[torch.Tensor, torch.Tensor] = {}
     attributes = Attributes(model)
     try:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        if tensor not in fakes:
-                            dtype = narrowed.dtype_of(tensor) if narrowed else None
-                            fakes[tensor] = to_fake(mode, tensor, device, dtype)
-                        table[name] = fakes[tensor]  # type: ignore[assignment]
-        yield fakes
+                        if tensor not in made:
+                            made[tensor] = make(tensor)
+                        table[name] = made[tensor]  # type: ignore[assignment]
+        yield made
     finally:
         attributes.restore()
         set_generators(generators, home)

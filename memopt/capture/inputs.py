@@ -13,6 +13,8 @@ from memopt.compat.pytree import tree_leaves, tree_map
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+_NO_CONTAINERS = frozenset((bool, int, float, complex, str, type(None)))
+
 
 def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     """The positional and keyword arguments for a batch: a dict becomes keywords, a tuple or list positional arguments,
@@ -42,7 +44,11 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
 
 def tensors_in(call: Call) -> Iterator[torch.Tensor]:
     """The tensors among the arguments, in order, from nested containers too."""
-    return (leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
+    for value in (*call[0], *call[1].values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) not in _NO_CONTAINERS:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def tensor_numbers(call: Call) -> dict[int, int]:

@@ -8,7 +8,7 @@ Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     "current_region",
     "fate_at",
     "fate_of_gradient",
+    "gradients_kept",
     "has_hooks",
     "hook_tables",
     "hooks_left_out",
@@ -34,6 +35,7 @@ __all__ = [
     "reached_outputs",
     "saved_tensors",
     "watching_hooks",
+    "with_hooks",
 ]
 
 
@@ -108,7 +110,7 @@ def keeps_graph() -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a leaf has any hooks. This is asked for every parameter at every call."""
+    """Whether a leaf has any hooks."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -130,9 +132,39 @@ def hooks_left_out() -> Iterator[None]:
         owner.__call__ = own
 
 
+def with_hooks(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The leaves that have any hooks. This is asked for at every call."""
+    some: Iterable[Any] = parameters
+    return [leaf for leaf in some if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+
+
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks that `Tensor.register_hook` added to a leaf."""
     return list((tensor._backward_hooks or {}).values())
+
+
+@contextmanager
+def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block after which all leaves that `outputs` depend on have the gradients that they had before."""
+    leaves = [(leaf, leaf.grad) for leaf in _leaves_of(outputs)]
+    try:
+        yield
+    finally:
+        for leaf, gradient in leaves:
+            leaf.grad = gradient
+
+
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves with gradients that tensors depend on, each once."""
+    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    left: list[Any] = list(nodes)
+    while left:
+        node = left.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        found = {further for further, _ in node.next_functions if further is not None} - nodes
+        nodes |= found
+        left += found
 
 
 class WatchingHook:

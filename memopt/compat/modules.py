@@ -10,9 +10,12 @@ Private names, in torch 2.11 to 2.15: `Module._buffers`, `Module._forward_hooks`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -22,11 +25,12 @@ from torch.utils.hooks import BackwardHook
 from memopt.compat.autograd import hook_tables
 
 __all__ = [
+    "CurrentParts",
     "Parts",
     "buffers_in",
     "compiled_call",
+    "forward_hook_tables",
     "forward_hooks",
-    "has_forward_hooks",
     "inside_compiled",
     "modules_of",
     "own_tp_plan",
@@ -59,9 +63,9 @@ def reset_compiled_call(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether other functions run before or after the module's own forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:
+    """The tables in which modules keep the functions that run before and after their own forward."""
+    return [table for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)]
 
 
 @contextmanager
@@ -136,6 +140,36 @@ class Parts:
     def of(cls, model: nn.Module) -> Parts:
         modules = modules_of(model)
         return cls(modules, parameters_in(modules))
+
+    @cached_property
+    def parameter_ids(self) -> frozenset[int]:
+        """The `id`s of the parameters."""
+        return frozenset(map(id, self.parameters))
+
+
+class CurrentParts:
+    """The `Parts` of a model at each call. They are put together again only where a module or a parameter has come or
+    gone: to see that none has takes a tenth of the time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._latest = Parts((), ())
+        self._held: list[Any] = []
+        """What the modules of the latest parts held: modules, parameters and None."""
+
+    def now(self) -> Parts:
+        """The parts of the model: the same object as before, if nothing has changed."""
+        held = _held_by(self._latest.modules)
+        if not held or len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._latest = Parts.of(self.model)
+            self._held = _held_by(self._latest.modules)
+        return self._latest
+
+
+def _held_by(modules: Sequence[nn.Module]) -> list[Any]:
+    """The modules' own children and parameters. Those of one that has come are seen in it once it is among them."""
+    tables = chain(map(attrgetter("_modules"), modules), map(attrgetter("_parameters"), modules))
+    return list(chain.from_iterable([table.values() for table in tables]))
 
 
 def own_tp_plan(model: nn.Module) -> Any:

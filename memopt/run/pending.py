@@ -238,11 +238,11 @@ class PlainForward:
     """The bytes of optimiser state that its step counts."""
     outputs: tuple[WeakStorage, ...]
     """The storages of what it returned."""
-    done: bool = False
 
     def end(self, *_: object) -> None:
-        """Mark it as done; called when a backward through any of its outputs begins."""
-        self.done = self.done or not keeps_graph()
+        """Have it wait no longer; called when a backward through any of its outputs begins."""
+        if not keeps_graph():
+            self.beside.forget_plain(self)
 
 
 @dataclass
@@ -265,8 +265,7 @@ class PendingForwards:
     def addresses(self) -> frozenset[int]:
         """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
         forwards = (*self.waiting(), *self.of_other_models())
-        all_plain = [forward for forward in self._plain_of_all_models if not forward.done]
-        outputs = [*(forward.outputs for forward in forwards), *(forward.outputs for forward in all_plain)]
+        outputs = [*(one.outputs for one in forwards), *(one.outputs for one in self._plain_of_all_models)]
         returned = [storage.address for storages in outputs for storage in storages]
         saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
         return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
@@ -288,19 +287,23 @@ class PendingForwards:
     @property
     def others_held_bytes(self) -> int:
         """The bytes that such forwards of other models hold."""
-        plain = (forward for forward in self._plain_of_all_models if forward.beside is not self and not forward.done)
+        plain = (forward for forward in self._plain_of_all_models if forward.beside is not self)
         return _held(self.of_other_models()) + _held(plain)
 
     def plain_waiting(self) -> list[PlainForward]:
         """The forwards of calls that ran as the plain model whose backward has not begun yet."""
-        return [forward for forward in self._plain if not forward.done]
+        return list(self._plain) if self._plain else []
 
     def waiting(self) -> list[PendingForward]:
         """The forwards whose backward has not run yet, in their order."""
+        if not self._alive:  # iterating takes longer than this
+            return []
         return sorted((forward for forward in self._alive if not forward.done), key=lambda forward: forward.number)
 
     def of_other_models(self) -> list[PendingForward]:
         """The forwards of other models whose backward has not run yet."""
+        if not self._of_all_models:
+            return []
         return [forward for forward in self._of_all_models if forward.beside is not self and not forward.done]
 
     def add(self, forward: PendingForward) -> None:
@@ -311,6 +314,11 @@ class PendingForwards:
         self.latest_outputs = forward.outputs
         self._alive.add(forward)
         self._of_all_models.add(forward)
+
+    def forget_plain(self, forward: PlainForward) -> None:
+        """Forget a forward of a plain call whose backward begins."""
+        self._plain.discard(forward)
+        self._plain_of_all_models.discard(forward)
 
     def add_plain(self, forward: PlainForward) -> None:
         """Add a forward of a call that ran as the plain model, for as long as it is alive."""

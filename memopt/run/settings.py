@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import is_not, itemgetter
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from memopt.compat.modules import has_forward_hooks, modules_of
+from memopt.compat.modules import forward_hook_tables, modules_of
 from memopt.recent import Recent
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -31,6 +31,7 @@ class Settings:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules: list[nn.Module] = []
+        self._hook_tables: list[Sized] = []
         self._readers: list[tuple[Callable[[_Table], tuple[Any, ...]], _Table]] = []
         self._attributes = 0
         """The number of attributes that all tables had when the readers were made."""
@@ -76,6 +77,7 @@ class Settings:
     def _watch(self, modules: list[nn.Module]) -> None:
         """Find the settings of these modules; what has changed so far is forgotten."""
         self._modules, self._latest = modules, []
+        self._hook_tables = list(forward_hook_tables(modules))
         self._changes.clear()
         configs = {
             id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")
@@ -95,7 +97,7 @@ class Settings:
             settings = chain.from_iterable([read(table) for read, table in self._readers])
         kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
         codes = [getattr(kind.forward, "__code__", None) for kind in kinds]
-        return [*settings, *codes, sum(map(has_forward_hooks, self._modules))]
+        return [*settings, *codes, sum(map(len, self._hook_tables))]
 
     def _note(self, latest: list[Any]) -> None:
         """Take these settings as the present ones."""

@@ -20,7 +20,7 @@ from memopt.capture.inputs import Call, call_signature, check_device, on_meta, t
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
-from memopt.compat.modules import Parts, plain_call
+from memopt.compat.modules import CurrentParts, plain_call
 from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
@@ -81,6 +81,7 @@ class TrainingCalls:
         self.road = Road(self.planner, self.accumulation)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
         self._ceilings = Ceilings(self._declared)
+        self._parts = CurrentParts(model)
         self._latest: Plan | None = None
         self._ran_plain = False  # the latest call
         self._reached: frozenset[int] = frozenset()
@@ -117,14 +118,14 @@ class TrainingCalls:
         waiting = self.surroundings.begin(call)
         self.accumulation.allowed = self.options.one_by_one or not waiting
         self.accumulation.exchange = self.parallel.exchange
-        parts = Parts.of(self.model)
+        parts = self._parts.now()
         situation = self.surroundings.situation(parts)
         beside = self.surroundings.beside(call, situation)
         one_graph = not len(self._breaks)
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
             self._ran_plain = True
             self._ceilings.see(call)
-            self.planner.reached |= frozenset(map(id, parts.parameters))  # which is not looked at
+            self.planner.reached |= parts.parameter_ids  # which is not looked at
             return self.plain_calls.run(call, fits)
         try:
             with self.planner.types():

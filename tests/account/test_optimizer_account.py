@@ -275,6 +275,14 @@ def test_parameters_that_are_stepped_singly_are_tried_once_for_each_kind(
     assert by_kinds == optimizer_account(name, parameters)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "radam", "sgd"])
+def test_trials_on_meta_count_what_those_on_fakes_of_the_cpu_do(name: str) -> None:
+    for shapes in ((256, 512),), ((7,), (7,)), ((64, 64), (256, 64)):
+        made = parameters(shapes)
+        on_meta, on_fakes = (optimizer_account_module._tried(name, made, "cpu", home=home) for home in ("meta", "cpu"))
+        assert on_meta == on_fakes
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "radam"])
 def test_equal_parameters_that_follow_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary of one lives on in the step of the next one."""

@@ -1,0 +1,172 @@
+"""Counts what operators hold on the CPU without computing their results."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.account.eager_bytes import EagerBytes, TooManyBytes, ValueIsRead
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.operators import schema_of
+from memopt.compat.pytree import tree_flatten, tree_unflatten
+from memopt.compat.uncomputed import protected, uncomputed
+from memopt.device.live_bytes import LiveBytes
+from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
+from memopt.device.workspace_table import estimate_workspace
+
+_COMPUTED_BYTES = 1024**2
+"""Integers and masks of up to this size are computed, where they follow from such alone."""
+
+
+class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
+    """Counts as `EagerBytes` does on fakes of the CPU, in a small part of the time: operators do not run. Their results
+    are tensors for which nothing is allocated, with the layouts that the operator's have on "meta"; equal calls are
+    looked at once.
+
+    Small integers and masks are computed, as code often asks whether a mask is of any use: `reads` says whether a value
+    was read. Reading others raises `ValueIsRead`, and an operator whose results depend on values in their sizes raises
+    whatever it does without memory. No tensor that was there before is written to.
+    """
+
+    def __init__(self, most_bytes: float) -> None:
+        super().__init__("cpu", "cpu", stand_ins=False, most_bytes=most_bytes)
+        self.reads = False
+        self._kernels: dict[OpCall, _Kernel] = {}
+        self._workspace_bytes = 0
+        """Of the latest operator."""
+        self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A leaf of the same layout, to be left out of the count: a copy of small integers and masks, zeros where those
+        are on "meta", and an uncomputed tensor for others."""
+        if _is_known_kind(tensor):
+            return protected(torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone())
+        return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
+
+    def exclude(self, tensors: Any) -> None:
+        """Leave tensors out that were there before."""
+        LiveBytes.exclude(self, tensors)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result."""
+        self._workspace_bytes = 0
+        given = list(tensors_in((args, list(kwargs.values()))))
+        if torch.Tag.data_dependent_output in func.tags:
+            if any(tensor.untyped_storage() in self._uncomputed for tensor in given):
+                raise ValueIsRead
+            self.reads = True
+            return func(*args, **kwargs)
+        if func.is_view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        kernel = self._kernel(func, args, kwargs)
+        if kernel.is_view:
+            return func(*args, **kwargs)
+        if self.live_bytes + kernel.made_bytes > self.most_bytes:
+            raise TooManyBytes
+        self._workspace_bytes = kernel.workspace_bytes
+        if kernel.may_be_known and all(map(self._is_known, given)):
+            return _protected(func(*args, **kwargs))
+        for position in kernel.written:
+            self._uncomputed.add(given[position].untyped_storage())
+        return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
+
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """An upper bound by rule."""
+        return self._workspace_bytes
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any) -> _Kernel:
+        call = describe(func, args, kwargs, ())
+        if call not in self._kernels:
+            self._kernels[call] = _Kernel.of(call)
+        return self._kernels[call]
+
+    def _result(self, leaf: Any, given: Sequence[torch.Tensor]) -> Any:
+        if isinstance(leaf, _Given):
+            return given[leaf.position]
+        return self._new(leaf) if isinstance(leaf, TensorSpec) else leaf
+
+    def _new(self, spec: TensorSpec) -> torch.Tensor:
+        made = uncomputed(spec.size, spec.stride, spec.dtype)
+        self._uncomputed.add(made.untyped_storage())
+        return made
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return _is_known_kind(tensor) and tensor.untyped_storage() not in self._uncomputed
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A result that is an argument: the number of the tensor among the arguments."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What an operator makes of arguments of these layouts."""
+
+    results: tuple[Any, ...]
+    """Its results as leaves: `TensorSpec` for a new tensor, `_Given` for an argument, or what is no tensor."""
+    structure: Any
+    """How the leaves are nested."""
+    written: tuple[int, ...]
+    """The positions of the tensors among the arguments that it writes to."""
+    is_view: bool
+    """Whether a result lies in an argument's memory without being the argument."""
+    may_be_known: bool
+    """Whether its results are small integers or masks that depend on the arguments alone."""
+    made_bytes: int
+    workspace_bytes: int
+    """At most."""
+
+    @classmethod
+    def of(cls, call: OpCall) -> _Kernel:
+        args, kwargs = call.make_arguments("meta")
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        given = list(tensors_in((args, list(kwargs.values()))))
+        with plain_tensors(), torch.no_grad():
+            found = call.op(*args, **kwargs)
+        leaves, structure = tree_flatten(found)
+        positions = {id(tensor): _Given(position) for position, tensor in enumerate(given)}
+        own = {tensor.untyped_storage() for tensor in given}
+        new = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in positions]
+        written = _written(call, args, kwargs)
+        seeded = torch.Tag.nondeterministic_seeded in call.op.tags
+        return cls(
+            tuple(positions.get(id(leaf)) or _spec(leaf) for leaf in leaves),
+            structure,
+            tuple(positions[id(tensor)].position for tensor in written),
+            any(tensor.untyped_storage() in own for tensor in new),
+            not (written or seeded) and all(map(_is_known_kind, new)),
+            sum(tensor.untyped_storage().nbytes() for tensor in new),
+            estimate_workspace(describe(call.op, args, kwargs, found), "cpu"),
+        )
+
+
+def _written(call: OpCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that its operator writes to."""
+    arguments = schema_of(call.op).arguments
+    named = {**dict(zip([argument.name for argument in arguments], args, strict=False)), **kwargs}
+    changed = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return list(tensors_in([named.get(name) for name in changed]))
+
+
+def _spec(leaf: Any) -> Any:
+    return TensorSpec(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _protected(result: Any) -> Any:
+    for tensor in tensors_in(result):
+        protected(tensor)
+    return result
+
+
+def _is_known_kind(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of small integers, or a mask."""
+    numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not numbers and tensor.numel() * tensor.element_size() <= _COMPUTED_BYTES

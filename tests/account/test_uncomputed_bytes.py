@@ -1,0 +1,204 @@
+"""Counts of plain steps whose operators are not run, against those on fakes, and what they leave behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from examples.models.families import BY_NAME
+from memopt.account import plain_count
+from memopt.account.eager_bytes import ValueIsRead
+from memopt.account.plain_count import READS_MARGIN, PlainStep
+from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.compat.modules import plain_call
+from memopt.compat.uncomputed import reads_raise, uncomputed
+from memopt.device import hardware_of
+
+PLENTY = 1e12
+
+
+def counts(model: nn.Module, batch: Any, *, gradients_held: bool = False) -> tuple[PlainStep | None, PlainStep | None]:
+    """The step counted without running its operators, and on fakes."""
+    call = ((), batch) if isinstance(batch, dict) else ((batch,), {})
+    run, card = plain_call(model), hardware_of(torch.device("cpu"))
+    return (
+        plain_count._count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=PLENTY),
+        plain_count._count_on_fakes(model, run, call, card, gradients_held=gradients_held, most_bytes=PLENTY),
+    )
+
+
+@pytest.mark.parametrize("gradients_held", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "bert", "vit", "tied-encoder"])
+def test_it_counts_what_fakes_count(name: str, gradients_held: bool) -> None:
+    family = BY_NAME[name]
+    model = family.make()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if gradients_held else None
+    found, on_fakes = counts(model, family.batch("usual"), gradients_held=gradients_held)
+    assert found is not None
+    assert on_fakes is not None
+    assert (found.peak_bytes, found.held_bytes, found.output_bytes) == (
+        on_fakes.peak_bytes,
+        on_fakes.held_bytes,
+        on_fakes.output_bytes,
+    )
+    assert all(parameter.grad is None or bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "clip", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_a_mask_that_is_of_no_use_is_left_out_as_in_the_step_and_said(name: str) -> None:
+    family = BY_NAME[name]
+    found, on_fakes = counts(family.make(), family.batch("usual"))
+    assert found is not None
+    assert on_fakes is not None
+    assert found.depends_on_values
+    assert found.peak_bytes < on_fakes.peak_bytes < READS_MARGIN * found.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["resnet", pytest.param("unet", marks=pytest.mark.slow)])
+def test_workspaces_of_convolutions_are_counted_at_their_bounds(name: str) -> None:
+    family = BY_NAME[name]
+    found, on_fakes = counts(family.make(), family.batch("usual"))
+    assert found is not None
+    assert on_fakes is not None
+    assert found.held_bytes == on_fakes.held_bytes
+    assert on_fakes.peak_bytes <= found.peak_bytes < 1.25 * on_fakes.peak_bytes
+
+
+def test_nothing_is_left_behind_and_next_to_nothing_allocated() -> None:
+    family = BY_NAME["resnet"]
+    model, batch = family.make(), family.batch("usual")
+    before = {name: (value, value.clone(), value._version) for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with memopt.measure_peak("cpu") as peak:
+        step = plain_count._count_uncomputed(
+            model, plain_call(model), ((), batch), gradients_held=False, most_bytes=PLENTY
+        )
+    assert step is not None
+    assert peak.allocated_bytes < step.peak_bytes / 100
+    for name, value in model.state_dict().items():
+        same, values, version = before[name]
+        assert value.data_ptr() == same.data_ptr()
+        assert value._version == version
+        assert torch.equal(value, values)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Scaled(nn.Module):
+    """A layer whose forward does one thing more with its input."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.layer, self.more = nn.Linear(8, 8), more
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(values)
+        return (hidden * self.more(values, hidden)).sum()
+
+
+def test_inputs_are_not_written_to() -> None:
+    values = torch.ones(4, 8)
+    model = Scaled(None)
+    model.forward = lambda values: model.layer(values.mul_(2)).sum()  # type: ignore[method-assign]
+    found, _ = counts(model, values)
+    assert found is not None
+    assert bool((values == 1).all())
+    assert values._version == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda values, hidden: 2.0 if hidden.sum().item() > 0 else 1.0,
+        lambda values, hidden: max(hidden[0].tolist()),
+        lambda values, hidden: values.numpy().sum(),
+        lambda values, hidden: len(hidden.relu().nonzero()),
+        lambda values, hidden: float(hidden.data_ptr() > 0),
+    ],
+    ids=["item", "tolist", "numpy", "nonzero", "data_ptr"],
+)
+def test_values_that_are_not_there_cannot_be_read(read: Any) -> None:
+    model = Scaled(read)
+    step = plain_count._count_uncomputed(
+        model, plain_call(model), ((torch.ones(4, 8),), {}), gradients_held=False, most_bytes=PLENTY
+    )
+    assert step is None
+
+
+def test_reading_a_mask_takes_room_for_other_values() -> None:
+    model = Scaled(lambda values, hidden: values)
+    model.forward = lambda values, mask: (  # type: ignore[method-assign]
+        model.layer(values).sum() if mask.all() else model.layer(values).relu().sum()
+    )
+    call = (torch.ones(4, 8), torch.ones(4, dtype=torch.bool)), {}
+
+    def count(most_bytes: float) -> PlainStep | None:
+        return plain_count._count_uncomputed(
+            model, plain_call(model), call, gradients_held=False, most_bytes=most_bytes
+        )
+
+    step = count(PLENTY)
+    assert step is not None
+    assert step.depends_on_values
+    assert count(READS_MARGIN * step.peak_bytes) == step
+    assert count(READS_MARGIN * step.peak_bytes - 1) is None
+
+
+def test_a_result_that_would_be_too_large_is_not_allocated() -> None:
+    huge = 2**40
+    model = Scaled(lambda values, hidden: hidden.sum() * torch.empty(huge).sum())
+    with memopt.measure_peak("cpu") as peak:
+        step = plain_count._count_uncomputed(
+            model, plain_call(model), ((torch.ones(4, 8),), {}), gradients_held=False, most_bytes=huge
+        )
+    assert step is None
+    assert peak.allocated_bytes < 1024**2
+
+
+@pytest.mark.parametrize("on_fakes", [False, True])
+def test_parameters_outside_of_the_model_keep_their_gradients(on_fakes: bool) -> None:
+    """As of a loss function with parameters of its own."""
+    outside, with_gradient = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    with_gradient.grad = torch.full((8,), 3.0)
+    model = Scaled(lambda values, hidden: outside * with_gradient)
+    limits: dict[str, Any] = {"gradients_held": False, "most_bytes": PLENTY}
+    call = ((torch.ones(4, 8),), {})
+    if on_fakes:
+        card = hardware_of(torch.device("cpu"))
+        found = plain_count._count_on_fakes(model, plain_call(model), call, card, **limits)
+    else:
+        found = plain_count._count_uncomputed(model, plain_call(model), call, **limits)
+    assert found is not None
+    assert outside.grad is None
+    assert torch.equal(with_gradient.grad, torch.full((8,), 3.0))
+
+
+def test_reads_of_other_threads_and_after_the_block_are_allowed() -> None:
+    own = torch.Tensor.tolist
+    with reads_raise(ValueIsRead), pytest.raises(ValueIsRead):
+        torch.ones(2).tolist()
+    assert torch.Tensor.tolist is own
+    assert torch.ones(2).numpy().sum() == 2
+
+
+def test_uncomputed_tensors_cannot_be_written_to() -> None:
+    tensor = uncomputed((2, 3), (3, 1), torch.float32)
+    assert tensor.t().shape == (3, 2)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        tensor.fill_(1)
+    assert not uncomputed((4,), (1,), torch.int64).any()
+
+
+def test_a_written_mask_is_no_longer_known() -> None:
+    count = UncomputedBytes(PLENTY)
+    mask = count.stand_in(torch.ones(3, dtype=torch.bool))
+    with count:
+        assert mask.all()
+        mask[0] = False
+        with pytest.raises(ValueIsRead):
+            bool(mask.all())
