@@ -16,7 +16,7 @@ from memopt.capture.fake_model import fake_parameters, replaced_parameters
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
 from memopt.capture.rehearsal import undone, without_gradients
 from memopt.compat.autograd import gradients_kept
-from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.uncomputed import reads_raise, same_memory
@@ -109,7 +109,7 @@ def _count_on_fakes(
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
             kernels_of = "cpu" if card.name == "cpu" else "cuda"
             count = EagerBytes(kernels_of, home.type, stand_ins=False, most_bytes=most_bytes)
-            with mode:
+            with mode, failing_on_fakes():
                 return _counted(count, [*fakes.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
     except ValueIsRead:
         raise
