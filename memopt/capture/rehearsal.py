@@ -109,12 +109,6 @@ def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     return weakref.ref(storage) if own else None
 
 
-NOTHING_CAPTURED = (
-    "torch.compile captures nothing of a function in which such a line lies in a loop or a with block: move the loop "
-    "or block into a function of its own, so that what comes before and after it is captured"
-)
-
-
 def rehearse(
     run: Callable[[], Any],
     rehearsal: Rehearsal,
@@ -146,7 +140,7 @@ def rehearse(
         reasons = reason if error == reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if captured is None:
-        raise CaptureError(cannot_capture(model, f"{reason}, and {NOTHING_CAPTURED}"))
+        raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))
     return captured
 
 
@@ -187,13 +181,17 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
         state.restore_gradients()
 
 
+NOTHING_CAPTURED = (
+    ", and torch.compile captures nothing of a function with such a line in a loop: give the loop a function of its own"
+)
 RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"
 """The mend that the message of a `CaptureError` ends with; the command line, which runs nothing, names another."""
 
 
-def cannot_capture(model: nn.Module, reason: str) -> str:
-    """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's."""
+def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
+    """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's.
+    `further` is added to the reason."""
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and not re.search(r":\d+, in ", reason):
         reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"
-    return f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}; {RUN_UNPLANNED}"
+    return f"the forward of {type(model).__name__} cannot be captured as a graph: {reason}{further}; {RUN_UNPLANNED}"
