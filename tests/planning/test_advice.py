@@ -117,6 +117,7 @@ def test_microbatches() -> None:
         step(batch(samples))
 
 
+@pytest.mark.slow
 def test_a_budget_near_the_smallest_is_refused_without_another_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another capture takes longer than a plan: the smallest budget is named at once."""
     captured: list[object] = []
