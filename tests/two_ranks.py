@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], argum
     distributed.barrier()
     # No teardown: the group's destructor joins gloo's thread while it holds the GIL that this thread may wait for.
     os._exit(0)
+
+
+def ended(act: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and text of the error with which an act ends, and the seconds until then."""
+    started = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
 
 
 def check_refused_together(ranks: list[list[tuple[str, str, float]]], within_seconds: float) -> None:

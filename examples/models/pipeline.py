@@ -1,4 +1,4 @@
-"""A GPT-2 that is cut into the stages of a pipeline of `torch.distributed.pipelining`; for tests and benchmarks."""
+"""A GPT-2 that is cut into the stages of a pipeline of `torch.distributed.pipelining`; for tests."""
 
 from __future__ import annotations
 

@@ -80,19 +80,23 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             raise TooManyBytes
 
 
-class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does while operators run on real tensors."""
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result."""
-        return func(*args, **kwargs)
+class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
+    """Counts as `EagerBytes` does, of plain tensors in place of fakes."""
 
     def exclude(self, tensors: Any) -> None:
         """Leave tensors out that were there before."""
         LiveBytes.exclude(self, tensors)
 
 
-class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
+class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+    """Counts as `EagerBytes` does while operators run on real tensors."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result."""
+        return func(*args, **kwargs)
+
+
+class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fakes of the CPU, of tensors on "meta": in a part of the time, for code that does
     not ask for their device."""
 
@@ -108,10 +112,6 @@ class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
             self.kernels.add(schema_of(func).name)
             return args[0]
         return super().run(func, args, kwargs)
-
-    def exclude(self, tensors: Any) -> None:
-        """Leave tensors out that were there before."""
-        LiveBytes.exclude(self, tensors)
 
 
 class TooManyBytes(Exception):

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from memopt.account.eager_bytes import EagerBytes, TooManyBytes, ValueIsRead
+from memopt.account.eager_bytes import PlainTensorBytes, TooManyBytes, ValueIsRead
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_flatten, tree_unflatten
 from memopt.compat.uncomputed import protected, uncomputed
-from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
 from memopt.device.workspace_table import estimate_workspace
 
@@ -22,7 +21,7 @@ _COMPUTED_BYTES = 1024**2
 """Integers and masks of up to this size are computed, where they follow from such alone."""
 
 
-class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
+class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fakes of the CPU, in a small part of the time: operators do not run. Their results
     are tensors for which nothing is allocated, with the layouts that the operator's have on "meta"; equal calls are
     looked at once.
@@ -37,7 +36,7 @@ class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
         self.reads = False
         self._kernels: dict[OpCall, _Kernel] = {}
         self._workspace_bytes = 0
-        """Of the latest operator."""
+        """The workspace of the latest operator."""
         self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -46,10 +45,6 @@ class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
         if _is_known_kind(tensor):
             return protected(torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
-
-    def exclude(self, tensors: Any) -> None:
-        """Leave tensors out that were there before."""
-        LiveBytes.exclude(self, tensors)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
@@ -107,7 +102,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What an operator makes of arguments of these layouts."""
+    """The results and costs of an operator for arguments of given layouts."""
 
     results: tuple[Any, ...]
     """Its results as leaves: `TensorSpec` for a new tensor, `_Given` for an argument, or what is no tensor."""

@@ -35,7 +35,6 @@ __all__ = [
     "reached_outputs",
     "saved_tensors",
     "watching_hooks",
-    "with_hooks",
 ]
 
 
@@ -110,7 +109,7 @@ def keeps_graph() -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a leaf has any hooks."""
+    """Whether a leaf has any hooks. This is asked for every parameter at every call."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -130,12 +129,6 @@ def hooks_left_out() -> Iterator[None]:
         yield
     finally:
         owner.__call__ = own
-
-
-def with_hooks(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The leaves that have any hooks. This is asked for at every call."""
-    some: Iterable[Any] = parameters
-    return [leaf for leaf in some if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -155,7 +155,7 @@ class CurrentParts:
         self.model = model
         self._latest = Parts((), ())
         self._held: list[Any] = []
-        """What the modules of the latest parts held: modules, parameters and None."""
+        """The children and parameters of the latest parts' modules, with None where a module has none of a name."""
 
     def now(self) -> Parts:
         """The parts of the model: the same object as before, if nothing has changed."""

@@ -1,7 +1,7 @@
-"""What the schedules of `torch.distributed.pipelining` hold: their stages, their order and their loss function.
+"""The stages, the order and the loss function of schedules of `torch.distributed.pipelining`.
 
 Private names, in torch 2.11 to 2.15: of a schedule `_stage`, `_stages`, `_n_microbatches`, `_loss_fn`, `_has_backward`
-and `_split_inputs`, and the classes `_PipelineSchedule` and `_PipelineScheduleRuntime`.
+and `_split_inputs`, and the class `_PipelineSchedule`.
 """
 
 from __future__ import annotations

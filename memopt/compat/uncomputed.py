@@ -46,8 +46,8 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(nbytes: int) -> int:
-    """The address of at least so many bytes of address space, without memory behind them until they are read. They are
-    never given back, since nobody knows how long a tensor lives."""
+    """Returns the address of at least `nbytes` bytes of reserved address space, which take no memory until they are
+    read. They are never given back, since nobody knows how long a tensor lives."""
     if not _regions or len(_regions[-1]) < nbytes:
         _regions.append(
             mmap.mmap(

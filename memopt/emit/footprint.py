@@ -33,7 +33,7 @@ class Outputs:
     """The results of a forward that its caller gets, by their positions: how long each is held at least."""
 
     number: int
-    """The first so many results of the forward are such outputs."""
+    """The number of outputs, which are the first results of the forward."""
     released: Collection[int] = ()
     """Those that are let go when the backward begins."""
     held: Collection[int] = ()

@@ -105,7 +105,7 @@ class _Halves:
 
 def _outputs(joint: JointGraph) -> Outputs:
     """How long the region's results are held: values that outputs are computed from on demand are let go when the
-    backward begins, or held until the next forward (`PendingForward.until_backward`)."""
+    backward begins, or held until an optimiser has stepped (`PendingForward.until_backward`)."""
     withheld = joint.trace.region.withheld
     first = joint.forward_outputs if withheld is None else len(withheld.returned)
     taken = frozenset(range(first, joint.forward_outputs))

@@ -117,7 +117,7 @@ class PlannedCall:
     def from_captures(self, earlier: PlannedCall | None) -> Iterator[None]:
         """A block in which this call is planned from the graphs of an earlier one of the same model, if its options
         differ in the room that they leave a step alone; the earlier one has them back if the block fails."""
-        if earlier is None or not self._differs_in_budget(earlier):
+        if earlier is None or not self._differs_in_room(earlier):
             yield
             return
         self._take_captures(earlier)
@@ -127,7 +127,7 @@ class PlannedCall:
             earlier._take_captures(self)
             raise
 
-    def _differs_in_budget(self, earlier: PlannedCall) -> bool:
+    def _differs_in_room(self, earlier: PlannedCall) -> bool:
         """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
         decide about its parameters, nor where other ranks take part."""
         alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,7 @@ def test_growth_is_known_without_a_look() -> None:
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what earlier tests left would lower the limit if it were freed meanwhile
     elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
     before = elsewhere.now(Around()).other
     limit = elsewhere.at_most(Around(), 2**40)
@@ -67,7 +70,7 @@ def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPa
     exact, most = elsewhere.at_most(Around(), limit.other), elsewhere.at_most(Around(), 2**40)
     assert exact is not None
     assert most is not None
-    assert before + cached.nbytes <= exact.other <= most.other
+    assert before + cached.nbytes <= exact.other < most.other
     assert most.other >= limit.other + cached.nbytes - 100_000
     monkeypatch.setattr("memopt.account.elsewhere.allocated_bytes", lambda _: pytest.fail("blocks were counted"))
     assert elsewhere.at_most(Around(), 2**40) is not None

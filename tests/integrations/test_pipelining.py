@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import memopt
 from examples.models.ddp import fingerprint
 from examples.models.pipeline import VOCABULARY, next_token_loss, pipeline_stages, stage_modules
 from memopt.integrations.pipelining import optimize_schedule, remove_schedule
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # two ranks plan and train in each case
 KINDS: dict[str, tuple[Any, int]] = {
@@ -80,16 +78,6 @@ def test_steps_within_a_budget_are_those_of_the_plain_schedule(kind: str) -> Non
         for share, steps in planned.items():
             assert [values for _, values in steps] == [values for _, values in plain], share
             assert max(peak for peak, _ in steps) <= share * most
-
-
-def ended(act: Callable[[], Any]) -> tuple[str, str, float]:
-    """The type and text of the error with which an act ends, and the seconds until then."""
-    started = time.monotonic()
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
 
 
 def refusals(rank: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from memopt.compat.subclasses import shard_of
-from tests.two_ranks import check_refused_together, on_two_ranks
+from tests.two_ranks import check_refused_together, ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case plans on two ranks
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
@@ -43,16 +43,6 @@ def sharded(*, blocks: bool = True) -> Any:
 
 def wrapped(budget_gb: float = ROOMY_GB, *, blocks: bool = True, **options: Any) -> Any:
     return memopt.optimize(sharded(blocks=blocks), budget_gb, **{**EXACT, **options})
-
-
-def ended(act: Callable[[], Any]) -> tuple[str, str, float]:
-    """The type and text of the error with which an act ends, and the seconds until then."""
-    started = time.monotonic()
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
 
 
 def step_of(model: Any, given: dict[str, torch.Tensor]) -> Callable[[], Any]:
