@@ -52,9 +52,10 @@ def stays_within_its_budget(printed: str) -> None:
     assert re.search(r"^│ recompute +│", printed, re.MULTILINE), "the budget asks for nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
-    ["nanogpt.py", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diffusion_unet.py", "lora.py"))],
+    ["nanogpt.py", "diffusion_unet.py", "lora.py"],
 )
 def test_training_programs(example: str) -> None:
     if example == "lora.py":

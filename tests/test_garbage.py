@@ -12,6 +12,7 @@ import memopt
 from examples.models.families import BY_NAME, loss_of
 from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
+from tests.marks import slow
 
 DEFAULT = (700, 10, 10)
 
@@ -24,7 +25,7 @@ def default_thresholds() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the first step"])
+@pytest.mark.parametrize("ahead", [True, slow(False)], ids=["ahead", "at the first step"])
 def test_while_a_step_is_planned(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     own = CallPlanner.rewrite_and_price

@@ -226,6 +226,7 @@ def test_cuda_is_metered_by_its_allocator() -> None:
     assert peak.allocated_bytes == 8192
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident set from /proc")
 def test_metering_does_not_splinter_the_heap() -> None:
     script = """

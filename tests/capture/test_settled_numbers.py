@@ -36,7 +36,8 @@ def set_weight(model: nn.Module, number: int) -> None:
     model.weight = 1.0 / (1 + number)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("schedule", [set_dropout, pytest.param(set_weight, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [set_dropout, set_weight])
 def test_a_number_that_a_schedule_changes(
     schedule: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

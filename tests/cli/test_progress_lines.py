@@ -14,6 +14,7 @@ import pytest
 
 from memopt import progress
 from memopt.cli.main import main
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("gpt2", "--set", "n_layer=1", "--set", "n_embd=32", "--set", "n_head=2", "--set", "vocab_size=128")
@@ -33,7 +34,7 @@ def every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("plan", {"loading gpt2", "capturing", "tracing", "solving", "planning"}),
         ("frontier", {"loading gpt2", "planning", "looking for the smallest budget"}),
-        ("max-batch", {"loading gpt2", "capturing", "planning", "looking for the largest size"}),
+        slow("max-batch", {"loading gpt2", "capturing", "planning", "looking for the largest size"}),
     ],
 )
 def test_elsewhere_one_line_a_stage(command: str, stages: set[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,7 @@ def test_a_shape_that_the_forward_cannot_take(capfd: pytest.CaptureFixture[str])
     assert "allow" not in error
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_middle(folder: Path) -> None:
     """Once while the file is imported, that is before anything of torch is, once while the step is planned."""
     (folder / "slow.py").write_text(f"import time\nprint('imported', flush=True)\ntime.sleep(30)\n{SMALL}")

@@ -12,6 +12,7 @@ from memopt.device.time_model import node_flops
 from memopt.device.workspace import _estimate, _measure
 from memopt.device.workspace_table import estimate_workspace
 from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
+from tests.marks import slow
 
 OPERATOR = torch.ops.memopt.linear_cross_entropy_with_gradients.default
 TOKENS, WIDTH, CLASSES = 256, 32, 4000
@@ -68,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sizes", [(512, 256, CLASSES), (100, 384, CLASSES), (1024, 64, CLASSES)])
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32)])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), *map(slow, [(FP16, FP16), (FP16, FP32)])])
 def test_what_is_too_large_to_run_is_rehearsed_as_measured(
     dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], options: str
 ) -> None:

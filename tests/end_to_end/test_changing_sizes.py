@@ -84,6 +84,7 @@ def test_declared_sizes_make_one_capture(captures: list[RecordedRegion]) -> None
     assert len(captures) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_for_declared_sizes_is_for_the_largest() -> None:
     model = BY_NAME["gpt2-sdpa"].make()
     dynamic = {"input_ids": {1: Dim("length", max=96)}, "labels": {1: Dim("length", max=96)}}

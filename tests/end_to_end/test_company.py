@@ -228,6 +228,7 @@ def test_cached_tensors_that_grow_are_refused_before_the_step() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_plans_for_other_devices_count_nothing_elsewhere_unless_told() -> None:
     model = gpt2()
     cached = torch.zeros(1_000_000)
@@ -239,6 +240,7 @@ def test_plans_for_other_devices_count_nothing_elsewhere_unless_told() -> None:
     assert told.account.elsewhere == GIB // 4
 
 
+@pytest.mark.slow
 def test_a_comparison_counts_its_own_copies_nowhere() -> None:
     model = gpt2()
     batch = {"input_ids": integers(320, 8, 64), "labels": integers(320, 8, 64)}

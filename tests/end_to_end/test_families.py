@@ -72,6 +72,7 @@ def test_seven_budgets(family: Family) -> None:
     run_family(family, SHARES)
 
 
+@pytest.mark.slow
 @tried("gpt2-sdpa", families=[family for family in FAMILIES if family.repeated_blocks])
 def test_beats_checkpointing_per_block(family: Family) -> None:
     model, batch = family.make(), family.batch("usual")

@@ -21,6 +21,7 @@ from memopt.run.planned_call import planned_call_of
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, call, run, step, tight
+from tests.marks import slow
 
 
 class Noted(Layered):
@@ -219,7 +220,9 @@ def test_a_deleted_model_dies(kind: Callable[[], nn.Module]) -> None:
     assert not any(reference() is not None for reference in alive)
 
 
-@pytest.mark.parametrize(("kind", "removed"), [(Noted, True), (Noted, False), (odd_models.BreakInLoop, False)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "removed"), [(Noted, True), slow(Noted, False), slow(odd_models.BreakInLoop, False)], ids=str
+)
 def test_many_models_leave_nothing_with_dynamo(kind: type[nn.Module], removed: bool) -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 

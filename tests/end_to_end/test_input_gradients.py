@@ -43,7 +43,8 @@ def budget() -> float:
     return tight(adapted(), batch())
 
 
-@pytest.mark.parametrize(("reentrant", "ahead"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("reentrant", "ahead"), [(True, False), (False, True)])
 def test_adapters_with_checkpointing_are_one_region(reentrant: bool, ahead: bool) -> None:
     model = adapted(reentrant=reentrant)
     given = {"example_inputs": batch()} if ahead else {}

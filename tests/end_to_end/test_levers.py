@@ -125,6 +125,7 @@ def assert_close(step: Step, plain: Step) -> None:
         assert error <= ROUNDING, f"the gradient of {name} differs by {error:.1e} of the largest"
 
 
+@pytest.mark.slow
 @EACH
 def test_a_lever_saves_recomputation(name: str, lever: str) -> None:
     least = 1.1 * smallest_gb(name, frozenset({"recompute"}))

@@ -16,6 +16,7 @@ from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import GIB, assert_same, call, check, loss, run, same, step, tight
 from tests.end_to_end.usual import Blocks, batch, make, steps, usual
+from tests.marks import slow
 
 CAPTURED = [odd for odd in odd_models.ODD_MODELS if odd.model is not odd_models.NumpyInLoop and odd.capture != "none"]
 
@@ -95,7 +96,7 @@ class EagerMiddle(Layered):
         return self.blocks[2](self.eager(x))
 
 
-@pytest.mark.parametrize("kind", [Printing, ScalarAtTheBreak, EagerMiddle])
+@pytest.mark.parametrize("kind", [Printing, slow(ScalarAtTheBreak), slow(EagerMiddle)])
 def test_breaks_in_the_middle_at_the_smallest_budget(kind: type[nn.Module]) -> None:
     model, inputs = make(kind), batch()
     check(model, lambda model: step(model, inputs), usual(kind).smallest, inputs)

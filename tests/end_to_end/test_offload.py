@@ -28,6 +28,7 @@ from tests.end_to_end.steps import assert_equal
 from tests.end_to_end.test_situations import GPT2
 from tests.end_to_end.usual import batch, make
 from tests.linked import ALLOW, linked
+from tests.marks import slow
 
 __all__ = ["linked"]
 
@@ -239,7 +240,7 @@ def test_a_whole_step(linked: None) -> None:
     assert all(map(torch.equal, ours, plain))
 
 
-@pytest.mark.parametrize("kind", [odd_models.GraphBreak, odd_models.BreakInLoop])
+@pytest.mark.parametrize("kind", [slow(odd_models.GraphBreak), odd_models.BreakInLoop])
 def test_a_forward_that_breaks(kind: type[Layered], linked: None) -> None:
     inputs = batch()
     made = smallest(make(kind), inputs, ALLOW)

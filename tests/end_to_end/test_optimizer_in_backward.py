@@ -69,9 +69,10 @@ gpt2 = library("GPT2", "GPT2LMHeadModel", "ForCausalLM", **{**GPT2, "n_embd": 12
 SMALL = Family("small", gpt2, lambda scale: text(length=32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [SMALL, *(pytest.param(BY_NAME[name], marks=pytest.mark.slow) for name in ("gpt2-sdpa", "resnet", "t5"))],
+    [SMALL, *(BY_NAME[name] for name in ("gpt2-sdpa", "resnet", "t5"))],
     ids=str,
 )
 def test_within_the_smallest_budget_bit_by_bit(family: Family) -> None:

@@ -16,6 +16,7 @@ import memopt
 from examples.models import language_models
 from examples.models.language_models import SMALL_CONFIGS, Batch, dropping, holding, peak_bytes
 from tests.elsewhere import counted  # noqa: F401
+from tests.marks import slow
 from tests.smallest import smallest_gb
 
 SLOW = pytest.mark.slow
@@ -67,7 +68,7 @@ def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool) -> N
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [slow(False), True])
 def test_a_loop_that_reads_logits_is_bitwise_the_plain_one(name: str, late: bool) -> None:
     """Dropout included; `late`: logits are read after the backward."""
 

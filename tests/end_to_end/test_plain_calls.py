@@ -23,6 +23,7 @@ from memopt.errors import GIB
 from memopt.planning.situation import Buckets, Situation
 from memopt.run.beside import Beside
 from memopt.run.planned_call import planned_call_of
+from tests.marks import slow
 from tests.run.pieces import make
 
 FP32: dict[str, Any] = {"precision": "fp32"}
@@ -52,7 +53,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2-sdpa", slow("llama"), slow("resnet")])
 def test_a_job_that_fits_is_not_captured(name: str, captures: list[RecordedRegion]) -> None:
     family = BY_NAME[name]
     batches = [family.batch(scale) for scale in ("usual", "shorter", "longer", "usual")]

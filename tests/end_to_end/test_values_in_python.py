@@ -19,6 +19,7 @@ from memopt.account.plain_count import count_on_values, count_plain_step
 from memopt.compat.modules import plain_call
 from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
+from tests.marks import slow
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 Batch = dict[str, torch.Tensor]
@@ -62,7 +63,7 @@ def step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, numbe
     return loss.item(), torch.rand([]).item(), random.random(), float(np.random.rand())
 
 
-@pytest.mark.parametrize("make", [opt, wav2vec2])
+@pytest.mark.parametrize("make", [opt, slow(wav2vec2)])
 def test_every_way_is_planned_when_it_comes_and_right(make: Any) -> None:
     seed(0)
     model, batch = make()

@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from memopt.integrations.fabric import setup
 from memopt.integrations.lightning import MemoptCallback, net_of
+from tests.marks import slow
 
 __all__ = ["counted"]
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("counted")]
@@ -156,7 +157,7 @@ def test_resumes(tmp_path: Path) -> None:
     assert len(resumed[1].losses) == len(data) - SAVED_AT
 
 
-@pytest.mark.parametrize("kind", [Images, Direct])
+@pytest.mark.parametrize("kind", [slow(Images), Direct])
 def test_a_loss_outside_of_the_net(kind: type[Texts]) -> None:
     data = [image_batch("usual")] * 3
     plain = fit(kind, data, None)

@@ -72,9 +72,10 @@ def trained(model: nn.Module, budget_gb: float | None) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "share"),
-    [("lora", 0.9), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", 0.9), ("dora", 1.1)))],
+    [("lora", 0.9), ("int8", 0.9), ("dora", 1.1)],
 )
 def test_the_base_stays_and_the_adapter_is_loaded_by_peft(kind: str, share: float, tmp_path: Path) -> None:
     plain = trained(adapted(kind), None)

@@ -29,6 +29,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.marks import slow
+
 __all__ = ["counted"]
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("counted")]
 QUIET: dict[str, Any] = {
@@ -137,7 +139,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"gradient_checkpointing": True}, "gradient_checkpointing is off while"),
-        ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, "torch_compile leaves training to"),
+        slow({"torch_compile": True, "torch_compile_backend": "aot_eager"}, "torch_compile leaves training to"),
         pytest.param({"bf16": True}, "", marks=pytest.mark.slow),
     ],
 )

@@ -18,6 +18,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.marks import slow
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 llama = library("Llama", "LlamaForCausalLM", intermediate_size=256, **DECODER)
 TOKENS = integers(DECODER["vocab_size"], 8, 64)
@@ -42,7 +44,9 @@ def measured(model: Any) -> tuple[list[Tensor], float]:
     return found, peak.gb
 
 
-@pytest.mark.parametrize(("words", "tokens", "share"), [(32_768, 4_096, 0.5), (600, 4_096, 0.9), (600, 200, 0.9)])
+@pytest.mark.parametrize(
+    ("words", "tokens", "share"), [slow(32_768, 4_096, 0.5), slow(600, 4_096, 0.9), (600, 200, 0.9)]
+)
 def test_below_the_plain_peak(words: int, tokens: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile, wider than the vocabulary as TRL has it; two tiles of words; and these for each of three of tokens."""
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", words)

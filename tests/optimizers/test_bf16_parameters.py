@@ -25,6 +25,7 @@ from memopt.optimizers import (
     use_bf16_parameters,
 )
 from memopt.optimizers.rounding import joined
+from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,
     large_gpt2,
@@ -217,7 +218,14 @@ CASES: dict[str, tuple[Callable[..., optim.Optimizer], Rounding, torch.dtype]] =
 }
 
 
-@pytest.mark.parametrize(("make", "rounding", "state_dtype"), CASES.values(), ids=CASES.keys())
+QUICK = "adamw-narrow-state"
+
+
+@pytest.mark.parametrize(
+    ("make", "rounding", "state_dtype"),
+    [case if name == QUICK else slow(*case) for name, case in CASES.items()],
+    ids=CASES.keys(),
+)
 def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding, state_dtype: torch.dtype) -> None:
     def build() -> tuple[optim.Optimizer, list[nn.Parameter]]:
         model = large_gpt2()

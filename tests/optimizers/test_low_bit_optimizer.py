@@ -22,6 +22,7 @@ from memopt.optimizers import (
     Proposals,
     one_parameter,
 )
+from tests.marks import slow
 from tests.optimizers.pieces import (
     large_gpt2,
     losses,
@@ -166,7 +167,9 @@ def test_the_train_step_drives_it() -> None:
     assert same(values(model.parameters()), before)
 
 
-@pytest.mark.parametrize("make", [optim.AdamW, partial(optim.Adam, amsgrad=True), partial(optim.AdamW, fused=True)])
+@pytest.mark.parametrize(
+    "make", [optim.AdamW, *map(slow, [partial(optim.Adam, amsgrad=True), partial(optim.AdamW, fused=True)])]
+)
 def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     def build() -> tuple[optim.Optimizer, Sequence[nn.Parameter]]:
         made = list(large_gpt2().parameters())

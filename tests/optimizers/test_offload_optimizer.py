@@ -22,6 +22,7 @@ from memopt.optimizers import (
     one_parameter,
 )
 from memopt.solver.link import Link
+from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,
     large_gpt2,
@@ -163,7 +164,7 @@ def test_the_train_step_drives_it(update: Where) -> None:
 
 
 @pytest.mark.parametrize("update", WHERES)
-@pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9), optim.Adafactor])
+@pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1, momentum=0.9), slow(optim.Adafactor)])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer], update: Where) -> None:
     """On the CPU the meter sees the device's bytes and the host's together."""
 

@@ -15,6 +15,7 @@ from memopt.optimizers import optimizer_step_price as step_price
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import NOTHING, OptimizerStepPrice, optimizer_step_price, prices_of_each
 from memopt.optimizers.proposals import Proposals
+from tests.marks import slow
 
 A100 = hardware("a100-80")
 USED = [optim.AdamW, optim.Adafactor, optim.RMSprop, optim.RAdam, optim.NAdam, optim.Adamax]
@@ -97,7 +98,7 @@ class Model(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("make", [optim.AdamW, optim.Adafactor, optim.RMSprop])
+@pytest.mark.parametrize("make", [optim.AdamW, slow(optim.Adafactor), slow(optim.RMSprop)])
 def test_a_refusal_with_a_used_optimizer_is_a_budget_error(make: Callable[..., optim.Optimizer]) -> None:
     model = Model().train()
     optimizer = used(make, model)

@@ -17,6 +17,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "proposals",
     [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name != "narrow")) for name, case in CASES.items()],

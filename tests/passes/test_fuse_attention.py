@@ -21,6 +21,7 @@ from examples.models.families import (
     t5_batch,
 )
 from passes import FuseAttention, PassError, diff_graphs, find_attentions, format_graph
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators, outputs_and_gradients
 
@@ -322,7 +323,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, int]] = {
 """Model, batch, how many attentions are fused, and how many where rows may be masked whole by an input."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [slow(name) if name == "t5" else name for name in MODELS])
 def test_real_models(name: str) -> None:
     make, batch, count, all_of_them = MODELS[name]
     captured = capture_operators(make(), **batch("usual"))

@@ -150,6 +150,7 @@ def test_blocks_stay_gathered_where_there_is_room() -> None:
     assert "kept gathered parameters" in str(roomy.diff(tight))
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_for_gathers_recomputes_more_to_save_some() -> None:
     waiting = planned(dp_shard=4096)
     budget_gb = waiting.predicted_peak_gb - waiting.account.kept / 1024**3

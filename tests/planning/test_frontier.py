@@ -107,6 +107,7 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = Wide().train()

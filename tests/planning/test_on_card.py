@@ -119,6 +119,7 @@ def test_a_refusal_names_no_smaller_budget_than_the_one_given(step: Captured, mo
     assert make_plan(step, ACCOUNT, info.value.smallest_bytes).predicted_peak_bytes <= info.value.smallest_bytes
 
 
+@pytest.mark.slow
 def test_the_smallest_schedule_does_not_depend_on_what_was_solved_for_before() -> None:
     """Where values may be offloaded, several schedules have the smallest peak, and the allocator needs more for some of
     them: a budget that a refusal named was refused."""

@@ -23,6 +23,7 @@ from memopt.disk_cache import warn_not_kept
 from memopt.planning import plan_cache
 from memopt.saved_values import opened, sealed
 from memopt.solver import Portfolio
+from tests.marks import slow
 
 Batch = dict[str, torch.Tensor]
 ROOMY, TIGHT = 0.2, 0.0036
@@ -167,7 +168,10 @@ def test_the_usual_job_is_not_planned_again(started: list[torch.Tensor], solved:
     assert not solved
 
 
-@pytest.mark.parametrize("what", OTHERS)
+QUICK = ("budget", "batch", "frozen", "optimizer", "precision")
+
+
+@pytest.mark.parametrize("what", [what if what in QUICK else slow(what) for what in OTHERS])
 def test_another_job_is_planned(started: list[torch.Tensor], solved: list[int], what: str) -> None:
     OTHERS[what]()
     assert solved
@@ -196,7 +200,7 @@ def reseal(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(sealed(values)))
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", '{"lever_set": 0}', '{"lever_set": 99, "plan": {}}'])
+@pytest.mark.parametrize("text", ["", slow("[1, 2]"), slow('{"lever_set": 0}'), '{"lever_set": 99, "plan": {}}'])
 def test_a_damaged_file_is_planned_again(
     folder: Path, started: list[torch.Tensor], text: str, solved: list[int]
 ) -> None:

@@ -18,6 +18,7 @@ import memopt
 from examples.custom_pass import TanhAsSigmoid
 from memopt.planning.plan import Plan
 from memopt.show.change import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
+from tests.marks import slow
 from tests.planning.nano_gpt import NanoGPT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,7 +84,7 @@ def test_48_blocks() -> None:
     check_recomputed(plan, "h.0.")
 
 
-@pytest.mark.parametrize("kind", ["2", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["2", "gpt2", slow("llama")])
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_nothing_recomputed_is_missing(kind: str, share: float) -> None:
     plan = tight(kind, share)

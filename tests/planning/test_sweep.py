@@ -16,6 +16,7 @@ from memopt.planning.frontier import Frontier
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
 from memopt.planning.sweep import budgets_between
+from tests.marks import slow
 from tests.planned import ACCOUNT, captured, region, two_regions
 from tests.planning.curves import roomy, solved
 
@@ -34,7 +35,9 @@ CURVES = {
 }
 
 
-@pytest.fixture(scope="module", params=CURVES)
+@pytest.fixture(
+    scope="module", params=["one region", "two regions", slow("gradients held"), slow("a large optimiser step")]
+)
 def curve(request: pytest.FixtureRequest) -> Frontier:
     return CURVES[request.param]()
 

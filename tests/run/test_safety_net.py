@@ -178,6 +178,7 @@ def test_a_backward_of_ones_own_loop_leaves_all_as_it_was() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_gradients_of_earlier_calls_that_were_added_to_are_dropped_and_it_is_said() -> None:
     model, batch = gpt2()
     memopt.optimize(model, 1, **EXACT)

@@ -13,6 +13,7 @@ from memopt.capture.together import known_places, together
 from memopt.planning.extended import METHOD
 from memopt.run.training import TrainingCalls
 from memopt.run.ways import Ways
+from tests.marks import slow
 from tests.run.pieces import calls_of
 from tests.run.routed import Routed
 
@@ -119,7 +120,7 @@ def test_a_forward_takes_one_of_two_ways_over_the_same_parameters() -> None:
     assert ways.calls[1] is call
 
 
-@pytest.mark.parametrize("samples", [48, 80])
+@pytest.mark.parametrize("samples", [48, slow(80)])
 def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
     model, calls = routed((20, 30, 14))
     check(model, calls, (20, 30, 14))

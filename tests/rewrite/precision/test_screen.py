@@ -22,6 +22,7 @@ from memopt.rewrite.precision import AssignPrecision, DecidePrecision, precision
 from memopt.rewrite.precision.screen import LARGEST, Range, Screening, kept_out, range_of
 from memopt.run.planned_call import planned_call_of
 from passes import copy_graph_module
+from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 
 FP16, FP32 = torch.float16, torch.float32
@@ -98,7 +99,7 @@ def without_screening(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "regions"])
+@pytest.mark.parametrize("breaks", [False, slow(True)], ids=["whole", "regions"])
 def test_an_overflow_stays_out_and_the_step_is_finite(breaks: bool) -> None:
     gains = (1.0, 1e6)
     bad = without_screening(Net(gains, breaks=breaks))

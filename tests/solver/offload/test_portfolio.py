@@ -15,6 +15,7 @@ from memopt.solver.offload.bound import transient_floor
 from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.offload.search import OffloadSearch
 from memopt.solver.problem import RematProblem
+from tests.marks import slow
 from tests.solver.offloading import least_of_all, least_stalls, stays_of_all
 
 
@@ -100,7 +101,7 @@ def test_a_fast_link_costs_nothing_down_to_what_one_op_needs() -> None:
     assert solution.schedule.recomputed() == {}
 
 
-@pytest.mark.parametrize("share", [0.4, 0.05])
+@pytest.mark.parametrize("share", [0.4, slow(0.05)])
 def test_a_transformer_gains_what_the_link_can_move(share: float) -> None:
     """The bounds with and without the link say what it is worth at most."""
     problem = transformer(6, width=1600)
@@ -153,6 +154,7 @@ def test_most_placements_wait_no_longer_than_the_best_of_all() -> None:
     assert equal >= 0.85 * tried
 
 
+@pytest.mark.slow
 def test_most_tiny_graphs_are_solved_as_well_as_by_trying_everything() -> None:
     """All saved sets, recomputed just in time, with all offloads at all positions; plans may be better than these."""
     tried = equal = 0
