@@ -151,16 +151,19 @@ def in_a_process(tree: Path, *arguments: str) -> dict[str, float]:
 
 
 def compare(name: str, ways: list[str], tree: Path, repeats: int, budget_gb: float | None) -> list[FirstStep]:
-    """Measure all ways of one model, each in `repeats` processes."""
+    """Measure all ways of one model, each in `repeats` processes: in turn, so that noise of the machine is shared."""
     limit_gb = budget_gb or in_a_process(tree, "budget", name)["budget_gb"]
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in ways:
+            runs[way].append(in_a_process(tree, "measure", name, way, str(limit_gb)))
+            print(name, way, runs[way][-1], file=sys.stderr, flush=True)
     rows: list[FirstStep] = []
     for way in ways:
-        runs = [in_a_process(tree, "measure", name, way, str(limit_gb)) for _ in range(repeats)]
-        cpu, wall, second = (statistics.median(run[key] for run in runs) for key in ("cpu", "wall", "second"))
+        cpu, wall, second = (statistics.median(run[key] for run in runs[way]) for key in ("cpu", "wall", "second"))
         torch_row = next((row for row in rows if row.way == "torch"), None)
         ratios = (cpu / torch_row.cpu_seconds, wall / torch_row.wall_seconds) if torch_row else (None, None)
         rows.append(FirstStep(name, way, cpu, wall, second, *ratios, None if way in ("plain", "torch") else limit_gb))
-        print(asdict(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 

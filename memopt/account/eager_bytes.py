@@ -115,7 +115,11 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 
 class TooManyBytes(Exception):
-    """Operators hold more than they may."""
+    """Operators hold more than they may, by the upper bounds of their kernels' workspaces."""
+
+
+class TensorsTooLarge(TooManyBytes):
+    """Operators hold more than they may in tensors alone."""
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:

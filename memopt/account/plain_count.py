@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.eager_bytes import EagerBytes, RealBytes, ValueIsRead
+from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.fake_model import fake_parameters, replaced_parameters
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
@@ -59,7 +59,10 @@ def count_plain_step(
         return None
     with torch.enable_grad(), without_backward_hooks(model):
         if card.name == "cpu":
-            step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)
+            try:
+                step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)
+            except TensorsTooLarge:
+                return None
             if step is not None:
                 return step
         return _count_on_fakes(model, run, call, card, gradients_held=gradients_held, most_bytes=most_bytes)
@@ -68,8 +71,11 @@ def count_plain_step(
 def _count_uncomputed(
     model: nn.Module, run: Callable[..., Any], call: Call, *, gradients_held: bool, most_bytes: float
 ) -> PlainStep | None:
-    """As `count_plain_step`, on tensors whose values are not computed; None also where that does not do: where an
-    operator is not known to, or the code reads values and the step is not far below `most_bytes`."""
+    """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
+    operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
+    reads values and the step is not far below `most_bytes`.
+
+    Raises `TensorsTooLarge` where the tensors of the step alone hold more than `most_bytes`."""
     count = UncomputedBytes(most_bytes)
     if not all(map(_is_plain, [*model.parameters(), *model.buffers(), *tensors_in(call)])):
         return None
@@ -80,6 +86,10 @@ def _count_uncomputed(
                     part.grad = tensor.grad
             args, kwargs = replaced_tensors(call, count.stand_in)
             step = _counted(count, [*parts.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
+    except TensorsTooLarge:
+        if count.reads and any(tensor.is_meta for tensor in tensors_in(call)):
+            return None
+        raise
     except Exception:  # whatever it is, fakes may do
         return None
     finally:

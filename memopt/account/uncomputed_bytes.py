@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.account.eager_bytes import PlainTensorBytes, TooManyBytes, ValueIsRead
+from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_flatten, tree_unflatten
@@ -61,7 +61,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         if kernel.is_view:
             return func(*args, **kwargs)
         if self.live_bytes + kernel.made_bytes > self.most_bytes:
-            raise TooManyBytes
+            raise TensorsTooLarge
         self._workspace_bytes = kernel.workspace_bytes
         if kernel.may_be_known and all(map(self._is_known, given)):
             return _protected(func(*args, **kwargs))

@@ -11,7 +11,7 @@ from torch import nn
 import memopt
 from examples.models.families import BY_NAME
 from memopt.account import plain_count
-from memopt.account.eager_bytes import ValueIsRead
+from memopt.account.eager_bytes import TensorsTooLarge, ValueIsRead
 from memopt.account.plain_count import READS_MARGIN, PlainStep
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.compat.modules import plain_call
@@ -149,14 +149,25 @@ def test_reading_a_mask_takes_room_for_other_values() -> None:
     assert count(READS_MARGIN * step.peak_bytes - 1) is None
 
 
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "llama"])
+def test_a_step_whose_tensors_are_too_large_is_not_counted_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama reads a mask on its way."""
+    family = BY_NAME[name]
+    model, batch = family.make(), family.batch("usual")
+    found, _ = counts(model, batch)
+    assert found is not None
+    monkeypatch.setattr(plain_count, "_count_on_fakes", lambda *_, **__: pytest.fail("counted on fakes"))
+    limits: dict[str, Any] = {"gradients_held": False, "most_bytes": 0.9 * found.peak_bytes}
+    card = hardware_of(torch.device("cpu"))
+    assert plain_count.count_plain_step(model, plain_call(model), ((), batch), card, **limits) is None
+
+
 def test_a_result_that_would_be_too_large_is_not_allocated() -> None:
     huge = 2**40
     model = Scaled(lambda values, hidden: hidden.sum() * torch.empty(huge).sum())
-    with memopt.measure_peak("cpu") as peak:
-        step = plain_count._count_uncomputed(
-            model, plain_call(model), ((torch.ones(4, 8),), {}), gradients_held=False, most_bytes=huge
-        )
-    assert step is None
+    call = (torch.ones(4, 8),), {}
+    with memopt.measure_peak("cpu") as peak, pytest.raises(TensorsTooLarge):
+        plain_count._count_uncomputed(model, plain_call(model), call, gradients_held=False, most_bytes=huge)
     assert peak.allocated_bytes < 1024**2
 
 
