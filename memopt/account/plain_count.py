@@ -15,7 +15,7 @@ from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.fake_model import fake_parameters, replaced_parameters
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
 from memopt.capture.rehearsal import undone, without_gradients
-from memopt.compat.autograd import gradients_kept
+from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
@@ -52,8 +52,9 @@ def count_plain_step(
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
 
     None where it holds more than `most_bytes`, above which it stops, or where it cannot be known what it holds: no
-    scalar that requires a gradient is returned, or modules have forward hooks of the user's, which would see tensors
-    without values. Raises `ValueIsRead` where the code branches on values.
+    scalar that requires a gradient is returned, its backward goes on into a graph that was there before, or there are
+    hooks of the user's that would see tensors without values: forward hooks of modules, and backward hooks of leaves
+    that are no parameters of the model. Raises `ValueIsRead` where the code branches on values.
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
@@ -135,14 +136,18 @@ def count_on_values(
     """Count one step on the values of the call, for code that branches on values; what it changes in the model, its
     gradients and the random generators is undone. The user's backward hooks are not called.
 
-    None where it holds more than `most_bytes`, above which it stops, or cannot be run.
+    None where it holds more than `most_bytes`, above which it stops, or cannot be run, or where its backward goes
+    beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
+    which have gradients of their own.
     """
+    args, kwargs = replaced_tensors(call, _copy)
+    most_bytes -= sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs)))
     home = next(model.parameters()).device
     count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
     try:
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
-            resident = [*model.parameters(), *model.buffers(), *tree_leaves(call)]
-            step = _counted(count, resident, lambda: run(*call[0], **call[1]))
+            resident = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
+            step = _counted(count, resident, lambda: run(*args, **kwargs), others_too=False)
         return step and replace(step, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
         return None
@@ -150,18 +155,32 @@ def count_on_values(
         torch.clear_autocast_cache()
 
 
-def _counted(count: EagerBytes, resident: list[Any], run: Callable[[], Any]) -> PlainStep | None:
-    """Count a forward and the backward of its losses; None where it returns no loss."""
+def _counted(
+    count: EagerBytes, resident: list[Any], run: Callable[[], Any], *, others_too: bool = True
+) -> PlainStep | None:
+    """Count a forward and the backward of its losses. None where it returns no loss, and where the backward would
+    change what is not the step's own: a graph that was there before, or leaves that are not `resident`, unless
+    `others_too` allows for those without hooks."""
+    tensors = [value for value in resident if isinstance(value, torch.Tensor)]
+    first = next_node_number()
     with count:
-        count.exclude([value for value in resident if isinstance(value, torch.Tensor)])
+        count.exclude(tensors)
         outputs = run()
         losses = [leaf for leaf in tree_leaves(outputs) if _is_loss(leaf)]
-        if not losses:
+        if not losses or depends_on_earlier(losses, first):
+            return None
+        known = set(map(id, tensors))
+        others = [leaf for leaf in leaves_of(losses) if id(leaf) not in known]
+        if others and (not others_too or any(map(has_hooks, others))):
             return None
         held = count.live_bytes
         with gradients_kept(losses):
             torch.autograd.backward(losses)
     return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `torch._C._current_autograd_node`,
 `torch._C._current_graph_task_id`, `torch._C._autograd._get_current_graph_task_keep_graph`,
-`Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`; from torch 2.13 on,
-`torch._higher_order_ops.register_hook.RegisterHookOp`.
+`torch.autograd.graph.Node._sequence_nr`, `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`; from torch
+2.13 on, `torch._higher_order_ops.register_hook.RegisterHookOp`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "current_leaf",
     "current_leaf_nodes",
     "current_region",
+    "depends_on_earlier",
     "fate_at",
     "fate_of_gradient",
     "gradients_kept",
@@ -30,6 +31,8 @@ __all__ = [
     "hook_tables",
     "hooks_left_out",
     "keeps_graph",
+    "leaves_of",
+    "next_node_number",
     "note_reached",
     "post_accumulate_hooks",
     "reached_outputs",
@@ -139,7 +142,7 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 @contextmanager
 def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
     """A block after which all leaves that `outputs` depend on have the gradients that they had before."""
-    leaves = [(leaf, leaf.grad) for leaf in _leaves_of(outputs)]
+    leaves = [(leaf, leaf.grad) for leaf in leaves_of(outputs)]
     try:
         yield
     finally:
@@ -147,14 +150,32 @@ def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
             leaf.grad = gradient
 
 
-def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The leaves with gradients that tensors depend on, each once."""
+    for node in _nodes_of(outputs):
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+
+
+def next_node_number() -> int:
+    """A number above those of the autograd nodes that this thread has made, and below those of nodes that it will make.
+    To be called with gradients enabled."""
+    node: Any = torch.ones((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr())
+
+
+def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
+    """Whether tensors depend on an operator that ran before `next_node_number` returned `number`."""
+    return any(node._sequence_nr() < number for node in _nodes_of(outputs))
+
+
+def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The autograd nodes that tensors depend on, each once; those of leaves among them."""
     nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
     left: list[Any] = list(nodes)
     while left:
         node = left.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            yield leaf
+        yield node
         found = {further for further, _ in node.next_functions if further is not None} - nodes
         nodes |= found
         left += found
