@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,37 +113,36 @@ class Attributes:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned.
+    """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned,
+    and the values of its inputs.
 
-    Buffers above `_COPIED_BYTES` are not copied: a forward that writes to one cannot be undone.
+    Tensors above `_COPIED_BYTES` are not copied: a forward that writes to one cannot be undone.
     """
 
     model: nn.Module
     device: torch.device
     attributes: Attributes
     buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
-    """Each buffer with its version, and a copy if it is small."""
+    """Each buffer and input with its version, and a copy if it is small."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ForwardState:
-        """The current state of `model`."""
+    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> ForwardState:
+        """The current state of `model` and its inputs."""
+        found = [*model.buffers(), *filter(_has_version, inputs)]
         device = next(model.parameters()).device
         return cls(
             model,
             device,
             Attributes(model),
-            tuple(
-                (buffer, buffer._version, buffer.clone() if buffer.nbytes <= _COPIED_BYTES else None)
-                for buffer in model.buffers()
-            ),
+            tuple((tensor, tensor._version, _set_aside(tensor)) for tensor in found),
             generator_states(device),
             histories_state(model),
         )
 
     def can_be_undone(self) -> bool:
-        """Whether all buffers that were written to since then have copies."""
+        """Whether all buffers and inputs that were written to since then have copies."""
         return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
 
     def undo(self) -> None:
@@ -193,18 +193,37 @@ def undo_bytes(model: nn.Module, block_bytes: int) -> int:
     return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
 
 
-def _set_aside(buffer: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a buffer, if it is small: on the CPU in memory of numpy's."""
-    if buffer.nbytes > _COPIED_BYTES or buffer.layout != torch.strided:
+def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a tensor, if it is small: on the CPU in memory of numpy's."""
+    if tensor.nbytes > _COPIED_BYTES or tensor.layout != torch.strided:
         return None
-    if buffer.device.type != "cpu" or buffer.dtype not in _OF_NUMPY:
-        return buffer.detach().clone()
-    return torch.from_numpy(buffer.detach().numpy().copy())
+    if tensor.device.type != "cpu" or tensor.dtype not in _OF_NUMPY:
+        return tensor.detach().clone()
+    return torch.from_numpy(tensor.detach().numpy().copy())
 
 
 _CONTAINERS = {dict, OrderedDict, list, set}
 _OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 _COPIED_BYTES = 64 * 1024
+
+
+@contextmanager
+def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block after which plain tensors that were written to in it have their values again; copies are kept in host
+    memory meanwhile."""
+    kept = [(tensor, tensor._version, on_host(tensor)) for tensor in tensors if _has_version(tensor)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, value in kept:
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with values that counts how often it is written to."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference())
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

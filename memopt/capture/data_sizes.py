@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
-from memopt.training_state import TrainingState
+from memopt.training_state import TrainingState, values_restored
 
 MARGIN = 1.25
 """Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
@@ -75,15 +76,15 @@ class SizeOutgrown(Exception):
     """A batch has a data-dependent size above the plan's limit; raised before memory for it is allocated."""
 
 
-def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[Observed, ...]:
+def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:
     """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
 
-    Buffers and random generators are afterwards as before, also where the forward raises.
+    Buffers, random generators and the tensors of the call are afterwards as before, also where the forward raises.
     """
     state, observer = TrainingState.of(model), Observer()
     try:
-        with plain_tensors(), torch.no_grad(), observer:
-            run()
+        with plain_tensors(), values_restored(tensors_in(call)), torch.no_grad(), observer:
+            run(*call[0], **call[1])
     finally:
         state.undo_forward()
     return tuple(observer.observed)

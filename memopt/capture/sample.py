@@ -14,7 +14,7 @@ from memopt.capture.dynamo import GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.training_state import TrainingState, on_host
+from memopt.training_state import TrainingState, values_restored
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
 """Runs a region's operator graph on real inputs and returns its outputs."""
@@ -113,15 +113,11 @@ class _StandIn(torch.autograd.Function):
 def _state_restored(model: nn.Module, call: Call) -> Iterator[None]:
     """Restores buffers, random generators and the tensors of the call after the block."""
     state = TrainingState.of(model)
-    inputs = [(tensor, tensor._version, on_host(tensor)) for tensor in tensors_in(call)]
     try:
-        yield
+        with values_restored(tensors_in(call)):
+            yield
     finally:
         state.undo_forward()
-        with torch.no_grad():
-            for tensor, version, value in inputs:
-                if tensor._version != version:
-                    tensor.copy_(value)
 
 
 @contextmanager

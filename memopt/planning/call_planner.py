@@ -212,7 +212,7 @@ class CallPlanner(CallAccounts):
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.model.parameters(), *tensors_in(call)))):
             return DataSizes()
-        seen = match(region.module.graph, observe(self.model, lambda: self.plain(*call[0], **call[1])))
+        seen = match(region.module.graph, observe(self.model, call, self.plain))
         if seen is not None:
             self._data_sizes[region.fingerprint] = DataSizes.of(seen, self._data_sizes.get(region.fingerprint))
         return self._data_sizes.get(region.fingerprint) or DataSizes()

@@ -12,7 +12,7 @@ from torch import nn
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamo import compile_call
-from memopt.capture.inputs import Call, call_kind
+from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
@@ -36,7 +36,7 @@ from memopt.run.region_stub import recording
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 from memopt.run.ways import Ways
-from memopt.training_state import ForwardState
+from memopt.training_state import ForwardState, values_restored
 
 _Kind = tuple[str, int, CapturedCall | None]
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]
@@ -86,8 +86,8 @@ class BrokenCalls:
         self._compiled = compile_call(to_capture(), self._backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call by running it without gradients; changes to the model are then undone. Other
-        ranks need not do the same.
+        """Record the regions of a call by running it without gradients; changes to the model and to the tensors of the
+        call are then undone. Other ranks need not do the same.
 
         `reason` says why the call is not one region. Raises `CaptureError`.
         """
@@ -98,7 +98,7 @@ class BrokenCalls:
         gathered = Gathered(self.model)
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
         try:
-            with undone(self.model), gathered.without_exchange():
+            with undone(self.model), values_restored(tensors_in(call)), gathered.without_exchange():
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
@@ -139,7 +139,7 @@ class BrokenCalls:
 
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
         """Run a call one of these ways, or another one that is captured then."""
-        before = ForwardState.of(self.model)
+        before = ForwardState.of(self.model, tensors_in(under_way.call))
         untried = list(ways.calls)
         # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
         attempts = 1 if Gathered(self.model) else _ATTEMPTS

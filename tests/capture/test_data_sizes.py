@@ -25,7 +25,7 @@ class Picks(nn.Module):
 
 def test_the_results_of_data_dependent_operators_are_observed() -> None:
     model = Picks().train()
-    (picked,) = observe(model, lambda: model(torch.randn(8, 4)))
+    (picked,) = observe(model, ((), {}), lambda: model(torch.randn(8, 4)))
     assert (picked.op, picked.result) == ("aten.index.Tensor", (6, 4))
 
 
@@ -35,7 +35,7 @@ def test_buffers_and_generators_are_as_before_also_where_the_forward_raises(fail
     model.fails = fails
     mean, state = model.norm.running_mean.clone(), torch.get_rng_state()  # type: ignore[union-attr]
     try:
-        observe(model, lambda: model(torch.randn(8, 4)))
+        observe(model, ((), {}), lambda: model(torch.randn(8, 4)))
     except ZeroDivisionError:
         assert fails
     assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]

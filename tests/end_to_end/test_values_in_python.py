@@ -196,6 +196,55 @@ def test_a_count_does_not_choose_a_branch() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class WithInputs(nn.Module):
+    """Writes to an input, and multiplies by another tensor; with `breaks` it reads a value on its way."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(64, 64), nn.Linear(64, 64), breaks
+        self.other: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        x = torch.tanh(self.first(x))
+        x = x if self.other is None else x * self.other
+        if self.breaks and x.abs().max().item() > 0:
+            x = self.last(x)
+        return x.pow(2).mean() * seen.sum()
+
+
+def results_before(kind: str, before: nn.Module, model: Any) -> list[torch.Tensor]:
+    """Train twice behind another module, whose result is an input of the model or what it multiplies by, or with an
+    input that requires a gradient; return the losses, what the model wrote to, and all gradients."""
+    found = []
+    for number in range(2):
+        seed(number)
+        x, seen = torch.randn(32, 64), torch.zeros(3)
+        model.other = before(x).mean(0) if kind == "another factor" else None
+        given = before(x) if kind == "a result" else x.requires_grad_(kind == "a leaf")
+        loss = model(given, seen)
+        loss.backward()
+        model.other = None
+        gradients = [leaf.grad for leaf in (x, *before.parameters(), *model.parameters())]
+        found += [loss.detach(), seen, *(one.clone() for one in gradients if one is not None)]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["always", "if needed"])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("kind", ["a result", "a leaf", "another factor"])
+def test_inputs_have_their_values_and_gradients_once(
+    kind: str, breaks: bool, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a step is counted, rehearsed or planned before it runs."""
+    monkeypatch.setenv("MEMOPT_PLAN", plan)
+    seed(0)
+    before, model = nn.Sequential(nn.Linear(64, 64), nn.GELU()), WithInputs(breaks).train()
+    plain = copy.deepcopy((before, model))
+    memopt.optimize(model, 1.0, **EXACT)
+    assert all(map(torch.equal, results_before(kind, before, model), results_before(kind, *plain)))
+
+
 class Between(nn.Module):
     """Uses parameters in eager code between two regions, before a branch on a value."""
 
