@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +116,8 @@ class ForwardState:
     """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned,
     and the values of its inputs.
 
-    Tensors above `_COPIED_BYTES` are not copied: a forward that writes to one cannot be undone.
+    Tensors above `_COPIED_BYTES` are not copied, but for inputs that are known to be written to: a forward that writes
+    to one cannot be undone.
     """
 
     model: nn.Module
@@ -128,15 +129,18 @@ class ForwardState:
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> ForwardState:
-        """The current state of `model` and its inputs."""
-        found = [*model.buffers(), *filter(_has_version, inputs)]
+    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
+        """The current state of `model` and its inputs, of which those with the numbers `written` are written to."""
+        found = [(buffer, _set_aside(buffer)) for buffer in model.buffers()]
+        for number, tensor in enumerate(inputs):
+            if _has_version(tensor):
+                found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
         device = next(model.parameters()).device
         return cls(
             model,
             device,
             Attributes(model),
-            tuple((tensor, tensor._version, _set_aside(tensor)) for tensor in found),
+            tuple((tensor, tensor._version, kept) for tensor, kept in found),
             generator_states(device),
             histories_state(model),
         )
@@ -158,7 +162,8 @@ class ForwardState:
 
 @dataclass(frozen=True)
 class CallState:
-    """The random states and small buffers of a model before a training call, to be undone if an allocation fails.
+    """The random states and small buffers of a model before a training call, to be undone if an allocation fails. A
+    call that has written to its inputs cannot be undone.
 
     On the CPU the copies of buffers lie outside of torch's memory, so that they are no part of the step; on other
     devices they lie on the device, and the account has them (`undo_bytes`).
@@ -167,18 +172,19 @@ class CallState:
     device: torch.device
     generators: tuple[Any, ...]
     buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
-    """Each buffer with its version, and a copy if it is small."""
+    """Each buffer with its version, and a copy if it is small; the inputs without copies."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> CallState:
-        """The current state of `model`."""
+    def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> CallState:
+        """The current state of `model` before a call with these tensors."""
         found = buffers_in(modules_of(model))
-        buffers = tuple((buffer, buffer._version, _set_aside(buffer)) for buffer in found)
+        buffers = [(buffer, buffer._version, _set_aside(buffer)) for buffer in found]
+        buffers += [(tensor, tensor._version, None) for tensor in inputs if _has_version(tensor)]
         device = next(model.parameters()).device
-        return cls(device, generator_states(device), buffers)
+        return cls(device, generator_states(device), tuple(buffers))
 
     def undo(self) -> bool:
-        """Set buffers and generators back to this state; returns False where a buffer was written that has no copy."""
+        """Set buffers and generators back to this state; returns False where a tensor was written that has no copy."""
         with torch.no_grad():
             for buffer, version, kept in self.buffers:
                 if kept is not None and buffer._version != version:
@@ -208,17 +214,20 @@ _COPIED_BYTES = 64 * 1024
 
 
 @contextmanager
-def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block after which plain tensors that were written to in it have their values again; copies are kept in host
-    memory meanwhile."""
-    kept = [(tensor, tensor._version, on_host(tensor)) for tensor in tensors if _has_version(tensor)]
+def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
+    """A block after which plain tensors that were written to in it have their values again, and their numbers are added
+    to `written`. Copies are kept in host memory meanwhile."""
+    numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
+    kept = [(number, tensor, tensor._version, on_host(tensor)) for number, tensor in numbered]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, version, value in kept:
+            for number, tensor, version, value in kept:
                 if tensor._version != version:
                     tensor.copy_(value)
+                    if written is not None:
+                        written.add(number)
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

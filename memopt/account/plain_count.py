@@ -13,7 +13,7 @@ from torch import nn
 from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.fake_model import fake_parameters, replaced_parameters
-from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
+from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
 from memopt.capture.rehearsal import undone, without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
@@ -140,7 +140,7 @@ def count_on_values(
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
     which have gradients of their own.
     """
-    args, kwargs = replaced_tensors(call, _copy)
+    args, kwargs = copied(call)
     most_bytes -= sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs)))
     home = next(model.parameters()).device
     count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
@@ -177,10 +177,6 @@ def _counted(
         with gradients_kept(losses):
             torch.autograd.backward(losses)
     return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -162,6 +162,11 @@ def replaced_tensors(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -
     return tree_map(replaced, call)
 
 
+def copied(call: Call) -> Call:
+    """The call with copies of its tensors, which may be written to and have gradients of their own."""
+    return replaced_tensors(call, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
 def _kind(value: Any) -> str:
     """A value's type for an error message, with the length of a tuple or list."""
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.inputs import Call, as_call, check_device
+from memopt.capture.inputs import Call, as_call, check_device, copied, tensors_in
 from memopt.checks.accuracy import Accuracies, Accuracy
 from memopt.checks.comparison import Comparison, Difference
 from memopt.checks.free_memory import free_bytes
@@ -19,7 +19,7 @@ from memopt.compat.autograd import post_accumulate_hooks
 from memopt.progress import stage
 from memopt.rewrite.precision.plan import dtype_name
 from memopt.run.planned_call import PlannedCall, planned_call_of
-from memopt.training_state import Tensors, TrainingState
+from memopt.training_state import Tensors, TrainingState, values_restored
 from memopt.units import size
 
 REFERENCES = ("auto", "float64", "fp32")
@@ -58,7 +58,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     check_device(call, model)
     calls = planned.with_loss or planned.forward
     with calls.planner.elsewhere.held_still(calls.planner.around(call)), calls.plain_calls.not_allowed():
-        return _compared(model, planned, call, reference)
+        return _compared(model, planned, copied(call), reference)
 
 
 def _compared(model: nn.Module, planned: PlannedCall, call: Call, reference: str) -> Comparison:
@@ -91,11 +91,17 @@ def _runs(
 ) -> tuple[MeasuredStep, MeasuredStep, MeasuredStep | None]:
     """Measured steps of the optimised model, of the plain model, and, given a dtype `low`, of that under autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
+    tensors = list(tensors_in(call))
     start.restore()
-    train(lambda: calls(*args, **kwargs))
-    optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
-    plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
-    return optimized, plain, autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
+    with values_restored(tensors):
+        train(lambda: calls(*args, **kwargs))
+    with values_restored(tensors):
+        optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
+    with values_restored(tensors):
+        plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
+    with values_restored(tensors):
+        autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
+    return optimized, plain, autocast
 
 
 def _checked(model: nn.Module, reference: str) -> PlannedCall:

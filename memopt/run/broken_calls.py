@@ -80,6 +80,8 @@ class BrokenCalls:
         """The ways that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
+        self._written: set[int] = set()
+        """The numbers of the tensors of calls that forwards were seen to write to."""
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
         self._backend = recording(self, differentiate_all=True)
@@ -97,8 +99,9 @@ class BrokenCalls:
     def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
         gathered = Gathered(self.model)
         self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
+        inputs_kept = values_restored(tensors_in(call), self._written)
         try:
-            with undone(self.model), values_restored(tensors_in(call)), gathered.without_exchange():
+            with undone(self.model), inputs_kept, gathered.without_exchange():
                 return rehearse(lambda: self._compiled(*call[0], **call[1]), self._rehearsal, self.model, reason)
         finally:
             self._rehearsal = None
@@ -139,7 +142,7 @@ class BrokenCalls:
 
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
         """Run a call one of these ways, or another one that is captured then."""
-        before = ForwardState.of(self.model, tensors_in(under_way.call))
+        before = ForwardState.of(self.model, tensors_in(under_way.call), self._written)
         untried = list(ways.calls)
         # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
         attempts = 1 if Gathered(self.model) else _ATTEMPTS

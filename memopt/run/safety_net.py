@@ -4,7 +4,7 @@ ones are planned tighter."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ class SafetyNet:
         self._forwards_before = 0
         """The number of forwards that had begun before the call that runs."""
 
-    def run(self, attempt: Callable[[], Any], *, repeat: bool) -> Any:
-        """Run a training call by `attempt`; with `repeat` a second time, by a tighter plan, if an allocation of its
-        forward fails.
+    def run(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
+        """Run a training call with these tensors by `attempt`; with `repeat` a second time, by a tighter plan, if an
+        allocation of its forward fails.
 
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
         """
-        before, self._forwards_before = CallState.of(self.model), self.pending.begun
+        before, self._forwards_before = CallState.of(self.model, inputs), self.pending.begun
         self.before = before
         try:
             try:
@@ -109,8 +109,8 @@ class SafetyNet:
         state = (
             "gradients, buffers and random numbers are as they were before the call"
             if undone
-            else "gradients or buffers of earlier calls were written to and cannot be restored: begin the effective "
-            "batch again after zero_grad()"
+            else "gradients of earlier calls, buffers or inputs were written to and cannot be restored: begin the "
+            "effective batch again after zero_grad()"
         )
         return StepMemoryError(
             f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "

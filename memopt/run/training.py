@@ -145,7 +145,8 @@ class TrainingCalls:
     def _run(self, under_way: UnderWay) -> Any:
         self.planner.screen(under_way.call, under_way.crowded)
         # Under DDP the other ranks go on, so that no rank runs a call a second time.
-        return self._safety_net.run(partial(self._run_any_size, under_way), repeat=self.parallel.wrapper is None)
+        inputs, repeat = tensors_in(under_way.call), self.parallel.wrapper is None
+        return self._safety_net.run(partial(self._run_any_size, under_way), inputs, repeat=repeat)
 
     def _run_any_size(self, under_way: UnderWay) -> Any:
         """Run a call; with new plans where it has sizes that those at hand do not serve."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.checks.verify import verify
+from memopt.compat.pytree import tree_leaves
 from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
@@ -120,7 +121,7 @@ class TrainStep:
         counts = self._counts(microbatches)
         if self.verify_every and self.number % self.verify_every == 0 and self.effective_batch.calls == 0:
             verify(self.model, microbatches[0])
-        with self._undone_on_error():
+        with self._undone_on_error(microbatches):
             self._backward(microbatches, counts)
             if self.effective_batch.calls < self.accumulate:
                 return StepResult(self.effective_batch.mean_loss, self.scaling.current(self.device))
@@ -206,13 +207,14 @@ class TrainStep:
         self.effective_batch = EffectiveBatch.empty(self.device)
 
     @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
+    def _undone_on_error(self, microbatches: Sequence[Any]) -> Iterator[None]:
         """A block that, when it fails, leaves gradients as they were, or none where it has added to those of earlier
         calls."""
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
-        state = CallState.of(self.model) if planned_call_of(self.model) is not None else None
+        inputs = [leaf for leaf in tree_leaves(microbatches) if isinstance(leaf, torch.Tensor)]
+        state = CallState.of(self.model, inputs) if planned_call_of(self.model) is not None else None
         if first:
             gradients.clear(self.parameters)
         try:

@@ -245,6 +245,52 @@ def test_inputs_have_their_values_and_gradients_once(
     assert all(map(torch.equal, results_before(kind, before, model), results_before(kind, *plain)))
 
 
+@pytest.mark.parametrize("kind", ["a result", "a leaf"])
+def test_a_comparison_leaves_its_batch_as_it_is(kind: str) -> None:
+    seed(0)
+    before, model = nn.Linear(64, 64), WithInputs(breaks=False).train()
+    memopt.optimize(model, 1.0, **EXACT)
+    x, seen = torch.randn(32, 64), torch.zeros(3)
+    given = before(x) if kind == "a result" else x.requires_grad_()
+    found = memopt.compare(model, (given, seen))
+    assert found.bitwise
+    assert (seen == 0).all()
+    assert x.grad is None
+    model(given, seen).backward()
+
+
+class ChoosingAfterAWrite(nn.Module):
+    """Writes to an input, then goes one of two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        seen.add_(1)
+        x = torch.tanh(self.layers[0](x))
+        x = self.layers[1](x).relu() if x.sum().item() > 0 else torch.sin(self.layers[2](x))
+        return x.pow(2).mean() * seen.sum()
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_forward_that_is_begun_again_writes_once(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    seed(0)
+    model = ChoosingAfterAWrite().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    ways = set()
+    for number in range(6):
+        seed(number)
+        x, seen, ours = torch.randn(32, 64), torch.zeros(size), torch.zeros(size)
+        loss, expected = model(x, ours), plain(x, seen)
+        assert torch.equal(loss, expected)
+        assert torch.equal(ours, seen)
+        ways.add(bool(torch.tanh(plain.layers[0](x)).sum() > 0))
+    assert len(ways) == 2
+
+
 class Between(nn.Module):
     """Uses parameters in eager code between two regions, before a branch on a value."""
 

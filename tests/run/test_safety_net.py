@@ -192,6 +192,29 @@ def test_gradients_of_earlier_calls_that_were_added_to_are_dropped_and_it_is_sai
     assert step.effective_batch.calls == 0
 
 
+class Counting(Convolutions):
+    """Convolutions that count their calls in an input."""
+
+    def forward(self, x: Tensor, calls: Tensor) -> Tensor:
+        calls.add_(1)
+        return super().forward(x) * calls.sum()
+
+
+def test_a_step_that_wrote_to_its_inputs_is_not_repeated() -> None:
+    torch.manual_seed(0)
+    model, x = Counting().train(), torch.randn(8, 8, 24, 24)
+    memopt.optimize(model, 1, **EXACT)
+    step = memopt.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    step((x, torch.zeros(3)))
+    to_fail["backward"], calls = 1, torch.zeros(3)
+    with pytest.raises(memopt.StepMemoryError, match="inputs were written to") as raised:
+        step((x, calls))
+    assert not raised.value.undone
+    assert not raised.value.repeated
+    assert (calls == 1).all()
+    assert not step((x, torch.zeros(3))).skipped
+
+
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Texts of tokens."""
 
