@@ -93,13 +93,22 @@ class TrainingState:
 class Attributes:
     """The attributes of all modules of a model, to be restored after they were set to others: also what is in their
     dictionaries, lists and sets, as parameters, buffers and hooks are. Other values that are written in place are not
-    restored."""
+    restored, but for `tensors`, which `values_restored` takes."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(vars(one)): vars(one) for one in model.modules()}
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
         self._contents = [(container, container.copy()) for container in held.values()]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors among them that are neither parameters nor buffers."""
+        tables = [values for _, values in self._tables]
+        own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
+        for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
+            for value in values.values() if isinstance(values, dict) else values:
+                if type(value) is torch.Tensor:
+                    yield value
 
     def restore(self) -> None:
         """Set all of them to what they were."""
@@ -124,14 +133,15 @@ class ForwardState:
     device: torch.device
     attributes: Attributes
     buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
-    """Each buffer and input with its version, and a copy if it is small."""
+    """Each buffer, other tensor of a module, and input with its version, and a copy if it is small."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
         """The current state of `model` and its inputs, of which those with the numbers `written` are written to."""
-        found = [(buffer, _set_aside(buffer)) for buffer in model.buffers()]
+        attributes = Attributes(model)
+        found = [(one, _set_aside(one)) for one in (*model.buffers(), *filter(_has_version, attributes.tensors()))]
         for number, tensor in enumerate(inputs):
             if _has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
@@ -139,14 +149,14 @@ class ForwardState:
         return cls(
             model,
             device,
-            Attributes(model),
+            attributes,
             tuple((tensor, tensor._version, kept) for tensor, kept in found),
             generator_states(device),
             histories_state(model),
         )
 
     def can_be_undone(self) -> bool:
-        """Whether all buffers and inputs that were written to since then have copies."""
+        """Whether all of these tensors that were written to since then have copies."""
         return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
 
     def undo(self) -> None:
@@ -228,6 +238,19 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
                     tensor.copy_(value)
                     if written is not None:
                         written.add(number)
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Restores buffers, random generators and the attributes of all modules after the block, tensors among them with
+    their values."""
+    state, attributes = TrainingState.of(model), Attributes(model)
+    with values_restored(attributes.tensors()):
+        try:
+            yield
+        finally:
+            attributes.restore()
+            state.undo_forward()
 
 
 def _has_version(tensor: torch.Tensor) -> bool:

@@ -14,13 +14,14 @@ from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, V
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.fake_model import fake_parameters, replaced_parameters
 from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, tensors_in
-from memopt.capture.rehearsal import undone, without_gradients
+from memopt.capture.rehearsal import without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.uncomputed import reads_raise, same_memory
 from memopt.device import Hardware
+from memopt.training_state import undone
 
 READS_MARGIN = 4
 """A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
@@ -58,7 +59,7 @@ def count_plain_step(
     """
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
-    with torch.enable_grad(), without_backward_hooks(model):
+    with torch.enable_grad(), undone(model), without_backward_hooks(model):
         if card.name == "cpu":
             try:
                 step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)

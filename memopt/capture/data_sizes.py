@@ -15,7 +15,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
-from memopt.training_state import TrainingState, values_restored
+from memopt.training_state import undone, values_restored
 
 MARGIN = 1.25
 """Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
@@ -79,14 +79,11 @@ class SizeOutgrown(Exception):
 def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Observed, ...]:
     """Run a forward of `model` without gradients and return the results of its data-dependent operators in order.
 
-    Buffers, random generators and the tensors of the call are afterwards as before, also where the forward raises.
+    The model, random generators and the tensors of the call are afterwards as before, also where the forward raises.
     """
-    state, observer = TrainingState.of(model), Observer()
-    try:
-        with plain_tensors(), values_restored(tensors_in(call)), torch.no_grad(), observer:
-            run(*call[0], **call[1])
-    finally:
-        state.undo_forward()
+    observer = Observer()
+    with undone(model), values_restored(tensors_in(call)), plain_tensors(), torch.no_grad(), observer:
+        run(*call[0], **call[1])
     return tuple(observer.observed)
 
 

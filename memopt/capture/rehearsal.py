@@ -22,7 +22,7 @@ from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import CaptureError
-from memopt.training_state import Attributes, TrainingState
+from memopt.training_state import TrainingState
 
 
 class Rehearsal:
@@ -155,18 +155,6 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
         return found
     again = capture()
     return again if again.places != found.places else found
-
-
-@contextmanager
-def undone(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, random generators and the attributes of all modules after the block."""
-    state = TrainingState.of(model)
-    attributes = Attributes(model)
-    try:
-        yield
-    finally:
-        attributes.restore()
-        state.undo_forward()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse, undone
+from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.capture.together import known_places
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
@@ -36,7 +36,7 @@ from memopt.run.region_stub import recording
 from memopt.run.road import Road
 from memopt.run.under_way import UnderWay
 from memopt.run.ways import Ways
-from memopt.training_state import ForwardState, values_restored
+from memopt.training_state import ForwardState, undone, values_restored
 
 _Kind = tuple[str, int, CapturedCall | None]
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str, int], ...]]

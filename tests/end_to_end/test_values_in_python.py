@@ -259,6 +259,41 @@ def test_a_comparison_leaves_its_batch_as_it_is(kind: str) -> None:
     model(given, seen).backward()
 
 
+class Remembering(nn.Module):
+    """Writes to tensors that are attributes of its own but no buffers, on one of two ways after a value is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.calls, self.means = torch.zeros(()), [torch.zeros(64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.layers[0](x))
+        self.means[0].lerp_(x.detach().mean(0), 0.5)
+        x = self.layers[1](x).relu() if x.sum().item() > 0 else torch.sin(self.layers[2](x))
+        return (x - self.means[0]).pow(2).mean() * self.calls
+
+
+@pytest.mark.parametrize("plan", ["always", "if needed"])
+def test_what_a_module_remembers_is_written_once(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", plan)
+    seed(0)
+    model = Remembering().train()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, **EXACT)
+    for number in range(6):
+        seed(number)
+        x = torch.randn(32, 64)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).backward()
+        assert model.calls == plain.calls == number + 1
+        assert torch.equal(model.means[0], plain.means[0])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+
+
 class ChoosingAfterAWrite(nn.Module):
     """Writes to an input, then goes one of two ways."""
 
