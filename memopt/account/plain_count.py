@@ -141,11 +141,11 @@ def count_on_values(
     beyond the model's parameters and the inputs. It runs on copies of the inputs, which the forward may write to and
     which have gradients of their own.
     """
-    args, kwargs = copied(call)
-    most_bytes -= sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs)))
     home = next(model.parameters()).device
-    count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
     try:
+        args, kwargs = copied(call)
+        most_bytes -= sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs)))
+        count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             resident = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
             step = _counted(count, resident, lambda: run(*args, **kwargs), others_too=False)

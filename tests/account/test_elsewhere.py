@@ -63,6 +63,9 @@ def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPa
     gc.collect()  # what earlier tests left would lower the limit if it were freed meanwhile
     elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
     before = elsewhere.now(Around()).other
+    limit = elsewhere.at_most(Around(), 2**40)
+    assert limit is not None
+    assert limit.other >= before
     cached = torch.zeros(10 * MB)
     exact, most = elsewhere.at_most(Around(), 1), elsewhere.at_most(Around(), 2**40)
     assert exact is not None

@@ -18,10 +18,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "proposals",
-    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name != "narrow")) for name, case in CASES.items()],
-)
+@pytest.mark.parametrize("proposals", CASES.values(), ids=CASES.keys())
 def test_the_account_of_a_plan_is_that_of_a_step(proposals: Proposals) -> None:
     model, batch = large_gpt2(), text(8192, samples=2, length=32)
     optimizer = proposals.apply(model, optim.AdamW(model.parameters(), lr=1e-3))
