@@ -121,6 +121,35 @@ class Attributes:
 
 
 @dataclass(frozen=True)
+class Values:
+    """Tensors before they may be written to, by which those that were written to get their values again.
+
+    On the CPU the copies lie outside of torch's memory, so that they are no part of the step; on other devices they
+    lie on the device, and the account has those of a `CallState` (`undo_bytes`).
+    """
+
+    tensors: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
+    """Each with its version, and a copy if there is one."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
+        """These tensors with their copies."""
+        return cls(tuple((tensor, tensor._version, kept) for tensor, kept in tensors))
+
+    def can_be_undone(self) -> bool:
+        """Whether all of these tensors that were written to since then have copies."""
+        return all(kept is not None or tensor._version == version for tensor, version, kept in self.tensors)
+
+    def undo(self) -> bool:
+        """Give those that were written to their values again; returns False where one has no copy."""
+        with torch.no_grad():
+            for tensor, version, kept in self.tensors:
+                if kept is not None and tensor._version != version:
+                    tensor.copy_(kept)
+        return self.can_be_undone()
+
+
+@dataclass(frozen=True)
 class ForwardState:
     """The attributes, buffers and random states of a model before a forward, to be undone if the forward is abandoned,
     and the values of its inputs.
@@ -132,8 +161,8 @@ class ForwardState:
     model: nn.Module
     device: torch.device
     attributes: Attributes
-    buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
-    """Each buffer, other tensor of a module, and input with its version, and a copy if it is small."""
+    values: Values
+    """Of buffers, other tensors of modules, and inputs."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -146,67 +175,56 @@ class ForwardState:
             if _has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
         device = next(model.parameters()).device
-        return cls(
-            model,
-            device,
-            attributes,
-            tuple((tensor, tensor._version, kept) for tensor, kept in found),
-            generator_states(device),
-            histories_state(model),
-        )
+        return cls(model, device, attributes, Values.of(found), generator_states(device), histories_state(model))
 
     def can_be_undone(self) -> bool:
         """Whether all of these tensors that were written to since then have copies."""
-        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
+        return self.values.can_be_undone()
 
     def undo(self) -> None:
         """Set the model and the generators back to this state."""
         self.attributes.restore()
-        with torch.no_grad():
-            for buffer, version, kept in self.buffers:
-                if kept is not None and buffer._version != version:
-                    buffer.copy_(kept)
+        self.values.undo()
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
 
 @dataclass(frozen=True)
 class CallState:
-    """The random states and small buffers of a model before a training call, to be undone if an allocation fails. A
-    call that has written to its inputs cannot be undone.
-
-    On the CPU the copies of buffers lie outside of torch's memory, so that they are no part of the step; on other
-    devices they lie on the device, and the account has them (`undo_bytes`).
-    """
+    """The random states, small buffers and other small tensors of a model before a training call, to be undone if an
+    allocation fails. A call that has written to its inputs cannot be undone. It is made at each training call, so that
+    attributes of other kinds, and tensors in lists and dictionaries, are left out."""
 
     device: torch.device
     generators: tuple[Any, ...]
-    buffers: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
-    """Each buffer with its version, and a copy if it is small; the inputs without copies."""
+    values: Values
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> CallState:
         """The current state of `model` before a call with these tensors."""
-        found = buffers_in(modules_of(model))
-        buffers = [(buffer, buffer._version, _set_aside(buffer)) for buffer in found]
-        buffers += [(tensor, tensor._version, None) for tensor in inputs if _has_version(tensor)]
+        found = [(one, _set_aside(one)) for one in _beside_parameters(model)]
+        found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
-        return cls(device, generator_states(device), tuple(buffers))
+        return cls(device, generator_states(device), Values.of(found))
 
     def undo(self) -> bool:
-        """Set buffers and generators back to this state; returns False where a tensor was written that has no copy."""
-        with torch.no_grad():
-            for buffer, version, kept in self.buffers:
-                if kept is not None and buffer._version != version:
-                    buffer.copy_(kept)
+        """Set these tensors and generators back to this state; returns False where one was written to that has no
+        copy."""
         set_generators(self.generators, self.device)
-        return all(kept is not None or buffer._version == version for buffer, version, kept in self.buffers)
+        return self.values.undo()
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
     """The bytes that the copies in a `CallState` take on a GPU, in blocks of `block_bytes`."""
-    copied = [one.nbytes for one in model.buffers() if one.nbytes <= _COPIED_BYTES]
+    copied = [one.nbytes for one in _beside_parameters(model) if one.nbytes <= _COPIED_BYTES]
     return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
+
+
+def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers of a model, and the plain tensors that are attributes of its modules."""
+    modules = modules_of(model)
+    attributes = [value for one in modules for value in vars(one).values() if type(value) is torch.Tensor]
+    return buffers_in(modules) + [one for one in attributes if _has_version(one)]
 
 
 def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -227,17 +245,15 @@ _COPIED_BYTES = 64 * 1024
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
     """A block after which plain tensors that were written to in it have their values again, and their numbers are added
     to `written`. Copies are kept in host memory meanwhile."""
-    numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
-    kept = [(number, tensor, tensor._version, on_host(tensor)) for number, tensor in numbered]
+    numbered = {number: tensor for number, tensor in enumerate(tensors) if _has_version(tensor)}
+    before = Values.of((tensor, on_host(tensor)) for tensor in numbered.values())
     try:
         yield
     finally:
-        with torch.no_grad():
-            for number, tensor, version, value in kept:
-                if tensor._version != version:
-                    tensor.copy_(value)
-                    if written is not None:
-                        written.add(number)
+        if written is not None:
+            states = zip(numbered, before.tensors, strict=True)
+            written.update(number for number, (tensor, version, _) in states if tensor._version != version)
+        before.undo()
 
 
 @contextmanager

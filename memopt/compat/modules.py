@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -154,22 +154,24 @@ class CurrentParts:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._latest = Parts((), ())
+        self._tables: list[dict[str, Any]] = []
+        """The children and the parameters of the latest parts' modules."""
         self._held: list[Any] = []
-        """The children and parameters of the latest parts' modules, with None where a module has none of a name."""
+        """What is in these tables, with None where a module has none of a name."""
 
     def now(self) -> Parts:
         """The parts of the model: the same object as before, if nothing has changed."""
-        held = _held_by(self._latest.modules)
+        held = self._now_held()
         if not held or len(held) != len(self._held) or not all(map(is_, held, self._held)):
             self._latest = Parts.of(self.model)
-            self._held = _held_by(self._latest.modules)
+            modules = self._latest.modules
+            self._tables = [one._modules for one in modules] + [one._parameters for one in modules]
+            self._held = self._now_held()
         return self._latest
 
-
-def _held_by(modules: Sequence[nn.Module]) -> list[Any]:
-    """The modules' own children and parameters. Those of one that has come are seen in it once it is among them."""
-    tables = chain(map(attrgetter("_modules"), modules), map(attrgetter("_parameters"), modules))
-    return list(chain.from_iterable([table.values() for table in tables]))
+    def _now_held(self) -> list[Any]:
+        """The modules' own children and parameters. Those of one that has come are seen in it once it is among them."""
+        return list(chain.from_iterable([table.values() for table in self._tables if table]))
 
 
 def own_tp_plan(model: nn.Module) -> Any:

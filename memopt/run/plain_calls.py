@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
-from memopt.capture.inputs import Call, on_meta, tensors_in
+from memopt.capture.inputs import Call, check_device, on_meta, tensors_in
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
@@ -47,6 +47,7 @@ _MOST_COUNTS = 12
 _MOST_KINDS = 16
 """Kinds of calls that are counted; calls of further kinds are planned."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_LEAVES = (torch.Tensor, *_PLAIN)
 
 Sizes: TypeAlias = tuple[int, ...]
 
@@ -142,13 +143,13 @@ class PlainCalls:
         """
         if not (self.allowed and self._nothing_else_wanted()):
             return None
-        leaves, structure = tree_flatten(call)
+        leaves, structure = _leaves(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         if not all(isinstance(leaf, _PLAIN) for leaf in others):
             return None  # an object may have tensors of its own, which a count does not see
-        inputs = repr((structure, others)), tuple(map(_without_sizes, tensors))
-        kind = self._kind(inputs, situation, parts or Parts.of(self.model))
+        inputs = structure, repr(others), tuple(map(_without_sizes, tensors))
+        kind = self._kind(call, inputs, situation, parts or Parts.of(self.model))
         if kind is None:
             return None
         sizes = _sizes(tensors)
@@ -187,14 +188,18 @@ class PlainCalls:
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
-    def _kind(self, inputs: Hashable, situation: Situation, parts: Parts) -> _Kind | None:
-        """The counts of calls with such inputs in such a situation; None where there are too many kinds of them."""
+    def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> _Kind | None:
+        """The counts of calls with such inputs in such a situation; None where there are too many kinds of them.
+
+        Raises `ValueError` where an input is on another device than the model.
+        """
         parameters = tuple([
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
         state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
-        key = inputs, parameters, state
+        key = inputs, parameters, state, parts.parameters[0].device
         if key not in self._kinds:
+            check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
                 return None
             self._kinds[key] = _Kind()
@@ -267,8 +272,17 @@ def _constants(sizes: Sizes) -> Sizes:
     return tuple([size if size < 2 else -1 for size in sizes])
 
 
+def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
+    """The leaves of the arguments, and what they are leaves of. Most calls have no containers to be searched."""
+    leaves = (*call[0], *call[1].values())
+    if all(isinstance(leaf, _LEAVES) for leaf in leaves):
+        return leaves, (len(call[0]), *call[1])
+    nested, structure = tree_flatten(call)
+    return nested, repr(structure)
+
+
 def _without_sizes(tensor: torch.Tensor) -> Hashable:
-    return tensor.dtype, tensor.dim(), tensor.requires_grad
+    return tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:

@@ -12,6 +12,7 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.elsewhere import Around
 from memopt.capture.inputs import Call, tensors_in
+from memopt.compat.autograd import with_hooks
 from memopt.compat.modules import Parts, modules_of, parameters_in
 from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
@@ -68,7 +69,7 @@ class Surroundings:
         parameters = (parts or Parts.of(self.model)).parameters
         proposing = self.planner.proposing
         stepped = proposing.stepping is not None
-        hooked = [parameter for parameter in parameters if is_hooked(parameter, stepped=stepped)]
+        hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
         if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
             hooked += sharing_memory(self.model)
         return Situation(

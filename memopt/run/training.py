@@ -113,7 +113,6 @@ class TrainingCalls:
         if self.unplanned:
             return self._unplanned(call)
         self._forget_plans_without_state()
-        check_device(call, self.model)
         self.planner.proposing.check_parameters()
         waiting = self.surroundings.begin(call)
         self.accumulation.allowed = self.options.one_by_one or not waiting
@@ -127,6 +126,7 @@ class TrainingCalls:
             self._ceilings.see(call)
             self.planner.reached |= parts.parameter_ids  # which is not looked at
             return self.plain_calls.run(call, fits)
+        check_device(call, self.model)
         try:
             with self.planner.types():
                 return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))

@@ -88,7 +88,24 @@ def convolutions() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Convolutions().train(), (torch.randn(8, 8, 24, 24),)
 
 
-MODELS = {"gpt2": gpt2, "convolutions": convolutions}
+class Remembering(Convolutions):
+    """Convolutions that count their calls in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x) * self.calls.sum()
+
+
+def remembering() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Remembering().train(), (torch.randn(8, 8, 24, 24),)
+
+
+MODELS = {"gpt2": gpt2, "convolutions": convolutions, "remembering": remembering}
 
 
 @pytest.fixture(autouse=True)
