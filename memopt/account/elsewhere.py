@@ -65,6 +65,10 @@ class Around:
     """Held by such forwards of other models."""
     kind: object = None
     """Equal for moments at which the same things are allocated, for each of which growth is noted by itself."""
+    bucket_bytes: int = 0
+    """Held by the buckets of `DistributedDataParallel`, which the account has in a row of its own."""
+    buckets: frozenset[int] = frozenset()
+    """The addresses of the buckets that are known."""
 
     @property
     def known_bytes(self) -> int:
@@ -241,13 +245,15 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     beside = {
         address: nbytes
         for address, nbytes in blocks_of(tensors, device).items()
-        if not (address in own or address in state or address in named)
+        if not (address in own or address in state or address in named or address in around.buckets)
     }
     other = sum(-(-nbytes // block) * block for nbytes in beside.values())
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
     other += around.others_bytes
     if device.type == "cuda":
-        known = sum(own.values()) + sum(state.values()) + around.waiting_bytes
+        in_buckets = sum(nbytes for address, nbytes in own.items() if address in around.buckets)
+        buckets = max(0, around.bucket_bytes - in_buckets)  # which gradients are no views of
+        known = sum(own.values()) + sum(state.values()) + around.waiting_bytes + buckets
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
     return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)))

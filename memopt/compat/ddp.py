@@ -118,10 +118,18 @@ class ReducerHooks:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._ready: dict[int, int] = {}
         """By number of a parameter the backward in which `ready` was called for it."""
+        self._addresses: dict[int, int] = {}
+        """By number of a parameter the address of the bucket that its latest gradient became a view of."""
         self._moved = False
         at_once = wrapper.gradient_as_bucket_view and not getattr(wrapper, "batched_grad_copy", False)
         self.views = at_once and bool(self._numbers)
         """Whether a gradient that is ready becomes a view of its bucket at once."""
+
+    @property
+    def addresses(self) -> frozenset[int]:
+        """The addresses of the buckets, as far as gradients became views of them: Python may know these views from then
+        on, also after the gradients are gone."""
+        return frozenset(self._addresses.values())
 
     def belong_to(self, wrapper: DistributedDataParallel) -> bool:
         """Whether the wrapper still has the reducer that the hooks are for."""
@@ -157,6 +165,9 @@ class ReducerHooks:
         reducer: Any = self._reducer()
         if reducer is not None:
             reducer._autograd_hook(number)
+            gradient = self._parameters[number].grad if self.views else None
+            if gradient is not None:
+                self._addresses[number] = gradient.untyped_storage().data_ptr()
 
 
 def _after_accumulation(hooks: weakref.ref[ReducerHooks], number: int, *_: Any) -> None:

@@ -60,8 +60,6 @@ class CallAccounts(ModelTerms):
         elsewhere = situation.elsewhere or 0
         if found is not None:
             elsewhere = found.beside(account.optimizer_state)
-            if self.device().type == "cuda":  # the allocator's count has the buckets, Python's tensors have not
-                elsewhere = max(0, elsewhere - account.buckets)
         return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes)
 
     def one_look(self, call: Call, situation: Situation) -> AbstractContextManager[None]:

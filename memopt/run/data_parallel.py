@@ -85,6 +85,14 @@ class DataParallel:
             return buckets
         return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
 
+    def bucket_memory(self) -> tuple[int, frozenset[int]]:
+        """The bytes of the wrapper's buckets, and the addresses of those that are known; none without a wrapper."""
+        wrapper = self.wrapper
+        if wrapper is None:
+            return 0, frozenset()
+        hooks = reducer_hooks(wrapper)
+        return hooks.nbytes, hooks.addresses
+
     def _take(self, wrapper: DistributedDataParallel) -> None:
         check_wrapper(wrapper)
         self._ranks = None

@@ -98,12 +98,15 @@ class Surroundings:
 
     def around(self, call: Call, *kind: object) -> Around:
         """The memory that belongs to a call that begins now: its inputs, waiting forwards, and what they returned."""
+        bucket_bytes, buckets = self.parallel.bucket_memory()
         return Around(
             tuple(tensors_in(call)),
             self.pending.addresses,
             self.pending.held_bytes,
             self.pending.others_held_bytes,
             (self.waiting, len(self.pending.of_other_models()), *kind),
+            bucket_bytes,
+            buckets,
         )
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:

@@ -10,7 +10,10 @@ import torch
 
 import memopt
 from examples.models.ddp import Order, gpt2_of, train_step, wrapped
-from tests.two_ranks import on_two_ranks
+from memopt.account.elsewhere import look
+from memopt.compat.ddp import unwrapped
+from memopt.run.planned_call import planned_call_of
+from tests.two_ranks import on_ranks, on_two_ranks
 
 Steps = list[list[str]]
 narrow = gpt2_of(64, 2, 4)
@@ -20,13 +23,13 @@ narrow = gpt2_of(64, 2, 4)
 def measured(
     rank: int, budget_gb: float | None, order: Order = "before", *, accumulate: int, **options: Any
 ) -> tuple[Steps, int]:
-    """The fingerprints of two steps with AdamW, and the peak in bytes from the making of the model on: the buckets are
-    counted."""
+    """The fingerprints of three steps with AdamW, and the peak in bytes from the making of the model on, so that the
+    buckets are counted."""
     gc.collect()
     with memopt.measure_peak() as peak:
         model = wrapped(budget_gb, order, **options)
         optimizer = torch.optim.AdamW(model.parameters())
-        found = [train_step(model, optimizer, rank, step, accumulate) for step in range(2)]
+        found = [train_step(model, optimizer, rank, step, accumulate) for step in range(3)]
         if budget_gb is not None:
             assert len(memopt.plan_of(model).regions) == 1
             assert memopt.plan_of(model).account.buckets == sum(p.nbytes for p in model.parameters())
@@ -66,3 +69,21 @@ def test_five_budgets() -> None:
         for (found, peak), budget_gb in zip(planned, FIVE_GB, strict=True):
             assert peak <= budget_gb * 1024**3
             assert found == plain
+
+
+def beside_the_step(rank: int) -> tuple[int, int]:
+    """The bytes of the buckets, and those elsewhere after a step whose gradients, views of the buckets, were read."""
+    model = wrapped(0.1, "after", narrow, bucket_cap_mb=0.5, gradient_as_bucket_view=True)
+    train_step(model, torch.optim.AdamW(model.parameters()), rank, 0)
+    gc.collect()
+    calls = planned_call_of(unwrapped(model)).forward  # type: ignore[union-attr]
+    buckets = calls.parallel.buckets()
+    assert buckets is not None
+    return buckets.nbytes, look(unwrapped(model), torch.device("cpu"), calls.surroundings.around(((), {}))).other
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buckets_that_python_has_seen_are_not_elsewhere() -> None:
+    ((buckets, elsewhere),) = on_ranks(1, beside_the_step)
+    assert buckets > 2**20
+    assert elsewhere < buckets / 10
