@@ -4,7 +4,8 @@ Private names, in torch 2.11 to 2.15: `DistributedDataParallel._get_active_ddp_m
 `_get_ddp_logging_data`, `_delay_all_reduce_all_params`, `_use_python_reducer`, `_ddp_sink_clone`,
 `_static_graph_delay_allreduce_enqueued`, `_join_config`, of its reducer `_autograd_hook` and
 `_remove_autograd_hooks` (DDP's own mixed precision calls the first from Python),
-`torch.distributed.distributed_c10d._get_default_store`, and `Tensor._is_view`.
+`torch.distributed.distributed_c10d._get_default_store`, `Variable._execution_engine.queue_callback` (which DDP uses,
+too), and `Tensor._is_view`.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class ReducerHooks:
         """By number of a parameter the backward in which `ready` was called for it."""
         self._addresses: dict[int, int] = {}
         """By number of a parameter the address of the bucket that its latest gradient became a view of."""
+        self._noted: int | None = None
+        """The backward at whose end these addresses are noted."""
         self._moved = False
         at_once = wrapper.gradient_as_bucket_view and not getattr(wrapper, "batched_grad_copy", False)
         self.views = at_once and bool(self._numbers)
@@ -165,9 +168,23 @@ class ReducerHooks:
         reducer: Any = self._reducer()
         if reducer is not None:
             reducer._autograd_hook(number)
-            gradient = self._parameters[number].grad if self.views else None
-            if gradient is not None:
-                self._addresses[number] = gradient.untyped_storage().data_ptr()
+            self._note(number)
+
+    def note_at_end(self) -> None:
+        """Note at the end of the running backward which buckets its gradients are views of. A static graph's first
+        gradients are exchanged there all at once, by a callback that was queued before."""
+        if self.views and self._noted != current_backward():
+            self._noted = current_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
+
+    def _note(self, number: int) -> None:
+        gradient = self._parameters[number].grad if self.views else None
+        if gradient is not None and is_bucket_view(gradient):
+            self._addresses[number] = gradient.untyped_storage().data_ptr()
+
+    def _note_all(self) -> None:
+        for number in range(len(self._parameters)):
+            self._note(number)
 
 
 def _after_accumulation(hooks: weakref.ref[ReducerHooks], number: int, *_: Any) -> None:

@@ -93,6 +93,12 @@ class DataParallel:
         hooks = reducer_hooks(wrapper)
         return hooks.nbytes, hooks.addresses
 
+    def note_buckets(self) -> None:
+        """In a backward: note at its end where the wrapper's buckets lie that gradients are views of."""
+        wrapper = self.wrapper
+        if wrapper is not None:
+            reducer_hooks(wrapper).note_at_end()
+
     def _take(self, wrapper: DistributedDataParallel) -> None:
         check_wrapper(wrapper)
         self._ranks = None

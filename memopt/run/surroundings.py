@@ -111,6 +111,7 @@ class Surroundings:
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:
         """The bytes that the device holds beside the backward of a forward, which begins with these gradients."""
+        self.parallel.note_buckets()
         around = self.around(((), {}), forward.plan.account.gradients_held, "backward")
         present = self._present({forward, *self.pending.waiting()}, gradients)
 

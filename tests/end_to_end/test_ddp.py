@@ -13,6 +13,7 @@ from examples.models.ddp import Order, gpt2_of, train_step, wrapped
 from memopt.account.elsewhere import look
 from memopt.compat.ddp import unwrapped
 from memopt.run.planned_call import planned_call_of
+from tests.marks import slow
 from tests.two_ranks import on_ranks, on_two_ranks
 
 Steps = list[list[str]]
@@ -71,9 +72,10 @@ def test_five_budgets() -> None:
             assert found == plain
 
 
-def beside_the_step(rank: int) -> tuple[int, int]:
+def beside_the_step(rank: int, static_graph: bool) -> tuple[int, int]:
     """The bytes of the buckets, and those elsewhere after a step whose gradients, views of the buckets, were read."""
-    model = wrapped(0.1, "after", narrow, bucket_cap_mb=0.5, gradient_as_bucket_view=True)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.5, "gradient_as_bucket_view": True, "static_graph": static_graph}
+    model = wrapped(0.1, "after", narrow, **options)
     train_step(model, torch.optim.AdamW(model.parameters()), rank, 0)
     gc.collect()
     calls = planned_call_of(unwrapped(model)).forward  # type: ignore[union-attr]
@@ -83,7 +85,9 @@ def beside_the_step(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_buckets_that_python_has_seen_are_not_elsewhere() -> None:
-    ((buckets, elsewhere),) = on_ranks(1, beside_the_step)
+@pytest.mark.parametrize("static_graph", [False, slow(True)])
+def test_buckets_that_python_has_seen_are_not_elsewhere(static_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    ((buckets, elsewhere),) = on_ranks(1, beside_the_step, static_graph)
     assert buckets > 2**20
     assert elsewhere < buckets / 10
