@@ -46,11 +46,36 @@ from examples.models.random_tensor_code import (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch for its forward by keyword, and the names of the blocks that it is made of."""
+    """A model, a batch for its forward by keyword, the names of the blocks that it is made of, and what is special
+    about its inputs: one of `INPUTS`."""
 
     model: nn.Module
     batch: dict[str, Any]
     blocks: tuple[str, ...]
+    inputs: str = "plain"
+
+    def fresh_batch(self) -> dict[str, Any]:
+        """A copy of the batch, for the steps of one twin."""
+        return {
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in self.batch.items()
+        }
+
+    def call(self, model: nn.Module) -> Callable[..., Any]:
+        """What a step calls with the batch."""
+        if self.inputs != "a result":
+            return model
+        return lambda x, **others: model(x=torch.sin(x), **others)
+
+    def begin_again(self, model: nn.Module) -> None:
+        """Give a copy of the model the state of this one."""
+        model.load_state_dict(self.model.state_dict())
+        if self.inputs == "remembered":
+            model.seen = torch.zeros_like(self.batch["x"][0, 0])
+
+
+INPUTS = {"plain": 6.0, "a leaf": 1.0, "a result": 1.0, "written to": 1.0, "remembered": 1.0}
+"""What is special about the inputs, with weights: they are or come from a leaf that requires a gradient, the forward
+writes to one of them, or to a tensor that is an attribute of the model but no buffer."""
 
 
 LEAVES: dict[str, Callable[[Draw, int], nn.Module]] = {
@@ -153,13 +178,19 @@ class RandomModel(nn.Module):
         self.first = nn.Linear(width, width)
         self.blocks = nn.ModuleList(drawn.block() for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
+        self.seen: Tensor | None = None
+        """What the model remembers of all its inputs."""
         self.head = nn.Linear(width, 11)
         self.loss = draw.choice(("cross", "mse", "bce", "huber", "kl", "nll", "zeros", "sum", "smooth", "weighted"))
         self.returns = draw.choice(("loss", "tuple", "dict", "hidden"))
         drawn.names.append(f"loss {self.loss}, returns {self.returns}")
 
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
+    def forward(self, x: Tensor, labels: Tensor, seen: Tensor | None = None) -> Any:
         h = self.first(x)
+        seen = self.seen if seen is None else seen
+        if seen is not None:
+            seen.lerp_(h.detach().mean((0, 1)), 0.5)
+            h = h * seen.cos()
         hidden = []
         for block in self.blocks:
             h = block(h)
@@ -205,5 +236,11 @@ def random_case(seed: int) -> Case:
     drawn = _Drawn(draw, width)
     model = RandomModel(drawn, draw.choice((1, 2, 3, 3, 4))).train()
     x = torch.randn(rows, length, width)
-    labels = torch.randint(0, 11, (rows, length))
-    return Case(model, {"x": x, "labels": labels}, tuple(drawn.names))
+    batch = {"x": x, "labels": torch.randint(0, 11, (rows, length))}
+    (inputs,) = random.Random(f"inputs {seed}").choices(list(INPUTS), list(INPUTS.values()))
+    if inputs == "written to":
+        batch["seen"] = torch.zeros(width)
+    elif inputs == "remembered":
+        model.seen = torch.zeros(width)
+    x.requires_grad_(inputs in ("a leaf", "a result"))
+    return Case(model, batch, (*drawn.names, f"inputs {inputs}"), inputs)

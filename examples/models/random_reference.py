@@ -76,7 +76,7 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
 
 def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
     """The model with the batch of a case and an optimiser of its own."""
-    twin = Twin(model, case.batch)
+    twin = Twin(model, case.fresh_batch(), case.call(model))
     twin.optimizer = make_optimizer(model.parameters())
     return twin
 

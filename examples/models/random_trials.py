@@ -8,11 +8,13 @@ place. The model is captured once for all of its cases.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -30,6 +32,8 @@ CASES = 4
 """The number of cases of a seed."""
 FORCED = 0.4
 """The share of cases with a random schedule."""
+IF_NEEDED = 0.5
+"""The share of the cases with a budget at the first call that are planned only where their plain step does not fit."""
 BUDGETS = (0.0, 0.0, 0.1, 0.3, 0.6, 0.9)
 """Where budgets lie between the smallest that works and the plain peak."""
 ROOMY_GB = 1000.0
@@ -79,9 +83,11 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
     model = _Planned(case, plain, optimizer, backend)
     for number in range(cases):
         forced, share, ahead = draw.random() < FORCED, draw.choice(BUDGETS), draw.random() < 0.7
-        schedule = "forced schedule" if forced else f"budget {share}"
+        if_needed = not (forced or ahead) and random.Random(f"if needed {seed} {number}").random() < IF_NEEDED
+        schedule = "forced schedule" if forced else f"budget {share}{' if needed' if if_needed else ''}"
         try:
-            with random_schedules(draw) if forced else nullcontext():
+            planning = "if needed" if if_needed else "always"
+            with random_schedules(draw) if forced else nullcontext(), patch.dict(os.environ, MEMOPT_PLAN=planning):
                 verdict, message = model.train(None if forced else share, ahead=ahead)
         except memopt.BudgetError as refused:
             verdict, message = "budget refused", said(refused)
@@ -107,7 +113,7 @@ class _Planned:
         """Train by a plan from the same state as the plain model: the verdict and where the two are apart."""
         self.model.zero_grad()  # a case that failed may have left gradients
         budget_gb = ROOMY_GB if share is None else self._budget_gb(share)
-        self.model.load_state_dict(self.case.model.state_dict())
+        self.case.begin_again(self.model)
         self._optimize(budget_gb, ahead=ahead)
         twin = twin_of(self.model, self.case, self.optimizer)
         verdict, message = "right", ""
@@ -116,7 +122,7 @@ class _Planned:
                 notes = memopt.plan_of(self.model).notes
                 verdict, message = self.plain.judge(run, number, notes, fused=self.options["backend"] == "inductor")
         self.model.zero_grad()  # as may an accumulated step that is refused
-        if share is None or verdict == "wrong":
+        if share is None or verdict == "wrong" or self.case.inputs == "a result":  # which is made outside of the step
             return verdict, message
         measured_gb = twin.measured_bytes() / GIB
         if measured_gb > budget_gb:

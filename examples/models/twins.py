@@ -74,6 +74,11 @@ class Twin:
             self.run.tensors[f"{name}: gradient of {key}"] = None if parameter.grad is None else parameter.grad.clone()
         for key, buffer in self.model.named_buffers():
             self.run.tensors[f"{name}: buffer {key}"] = buffer.clone()
+        for key, value in self.batch.items():
+            if torch.is_tensor(value):
+                self.run.tensors[f"{name}: input {key}"] = value.detach().clone()
+            if torch.is_tensor(value) and value.requires_grad:
+                self.run.tensors[f"{name}: gradient of input {key}"], value.grad = value.grad, None
         self.optimizer.step()
         self.optimizer.zero_grad()
         for key, parameter in self.model.named_parameters():
