@@ -250,7 +250,8 @@ def _largest(
 def plan_of(model: nn.Module) -> Plan:
     """The plan of an optimised model's latest training call (or of its `example_inputs`).
 
-    Raises `ValueError` where the model is plain, or has not been planned yet.
+    Raises `ValueError` where the model is plain, or has not been planned yet; `CaptureError` and `BudgetError` where
+    its calls run as the plain model does, since its step fits the budget, and no plan of them can be made.
     """
     call = planned_call_of(model)
     if call is None:

@@ -11,7 +11,7 @@ import torch
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import schema_of
+from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes
@@ -20,7 +20,7 @@ from memopt.device.workspace_table import estimate_workspace
 
 
 class ValueIsRead(Exception):
-    """Code that runs on fake tensors depends on a value."""
+    """Code that runs on fake tensors depends on a value, or a kernel makes bytes that its fake results do not tell."""
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -43,6 +43,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result; of numbers in the host's memory a real one, of a fake read as a number a stand-in."""
         self.kernels.add(schema_of(func).name)
+        if not self._stand_ins and makes_unknown_bytes(func):
+            raise ValueIsRead
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             if not self._stand_ins:

@@ -11,7 +11,7 @@ import torch
 
 from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.dispatch import plain_tensors
-from memopt.compat.operators import schema_of
+from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.compat.pytree import tree_flatten, tree_unflatten
 from memopt.compat.uncomputed import protected, uncomputed
 from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
@@ -49,6 +49,8 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
         self._workspace_bytes = 0
+        if makes_unknown_bytes(func):
+            raise ValueIsRead
         given = list(tensors_in((args, list(kwargs.values()))))
         if torch.Tag.data_dependent_output in func.tags:
             if any(tensor.untyped_storage() in self._uncomputed for tensor in given):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from memopt.compat.dispatch import plain_tensors
-from memopt.compat.operators import OpOverload
+from memopt.compat.operators import OpOverload, takes_unknown_bytes
 from memopt.compat.profiler import MemoryEvents
 from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
@@ -183,11 +183,14 @@ def _time(op: OpOverload, args: Any, kwargs: Any) -> float:
 
 
 def _is_cheap(call: OpCall) -> bool:
-    """Whether the call may be run for its price: it is small, and reaches no other device or process."""
+    """Whether the call may be run for its price: it is small, reaches no other device or process, and reads no more of
+    its operands than there is."""
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != "cpu" for value in values if isinstance(value, torch.device))
     if call.op.namespace in _COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
         return False
+    if takes_unknown_bytes(call.op) and any(spec.bytes == 0 for spec in call.inputs):
+        return False  # a fake forward's
     if sum(spec.bytes for spec in (*set(call.inputs), *call.outputs)) > MAX_RUN_BYTES:
         return False
     formula = flop_formula(call.op)

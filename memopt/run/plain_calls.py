@@ -24,7 +24,7 @@ from memopt.compat.modules import Parts, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
 from memopt.compat.subclasses import is_sharded
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
@@ -184,7 +184,10 @@ class PlainCalls:
                 captured = self.planner.capture_on_fakes(self.latest, None)
             except CaptureError as error:
                 raise CaptureError(f"{NOT_SHOWN}: {error}") from error
-            plan = road.plan(captured, self.latest, situation, advise=False)
+            try:
+                plan = road.plan(captured, self.latest, situation, advise=False)
+            except BudgetError as refused:
+                raise refused.adding(NOT_SHOWN) from None
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
