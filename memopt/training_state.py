@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -122,29 +123,37 @@ class Attributes:
 
 @dataclass(frozen=True)
 class Values:
-    """Tensors before they may be written to, by which those that were written to get their values again.
+    """Tensors before they may be written to, by which those that were written to get their values again. They are not
+    kept alive: the forward may replace what a module remembers, and the old tensor may be a view of a large one.
 
     On the CPU the copies lie outside of torch's memory, so that they are no part of the step; on other devices they
     lie on the device, and the account has those of a `CallState` (`undo_bytes`).
     """
 
-    tensors: tuple[tuple[torch.Tensor, int, torch.Tensor | None], ...]
+    tensors: tuple[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None], ...]
     """Each with its version, and a copy if there is one."""
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Values:
         """These tensors with their copies."""
-        return cls(tuple((tensor, tensor._version, kept) for tensor, kept in tensors))
+        return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
+
+    def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """The numbers of the tensors that are there and were written to since then, with tensor and copy."""
+        for number, (reference, version, kept) in enumerate(self.tensors):
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                yield number, tensor, kept
 
     def can_be_undone(self) -> bool:
         """Whether all of these tensors that were written to since then have copies."""
-        return all(kept is not None or tensor._version == version for tensor, version, kept in self.tensors)
+        return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
         """Give those that were written to their values again; returns False where one has no copy."""
         with torch.no_grad():
-            for tensor, version, kept in self.tensors:
-                if kept is not None and tensor._version != version:
+            for _, tensor, kept in self.written():
+                if kept is not None:
                     tensor.copy_(kept)
         return self.can_be_undone()
 
@@ -245,14 +254,13 @@ _COPIED_BYTES = 64 * 1024
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
     """A block after which plain tensors that were written to in it have their values again, and their numbers are added
     to `written`. Copies are kept in host memory meanwhile."""
-    numbered = {number: tensor for number, tensor in enumerate(tensors) if _has_version(tensor)}
-    before = Values.of((tensor, on_host(tensor)) for tensor in numbered.values())
+    numbered = [(number, tensor) for number, tensor in enumerate(tensors) if _has_version(tensor)]
+    before = Values.of((tensor, on_host(tensor)) for _, tensor in numbered)
     try:
         yield
     finally:
         if written is not None:
-            states = zip(numbered, before.tensors, strict=True)
-            written.update(number for number, (tensor, version, _) in states if tensor._version != version)
+            written.update(numbered[place][0] for place, *_ in before.written())
         before.undo()
 
 

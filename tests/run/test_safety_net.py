@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import memopt
 from examples.models.families import BY_NAME
+from memopt.training_state import CallState
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 to_fail: Counter[str] = Counter()
@@ -273,3 +275,16 @@ def test_the_trainer_of_transformers_goes_on_by_a_tighter_plan(tmp_path: Path) -
     found, model = by_trainer(tmp_path, failing=True)
     assert memopt.plan_of(model).account.unforeseen > 0
     assert all(torch.equal(value, undisturbed[name]) for name, value in found.items())
+
+
+def test_what_a_module_replaces_is_not_kept_until_the_backward() -> None:
+    """The state of a call that may be undone held the tensor, and the large one that it is a view of."""
+    model = Remembering().train()
+    large = torch.zeros(3, 2**20)
+    model.calls = large[:, 0]
+    alive = weakref.ref(large)
+    state = CallState.of(model, ())
+    model.calls = torch.zeros(3)
+    del large
+    assert alive() is None
+    assert state.undo()
