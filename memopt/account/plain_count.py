@@ -19,6 +19,7 @@ from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
+from memopt.compat.true_strides import correct_strides
 from memopt.compat.uncomputed import reads_raise, same_memory
 from memopt.device import Hardware
 from memopt.training_state import undone
@@ -113,6 +114,7 @@ def _count_on_fakes(
     """As `count_plain_step`, on fake tensors."""
     home = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    correct_strides(mode)
     try:
         with fake_parameters(model, mode, home) as fakes:
             args, kwargs = fake_call(call, mode, home)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.compat.pytree import tree_flatten, tree_unflatten
+from memopt.compat.true_strides import correct_strides, may_differ
 from memopt.compat.uncomputed import protected, uncomputed
 from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
 from memopt.device.workspace_table import estimate_workspace
@@ -78,8 +81,27 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> _Kernel:
         call = describe(func, args, kwargs, ())
         if call not in self._kernels:
-            self._kernels[call] = _Kernel.of(call)
+            self._kernels[call] = _Kernel.of(call, self._results_of)
         return self._kernels[call]
+
+    def _results_of(self, call: OpCall) -> tuple[Any, Any, Any]:
+        """The arguments of a call, by position and by keyword, and its results: on "meta", or fakes where those have
+        the strides of another decomposition than the kernel's."""
+        args, kwargs = call.make_arguments("meta")
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        with plain_tensors(), torch.no_grad():
+            if not may_differ(call.op, tensors_in((args, list(kwargs.values())))):
+                return args, kwargs, call.op(*args, **kwargs)
+            with self._fakes:
+                args, kwargs = call.make_arguments("cpu")
+                return args, kwargs, call.op(*args, **kwargs)
+
+    @cached_property
+    def _fakes(self) -> FakeTensorMode:
+        mode = FakeTensorMode()
+        correct_strides(mode)
+        return mode
 
     def _result(self, leaf: Any, given: Sequence[torch.Tensor]) -> Any:
         if isinstance(leaf, _Given):
@@ -121,13 +143,10 @@ class _Kernel:
     """At most."""
 
     @classmethod
-    def of(cls, call: OpCall) -> _Kernel:
-        args, kwargs = call.make_arguments("meta")
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
+    def of(cls, call: OpCall, results_of: Callable[[OpCall], tuple[Any, Any, Any]]) -> _Kernel:
+        """The kernel of a call, by a function that gives its arguments and results."""
+        args, kwargs, found = results_of(call)
         given = list(tensors_in((args, list(kwargs.values()))))
-        with plain_tensors(), torch.no_grad():
-            found = call.op(*args, **kwargs)
         leaves, structure = tree_flatten(found)
         positions = {id(tensor): _Given(position) for position, tensor in enumerate(given)}
         own = {tensor.untyped_storage() for tensor in given}

@@ -12,7 +12,7 @@ Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +39,11 @@ def correct_strides(mode: FakeTensorMode) -> None:
     """
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
+
+
+def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the results of an operator with these operands may have other strides than torch's fakes."""
+    return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
 
 
 class _Corrected:

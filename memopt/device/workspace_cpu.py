@@ -57,6 +57,10 @@ _TRANSPOSED = 60 * 60
 """Elements of the block in which a copy transposes a matrix."""
 
 
+_BLOCK = 16
+"""The channels that oneDNN computes together with vectors of 512 bits."""
+
+
 def _cpu_safe_softmax(call: OpCall) -> int:
     """It finds the rows that are masked whole, by a mask of the input's size and two values for each row."""
     spec = first(call)
@@ -96,11 +100,14 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 
 def _cpu_convolution(call: OpCall) -> int:
-    """oneDNN copies all arguments to layouts of its own; for fp64, which it does not take, torch makes columns for a
-    matmul."""
-    weight = call.argument(2 if "backward" in schema_of(call.op).name else 1)
+    """oneDNN copies all arguments to layouts of its own, in which the channels of each group fill blocks of 16; for
+    fp64, which it does not take, torch makes columns for a matmul."""
+    backward = "backward" in schema_of(call.op).name
+    weight, groups = call.argument(2 if backward else 1), call.argument(9 if backward else 8)
+    channels = [-(-weight.size[0] // groups // _BLOCK) * _BLOCK, -(-weight.size[1] // _BLOCK) * _BLOCK]
+    blocks = 4 * groups * math.prod([*channels, *weight.size[2:]])
     columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
-    return 2 * all_bytes(call) + 64 * KB + (columns if first(call).dtype == torch.float64 else 0)
+    return 2 * all_bytes(call) + 64 * KB + blocks + (columns if first(call).dtype == torch.float64 else 0)
 
 
 def _cpu_matmul(call: OpCall) -> int:
