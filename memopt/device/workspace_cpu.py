@@ -100,12 +100,13 @@ def _cpu_flash_backward(call: OpCall) -> int:
 
 
 def _cpu_convolution(call: OpCall) -> int:
-    """oneDNN copies all arguments to layouts of its own, in which the channels of each group fill blocks of 16; for
-    fp64, which it does not take, torch makes columns for a matmul."""
+    """oneDNN copies all arguments to layouts of its own, in which the channels of each group fill blocks of 16, in
+    16 bits beside fp32; for fp64, which it does not take, torch makes columns for a matmul."""
     backward = "backward" in schema_of(call.op).name
     weight, groups = call.argument(2 if backward else 1), call.argument(9 if backward else 8)
     channels = [-(-weight.size[0] // groups // _BLOCK) * _BLOCK, -(-weight.size[1] // _BLOCK) * _BLOCK]
-    blocks = 4 * groups * math.prod([*channels, *weight.size[2:]])
+    bytes_each = 4 if weight.dtype.itemsize >= 4 else 4 + weight.dtype.itemsize
+    blocks = bytes_each * groups * math.prod([*channels, *weight.size[2:]])
     columns = first(call).size[0] * math.prod(weight.size[1:]) * max(math.prod(s.size[2:]) for s in call.inputs[:2]) * 8
     return 2 * all_bytes(call) + 64 * KB + blocks + (columns if first(call).dtype == torch.float64 else 0)
 
