@@ -171,7 +171,7 @@ class ForwardState:
     device: torch.device
     attributes: Attributes
     values: Values
-    """Of buffers, other tensors of modules, and inputs."""
+    """The values of buffers, of other tensors that are attributes of modules, and of inputs."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
 

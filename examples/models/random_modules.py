@@ -61,7 +61,7 @@ class Case:
         }
 
     def call(self, model: nn.Module) -> Callable[..., Any]:
-        """What a step calls with the batch."""
+        """The function that a training step calls with the batch: the model itself, or behind another operator."""
         if self.inputs != "a result":
             return model
         return lambda x, **others: model(x=torch.sin(x), **others)
@@ -74,8 +74,9 @@ class Case:
 
 
 INPUTS = {"plain": 6.0, "a leaf": 1.0, "a result": 1.0, "written to": 1.0, "remembered": 1.0}
-"""What is special about the inputs, with weights: they are or come from a leaf that requires a gradient, the forward
-writes to one of them, or to a tensor that is an attribute of the model but no buffer."""
+"""Kinds of inputs, with the weights by which they are drawn: plain tensors, a leaf that requires a gradient, the result
+of an operator outside of the model, an input that the forward writes to, and plain inputs of a model that writes to a
+tensor that is its attribute but no buffer."""
 
 
 LEAVES: dict[str, Callable[[Draw, int], nn.Module]] = {
@@ -179,7 +180,7 @@ class RandomModel(nn.Module):
         self.blocks = nn.ModuleList(drawn.block() for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.seen: Tensor | None = None
-        """What the model remembers of all its inputs."""
+        """A running mean of hidden states, as a plain attribute; None for models that keep none."""
         self.head = nn.Linear(width, 11)
         self.loss = draw.choice(("cross", "mse", "bce", "huber", "kl", "nll", "zeros", "sum", "smooth", "weighted"))
         self.returns = draw.choice(("loss", "tuple", "dict", "hidden"))

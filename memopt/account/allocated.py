@@ -73,16 +73,16 @@ class _Mapped(NamedTuple):
 def _mapped_bytes() -> _Mapped | None:
     """None where the system does not say."""
     try:
-        pages = list(map(int, os.pread(_figures_of(os.getpid()), 256, 0).split()))
+        pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
         return _Mapped(pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE)
     except (OSError, IndexError, ValueError):
         return None
 
 
 @lru_cache(maxsize=1)
-def _figures_of(process: int) -> int:
-    """The descriptor of the file with the figures of this process, which stays open: to open it anew takes three times
-    as long as to read it. A forked process opens its own."""
+def _statm_descriptor(process: int) -> int:
+    """A file descriptor of `/proc/<pid>/statm`, which stays open: opening the file takes three times as long as reading
+    it. A forked process opens its own."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 

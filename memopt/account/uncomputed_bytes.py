@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,12 +81,12 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> _Kernel:
         call = describe(func, args, kwargs, ())
         if call not in self._kernels:
-            self._kernels[call] = _Kernel.of(call, self._results_of)
+            self._kernels[call] = _Kernel.of(call, *self._results_of(call))
         return self._kernels[call]
 
     def _results_of(self, call: OpCall) -> tuple[Any, Any, Any]:
-        """The arguments of a call, by position and by keyword, and its results: on "meta", or fakes where those have
-        the strides of another decomposition than the kernel's."""
+        """The arguments of a call, by position and by keyword, and its results: on "meta", or as fakes with corrected
+        strides where those on "meta" may be laid out otherwise than the kernel's."""
         args, kwargs = call.make_arguments("meta")
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
@@ -143,9 +143,8 @@ class _Kernel:
     """At most."""
 
     @classmethod
-    def of(cls, call: OpCall, results_of: Callable[[OpCall], tuple[Any, Any, Any]]) -> _Kernel:
-        """The kernel of a call, by a function that gives its arguments and results."""
-        args, kwargs, found = results_of(call)
+    def of(cls, call: OpCall, args: Any, kwargs: Any, found: Any) -> _Kernel:
+        """The kernel of a call with these arguments, which have no memory, and these results."""
         given = list(tensors_in((args, list(kwargs.values()))))
         leaves, structure = tree_flatten(found)
         positions = {id(tensor): _Given(position) for position, tensor in enumerate(given)}

@@ -157,7 +157,7 @@ class CurrentParts:
         self._tables: list[dict[str, Any]] = []
         """The children and the parameters of the latest parts' modules."""
         self._held: list[Any] = []
-        """What is in these tables, with None where a module has none of a name."""
+        """The values of these tables in order: modules, parameters, and None for names that are not set."""
 
     def now(self) -> Parts:
         """The parts of the model: the same object as before, if nothing has changed."""
