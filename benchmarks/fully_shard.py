@@ -3,11 +3,12 @@ FSDP2's peak and the smallest, losses and gradients against plain FSDP2's, and w
 block the floating-point operations that a plan adds, against those that the checkpoints add; and the gathers of a
 step, fewer where a plan keeps blocks gathered until their backward. One JSON file and a table.
 
-    python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT]
+    python -m benchmarks.fully_shard [--ranks 2 4] [--models GPT-2 Llama ViT] [--shardings fp32]
 
-The ranks are processes of this machine that exchange tensors by gloo (`examples/models/settled_gloo.py`). Peaks are
-those of whole steps with AdamW after the first one, optimiser's step and gloo's copies included. Rows of models and
-numbers of ranks that are not measured again are kept.
+Shards over two and four ranks; over two with parameters that are gathered in bf16; and over two of four (HSDP). Ranks
+are processes of this machine that exchange tensors by gloo (`examples/models/settled_gloo.py`). Peaks are those of
+whole steps with AdamW after the first one, optimiser's step and gloo's copies included. Rows of models, numbers of
+ranks and shardings that are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from itertools import product
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memopt
 from benchmarks.stamp import stamp, write_result
-from examples.models.fully_shard import FAMILIES, planned, train_step
+from examples.models.fully_shard import FAMILIES, POLICY, REPLICAS, SHARDINGS, WHOLE, planned, train_step
 from examples.models.settled_gloo import counted
 from memopt.compat.subclasses import shard_of
 from memopt.device.op_flops import flop_formula
@@ -42,24 +42,45 @@ COMMAND = "python -m benchmarks.fully_shard"
 SHARES = (0.1, 0.4, 0.7)
 """Where the budgets lie between the smallest and plain FSDP2's peak."""
 STEPS = 2
-PLAIN, CHECKPOINTS, SMALLEST, PLANNED = "plain", "checkpoints at every block", "smallest", "planned"
+PLAIN, CHECKPOINTS = "plain", "checkpoints at every block"
+SMALLEST, PLANNED, REFUSED = "smallest", "planned", "refused"
 
 
-def train(rank: int, ranks: int, name: str, way: str, budget_gb: float | None, folder: Path) -> dict[str, Any]:
+class Case(NamedTuple):
+    """A model of `FAMILIES` on a number of ranks in one of `SHARDINGS`: the first keys of a row."""
+
+    model: str
+    ranks: int
+    sharding: str
+
+    def sharded(self, *, checkpointed: bool = False) -> Any:
+        """The model on this rank."""
+        return FAMILIES[self.model].sharded(self.ranks, checkpointed=checkpointed, sharding=self.sharding)
+
+
+NUMBERS_OF_RANKS = {WHOLE: (2, 4), POLICY: (2,), REPLICAS: (4,)}
+CASES = [
+    Case(model, ranks, sharding)
+    for sharding, numbers in NUMBERS_OF_RANKS.items()
+    for ranks in numbers
+    for model in FAMILIES
+]
+
+
+def train(rank: int, case: Case, way: str, budget_gb: float | None, folder: Path) -> dict[str, Any]:
     """Train for `STEPS` steps in one of the four ways.
 
     Returns the peak of the steps after the first one, the gathers of the last one, and the largest absolute difference
     of a loss or gradient to that of the plain way, divided by the largest magnitude in its tensor.
     """
-    family = FAMILIES[name]
-    model = family.sharded(ranks, checkpointed=way == CHECKPOINTS)
+    model = case.sharded(checkpointed=way == CHECKPOINTS)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if budget_gb is not None:
         planned(model, budget_gb, optimizer)
     gathers = counted(model)
     plain, peak_gb, difference = folder / f"plain of {rank}", 0.0, 0.0
     for step in range(STEPS):
-        batch = family.batch(100 * rank + step)
+        batch = FAMILIES[case.model].batch(100 * rank + step)
         gc.collect()
         gathers.clear()
         torch.manual_seed(step + rank)
@@ -123,48 +144,50 @@ def _flops(node: fx.Node) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def smallest(rank: int, ranks: int, name: str) -> dict[str, Any]:
+def smallest(rank: int, case: Case) -> dict[str, Any]:
     """The smallest budget that works on this rank."""
-    family = FAMILIES[name]
-    model = family.sharded(ranks)
+    model = case.sharded()
     planned(model, 0.01, torch.optim.AdamW(model.parameters(), foreach=False))
     try:
-        model(**family.batch(100 * rank))
+        model(**FAMILIES[case.model].batch(100 * rank))
     except memopt.BudgetError as error:
         return {"smallest_gb": error.smallest_gb}
     raise AssertionError("a step of 100 MB of parameters fits 0.01 GB")
 
 
-def on_rank(rank: int, folder: Path, ranks: int, name: str, way: str, budget_gb: float | None) -> None:
+def on_rank(rank: int, folder: Path, case: Case, way: str, budget_gb: float | None) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/{way} {budget_gb}", rank=rank, world_size=ranks)
-    found = smallest(rank, ranks, name) if way == SMALLEST else train(rank, ranks, name, way, budget_gb, folder)
+    distributed.init_process_group("gloo", f"file://{folder}/{way} {budget_gb}", rank=rank, world_size=case.ranks)
+    found = smallest(rank, case) if way == SMALLEST else train(rank, case, way, budget_gb, folder)
     torch.save(found, folder / str(rank))
     distributed.barrier()
     os._exit(0)  # the group's destructor may wait for itself
 
 
-def of_ranks(folder: Path, ranks: int, name: str, way: str, budget_gb: float | None = None) -> list[dict[str, Any]]:
+def of_ranks(folder: Path, case: Case, way: str, budget_gb: float | None = None) -> list[dict[str, Any]]:
     """The results of each rank for one way, each from a new process, whose memory holds nothing of the other ways."""
-    given = folder, ranks, name, way, budget_gb
-    multiprocessing.start_processes(on_rank, given, nprocs=ranks, start_method="forkserver")
-    return [torch.load(folder / str(rank)) for rank in range(ranks)]
+    given = folder, case, way, budget_gb
+    multiprocessing.start_processes(on_rank, given, nprocs=case.ranks, start_method="forkserver")
+    return [torch.load(folder / str(rank)) for rank in range(case.ranks)]
 
 
-def rows(name: str, ranks: int) -> list[dict[str, Any]]:
-    """The rows of one model on a number of ranks, each row with the peaks of all ranks."""
+def rows(case: Case) -> list[dict[str, Any]]:
+    """The rows of one case, each with the peaks of all ranks."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        by_way = {way: of_ranks(folder, ranks, name, way) for way in (PLAIN, CHECKPOINTS)}
-        least = max(one["smallest_gb"] for one in of_ranks(folder, ranks, name, SMALLEST))
+        by_way = {way: of_ranks(folder, case, way) for way in (PLAIN, CHECKPOINTS)}
+        least = max(one["smallest_gb"] for one in of_ranks(folder, case, SMALLEST))
         most, recipe = (min(one["peak_gb"] for one in by_way[way]) for way in (PLAIN, CHECKPOINTS))
         plain_flops = by_way[PLAIN][0]["flops"]
         found = [{"way": way, **_row(runs, plain_flops)} for way, runs in by_way.items()]
         for row in found:
             row["more_flops"] -= 1
         for budget_gb in (*(least + share * (most - least) for share in SHARES), recipe):
-            found.append({"way": PLANNED, **_row(of_ranks(folder, ranks, name, PLANNED, budget_gb), plain_flops)})
-    return [{"model": name, "ranks": ranks, **row} for row in found]
+            if budget_gb < least:
+                found.append({"way": REFUSED, "budget_gb": budget_gb, "smallest_gb": least})
+            else:
+                found.append({"way": PLANNED, **_row(of_ranks(folder, case, PLANNED, budget_gb), plain_flops)})
+    return [{**case._asdict(), **row} for row in found]
 
 
 def _row(runs: list[dict[str, Any]], plain_flops: int) -> dict[str, Any]:
@@ -179,6 +202,7 @@ def show(found: list[dict[str, Any]]) -> None:
     columns = (
         "model",
         "ranks",
+        "shards",
         "way",
         "budget",
         "predicted",
@@ -193,11 +217,12 @@ def show(found: list[dict[str, Any]]) -> None:
         table.add_row(
             row["model"],
             str(row["ranks"]),
+            row["sharding"],
             row["way"],
             f"{row['budget_gb']:.4f} GB" if "budget_gb" in row else "",
             f"{row['predicted_gb']:.4f} GB" if "predicted_gb" in row else "",
-            ", ".join(f"{peak:.4f}" for peak in row["peaks_gb"]),
-            f"{row['difference']:.1e}",
+            ", ".join(f"{peak:.4f}" for peak in row.get("peaks_gb", [])),
+            f"{row['difference']:.1e}" if "difference" in row else "",
             f"{row['more_flops']:.1%} of operations" if "more_flops" in row else "",
             f"{row['added_time']:.1%} of time" if "added_time" in row else "",
             str(row.get("gathers", "")),
@@ -205,28 +230,24 @@ def show(found: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def others(models: Sequence[str], ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of the result file that are of none of these models on none of these numbers of ranks."""
-    kept = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    return [row for row in kept if row["model"] not in models or row["ranks"] not in ranks]
-
-
-def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows by number of ranks and model, those of each of them as they were measured."""
-    names = list(FAMILIES)
-    return sorted(found, key=lambda row: (row["ranks"], names.index(row["model"])))
+def case_of(row: dict[str, Any]) -> Case:
+    """The case that a row is of."""
+    return Case(row["model"], row["ranks"], row["sharding"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--shardings", nargs="+", default=list(SHARDINGS), choices=SHARDINGS)
     given = parser.parse_args()
     set_forkserver_preload(["examples.models.fully_shard", "torch._dynamo"])  # imported once for all processes
-    found = others(given.models, given.ranks)
-    for ranks, name in product(given.ranks, given.models):
-        found = in_order([*found, *rows(name, ranks)])
-        write_result(RESULT, {**stamp(), "command": COMMAND, "rows": found})
+    found = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    for case in CASES:
+        if case.ranks in given.ranks and case.model in given.models and case.sharding in given.shardings:
+            found = [*(row for row in found if case_of(row) != case), *rows(case)]
+            found.sort(key=lambda row: CASES.index(case_of(row)))
+            write_result(RESULT, {**stamp(), "command": COMMAND, "rows": found})
     show(found)
 
 

@@ -114,7 +114,9 @@ def records_of(tasks: list[Task]) -> Iterator[tuple[Task, Record]]:
 
 
 def known() -> dict[str, Record]:
-    return json.loads(RESULT.read_text())["operators"] if RESULT.exists() else {}
+    """The records in the result file by operator and dtype. Those that are equal are written once, under all names."""
+    groups = json.loads(RESULT.read_text())["records"] if RESULT.exists() else []
+    return {name: group["record"] for group in groups for name in group["operators"]}
 
 
 def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
@@ -139,7 +141,11 @@ def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
 
 def write(records: dict[str, Record]) -> None:
     records = dict(sorted(records.items()))
-    write_result(RESULT, {**stamp(), "operators": records})
+    groups: dict[str, list[str]] = {}
+    for name, record in records.items():
+        groups.setdefault(json.dumps(record, sort_keys=True), []).append(name)
+    grouped = [{"operators": names, "record": records[names[0]]} for names in groups.values()]
+    write_result(RESULT, {**stamp(), "records": grouped})
     PAGE.write_text(page(records), encoding="utf-8")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.report_cluster import clusters
+from benchmarks.report_ranks import fully_sharded, rank_failures
 from benchmarks.report_tables import Document, number, percent, source, table
 from benchmarks.report_trials import abuse, fuzz
 
@@ -117,26 +118,6 @@ def account(document: Document) -> str:
         rows.append((name, f"{kept} of {len(runs)}", f"{min(ratios):.4f} to {max(ratios):.4f}"))
     words = "Six optimisers in three ways each: the account's rows within 2%, the peak within 1% and never too low."
     head = ("model", "steps that hold", "predicted / measured peak")
-    return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
-
-
-def fully_sharded(document: Document) -> str:
-    rows = [
-        (row["model"], str(row["ranks"]), row["way"], number(row.get("budget_gb"), 4),
-         number(row.get("predicted_gb"), 4), ", ".join(number(peak, 4) for peak in row["peaks_gb"]),
-         f"{row['difference']:.0e}", percent(row["more_flops"]), percent(row.get("added_time")),
-         number(row.get("gathers"), 0))
-        for row in document["rows"]
-    ]  # fmt: skip
-    words = (
-        "FSDP2 by block and at the root on ranks that are processes of one machine, whole steps with AdamW. "
-        "Difference: the largest of any loss or gradient to plain FSDP2's, as a part of its tensor's largest value. "
-        "The last budget of each is the peak of checkpoints at every block. Gathers: of one step, where they were "
-        "counted; a plan keeps blocks gathered until their backward where it has room. Exchanges wait until gloo's "
-        "threads have let go of their tensors, since a buffer that is freed by one of these is not seen by the meter."
-    )
-    head = ("model", "ranks", "way", "budget GB", "predicted", "peaks of the ranks", "difference", "more operations",
-            "added time", "gathers")  # fmt: skip
     return f"{words}\n\n{table(head, rows)}\n\n{source(document)}"
 
 
@@ -293,6 +274,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Fourteen families": ("families", families),
     "Whole steps within a budget": ("total_budget", total_budget),
     "FSDP2 on two and four ranks": ("fully_shard", fully_sharded),
+    "Ranks that fail, and runs that go on": ("rank_failures", rank_failures),
     "Clusters": ("cluster", clusters),
     "The account": ("account", account),
     "Predicted and measured time": ("step_time", step_time),

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _lines(value: Any, indent: int = 0, name: str = "") -> Iterator[str]:
-    """Yield the lines of `value` as JSON: what fits in a line is one, what does not has a line for each item."""
+    """Yield the lines of `value` as JSON: what fits in a line is one, what does not has a line for each item; a list of
+    names or numbers is filled into lines."""
     start = " " * indent + (json.dumps(name) + ": " if name else "")
     text = json.dumps(value, ensure_ascii=False)
     if not value or not isinstance(value, (list, dict)) or (indent and len(start) + len(text) <= LINE):
@@ -55,12 +56,28 @@ def _lines(value: Any, indent: int = 0, name: str = "") -> Iterator[str]:
         return
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     yield start + opening
+    if isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+        margin = " " * (indent + 1)
+        yield from _filled((json.dumps(item, ensure_ascii=False) for item in value), margin)
+        yield " " * indent + closing
+        return
     items = list(value.items()) if isinstance(value, dict) else [("", item) for item in value]
     for number, (key, item) in enumerate(items, 1):
         *lines, last = _lines(item, indent + 1, key)
         yield from lines
         yield last + ("," if number < len(items) else "")
     yield " " * indent + closing
+
+
+def _filled(items: Iterable[str], margin: str) -> Iterator[str]:
+    """Yield lines of items with commas between them, as many on each as fit."""
+    line = margin
+    for item in items:
+        if line != margin and len(line) + len(item) + 2 > LINE:
+            yield f"{line},"
+            line = margin
+        line += item if line == margin else f", {item}"
+    yield line
 
 
 def _processor() -> str:

@@ -18,12 +18,12 @@ VOCABULARY = 8_400
 Order = Literal["before", "after"]
 
 
-def gpt2_of(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
-    """A function that makes a GPT-2 for texts of 64 tokens."""
+def gpt2_of(width: int, layers: int, heads: int, **config: Any) -> Callable[[], nn.Module]:
+    """A function that makes a GPT-2 for texts of 64 tokens, with more of its configuration."""
     return library(
         "GPT2", "GPT2LMHeadModel", "ForCausalLM",
         vocab_size=VOCABULARY, n_positions=64, n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
+        bos_token_id=0, eos_token_id=0, **config,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memopt
 from examples.models.ddp import VOCABULARY, gpt2
@@ -18,6 +18,10 @@ from examples.models.settled_gloo import settled
 
 Batch = dict[str, Tensor]
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+WHOLE, POLICY, REPLICAS = "fp32", "gathered in bf16", "two replicas"
+SHARDINGS = (WHOLE, POLICY, REPLICAS)
+"""Shards over all ranks; with parameters that are gathered in bf16 and gradients that are reduced in fp32; and over one
+half of the ranks, the other half of which holds the same shards (HSDP)."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,21 @@ class Family:
     blocks: str
     batch: Callable[[int], Batch]
 
-    def sharded(self, ranks: int, *, checkpointed: bool = False, **options: Any) -> Any:
-        """The model spread over ranks, with `options` of `fully_shard`, its exchanges `settled`; `checkpointed`: block
-        by block."""
+    def sharded(self, ranks: int, *, checkpointed: bool = False, sharding: str = WHOLE) -> Any:
+        """The model spread over ranks in one of `SHARDINGS`, its exchanges `settled`; `checkpointed`: block by
+        block."""
         model: Any = self.make()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        mesh = init_device_mesh("cpu", (ranks,))
+        shape = (2, ranks // 2) if sharding == REPLICAS else (ranks,)
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+        }
+        if sharding == POLICY:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.get_submodule(self.blocks):
-            fully_shard(block, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
         settled(model)
         return model
 
