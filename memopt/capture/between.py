@@ -64,6 +64,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, gathered: Gathered = NOTHING_GATHERED) -> None:
         super().__init__()
         self.gathered = gathered
+        self._waiting_bytes = 0
         self._planned = 0
         self.runs: list[EagerBytes] = []
         """For each run of a region that has begun."""
@@ -94,8 +95,11 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
             self._planned -= 1
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """As in `LiveBytes`, with gathered parameters as large as they are now: they are freed by resizing them."""
+        """As in `LiveBytes`, with gathered parameters as large as they are now: they are freed by resizing them; and
+        with gradients of earlier backwards that are not there in this one."""
         self.recount(self.gathered.memory())
+        before, self._waiting_bytes = self._waiting_bytes, self.gathered.waiting_bytes
+        self.live_bytes += self._waiting_bytes - before
         super().raise_peak(workspace_bytes)
 
     def passes_on(self, value: Any) -> bool:

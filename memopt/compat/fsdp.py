@@ -2,7 +2,7 @@
 
 Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_fsdp_param_group` (2.11),
 `_fsdp_param_groups` (from 2.13); of a group `_all_gather_comm`, `_reduce_scatter_comm`,
-`_partial_reduce_output`; of a parameter `_unsharded_param`.
+`_partial_reduce_output`; of a parameter `_unsharded_param`, `unsharded_accumulated_grad`.
 """
 
 from __future__ import annotations
@@ -93,14 +93,34 @@ class _OwnGather:
 
 
 class _OwnReduce:
-    """A reduce-scatter without communication: it returns the first part of this rank's input."""
+    """A reduce-scatter without communication: it returns the first part of this rank's input. `whole` are the gradients
+    of its group from earlier backwards."""
 
-    def __init__(self, usual: Any) -> None:
-        self.allocate = usual.allocate
+    def __init__(self, usual: Any, whole: _WholeGradients) -> None:
+        self.allocate, self.whole = usual.allocate, whole
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.whole.are_reduced = True
         _stage(input_tensor)
         output_tensor.copy_(input_tensor[: output_tensor.numel()])
+
+
+class _WholeGradients:
+    """The gradients of a group of parameters that earlier backwards have left whole, in a forward and backward that
+    runs without them: the usual one adds to them, so that here the new ones take their place once they are there."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.bytes = group, _whole_gradient_bytes(group)
+        self.are_reduced = False
+        self._taken = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes whose place no new gradient has taken."""
+        if self.are_reduced or not self.bytes:
+            return 0
+        self._taken = max(self._taken, _whole_gradient_bytes(self.group))
+        return max(0, self.bytes - self._taken)
 
 
 class Gathered:
@@ -110,12 +130,24 @@ class Gathered:
         self.model = model
         self._groups = groups_of(model)
         self._parameters = _parameters(model)
+        self._whole: list[_WholeGradients] = []
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return any(getattr(parameter, "_unsharded_param", None) is tensor for parameter in self._parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of gradients that this rank holds whole, from backwards without `set_requires_gradient_sync`."""
+        return sum(map(_whole_gradient_bytes, self._groups))
+
+    @property
+    def waiting_bytes(self) -> int:
+        """In a block `without_exchange`, the bytes of such gradients of earlier backwards that a step beside them would
+        hold now, and that no gradient of this one stands for."""
+        return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:
         """The tensors into which the parameters are gathered; their storages have 0 bytes between uses."""
@@ -127,11 +159,13 @@ class Gathered:
         """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers, but
         communicate with no other rank. Gathered values repeat this rank's shard. Gradients are removed for the block
         and restored after it."""
+        self._whole = list(map(_WholeGradients, self._groups))
         with ExitStack() as stack:
-            for group in self._groups:
+            stack.callback(self._whole.clear)
+            for group, whole in zip(self._groups, self._whole, strict=True):
                 gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
                 stack.enter_context(_set(group, "_all_gather_comm", _OwnGather(gather)))
-                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce)))
+                stack.enter_context(_set(group, "_reduce_scatter_comm", _OwnReduce(reduce, whole)))
                 stack.enter_context(_set(group, "all_reduce_grads", False))
                 stack.enter_context(_set(group, "_partial_reduce_output", None))
             for parameter in self._parameters:
@@ -150,13 +184,20 @@ NOTHING_GATHERED = Gathered(nn.Module())
 
 def exchange_in_words(model: nn.Module) -> str:
     """A text for the state of gradient accumulation: which groups reduce their gradients in the next backward (see
-    `set_requires_gradient_sync`), and whether unsharded gradients of earlier backwards are held; "" for a model that is
-    not sharded."""
+    `set_requires_gradient_sync`), and the bytes of each one's gradients that earlier backwards have left whole; "" for
+    a model that is not sharded."""
     groups = groups_of(model)
-    if not groups:
-        return ""
-    held = any(parameter.unsharded_accumulated_grad is not None for parameter in _parameters(model))
-    return f"{[group.reduce_grads for group in groups]} {held}"
+    return str([(group.reduce_grads, _whole_gradient_bytes(group)) for group in groups]) if groups else ""
+
+
+def _whole_gradient_bytes(group: Any) -> int:
+    """The bytes of the gradients of a group's parameters that are not reduced yet."""
+    found = (gradient for parameter in group.fsdp_params for gradient in _whole_gradients(parameter))
+    return sum(gradient.nbytes for gradient in found if gradient is not None)
+
+
+def _whole_gradients(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None), parameter.unsharded_accumulated_grad
 
 
 def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -185,6 +185,8 @@ class BrokenCalls:
         """Run a call the first of these ways; `last`: there is no further attempt after it."""
         planned = self._fitting(under_way, ways)
         pending = under_way.begin(planned.plan)
+        pending.gathered = gathered = Gathered(self.model)
+        pending.whole_gradients = gathered.gradient_bytes
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
             return self._compiled(*under_way.call[0], **under_way.call[1])

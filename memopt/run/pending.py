@@ -17,6 +17,7 @@ from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
+from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
@@ -59,6 +60,10 @@ class PendingForward:
     """The model's random states and buffers before the call."""
     gradients_before: GradientsBefore | None = None
     """The model's gradients before its backward."""
+    gathered: Gathered = NOTHING_GATHERED
+    """The parameters of its model that are gathered before use."""
+    whole_gradients: int = 0
+    """The bytes of their gradients that were held whole when it began, which its plan includes."""
     _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[LetsGo] = field(default_factory=list)
@@ -170,11 +175,12 @@ class PendingForward:
 
     def _held_unplanned(self) -> int:
         """Bytes of the gradients that exist now and that the plan does not include."""
+        appeared = max(0, self.gathered.gradient_bytes - self.whole_gradients)
         model = self.model()
         if model is None or self.plan.account.gradients_held:
-            return 0
-        parameters = parameters_in(modules_of(model))
-        return distinct_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
+            return appeared
+        parameters = (one for one in parameters_in(modules_of(model)) if one not in self.gathered)
+        return appeared + distinct_bytes(parameter.grad for parameter in parameters if parameter.grad is not None)
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
+from memopt.compat import settled_gloo
 from memopt.compat.ddp import unwrapped
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
 from memopt.compat.resharding import Resharding
@@ -160,6 +161,7 @@ class PlannedCall:
         """Restore the model's own call."""
         self.watch.end()
         self.resharding.restore()
+        settled_gloo.leave(self.model)
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed, nn
 
+from memopt.compat import settled_gloo
 from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.resharding import ALL
@@ -45,6 +46,7 @@ class Sharded:
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             self._ranks.check_terms({**terms(), "the sharding": sharding_in_words(self.model)})
+            settled_gloo.settle(self.model)
         self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
         try:
