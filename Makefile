@@ -14,7 +14,7 @@ CARD_INSTALLED := $(CARD)/installed
 # The CUDA build whose private behaviour tests/card/stand_in was written for, and that the card's figures are from.
 CARD_TORCH ?= 2.11.0
 
-.PHONY: demo test test-all test-card check docs browser sweep opinfo
+.PHONY: demo test test-all test-card pages check docs browser sweep opinfo
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -25,6 +25,10 @@ test: $(INSTALLED)
 # The slow tests too: minutes each. This -m takes back the "not slow" of pyproject.toml.
 test-all: $(INSTALLED)
 	$(KEEPING_MEMORY) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not card"
+
+# The program of each page in docs/integrations, which `make test` leaves out.
+pages: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m "" tests/integrations/test_pages.py
 
 # On this machine's CUDA card, or where there is none on the stand-in of tests/card/stand_in (docs/card.md). The first
 # time it downloads the CUDA build of torch, 5 GB with its libraries.
