@@ -94,6 +94,11 @@ class RecordedRegion:
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @cached_property
+    def wrapped(self) -> frozenset[int]:
+        """Numbers of the inputs that are tensors which hold other tensors, such as sharded parameters."""
+        return frozenset(number for number, value in enumerate(self.inputs) if is_wrapper(value))
+
+    @cached_property
     def operators(self) -> tuple[str, ...]:
         """The operators that make its tensors, in order: equal for regions that one piece of code makes for inputs of
         different sizes, whether these are numbers or symbols in them."""

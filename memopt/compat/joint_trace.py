@@ -3,8 +3,8 @@
 Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
-graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info` and
-`input_info`, and `torch._functorch._aot_autograd.schemas.OutputType`) and `_aot_graph_capture` (with
+graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
+`input_info` and `subclass_inp_meta`, and `torch._functorch._aot_autograd.schemas.OutputType`) and `_aot_graph_capture` (with
 `graph_module`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
 shape environment `backed_var_to_val`, once `var_to_val`.
 
@@ -74,6 +74,16 @@ class AotTrace:
             for number, info in enumerate(metadata.input_info)
             if info.requires_grad and not info.mutates_data and not info.mutates_metadata and number not in returned
         )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """By the number of each input of the region, the number of the joint graph's input that stands for it: for a
+        wrapper, such as a sharded parameter, the first of the values that it holds, which is its memory."""
+        metas = self.state.fw_metadata.subclass_inp_meta
+        return tuple(
+            meta.flat_tensor_start_idx if hasattr(meta, "flat_tensor_start_idx") else meta.unwrapped_idx
+            for meta in metas
+        )  # fmt: skip
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.

@@ -322,7 +322,7 @@ class _Pricer:
         copied = [
             (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
             for given, gradient in pairs
-            if isinstance(gradient, fx.Node) and _strides(gradient) != _strides(given)
+            if isinstance(gradient, fx.Node) and _is_tensor(gradient) and _strides(gradient) != _strides(given)
             for index in self.storages.of[gradient]
             if index in self.kept
         ]
@@ -348,6 +348,10 @@ class _Pricer:
         position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
         trains = position is not None and node.args[position] is True
         return trains or not reads_mutated
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:
