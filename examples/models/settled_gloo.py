@@ -88,3 +88,42 @@ def _settling(tensor: Tensor) -> Iterator[None]:
 def _users(tensor: Tensor) -> int:
     """Everything that refers to a tensor. C++ has a reference from Python, too, which a thread drops last."""
     return users_of(tensor) + sys.getrefcount(tensor)
+
+
+class SettledCollectives:
+    """The functional collectives of a group, which tensor parallelism exchanges by, as kernels for the CPU that return
+    when gloo has dropped its references. They allocate what gloo's own do: a gather a second buffer for its result, a
+    reduce-scatter one for its input. They hold from their making to the end of the process."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.calls: list[str] = []
+        """The name of each collective that was called."""
+        self._library = torch.library.Library("_c10d_functional", "IMPL")
+        for kernel in (self.all_reduce, self.all_gather_into_tensor, self.reduce_scatter_tensor, self.wait_tensor):
+            self._library.impl(kernel.__name__, kernel, "CPU")
+
+    def all_reduce(self, value: Tensor, op: str, group_name: str) -> Tensor:
+        self.calls.append("all_reduce")
+        summed = value.clone(memory_format=torch.contiguous_format)
+        with _settling(summed):
+            distributed.all_reduce(summed, _OPERATIONS[op], group=self.group)
+        return summed
+
+    def all_gather_into_tensor(self, value: Tensor, ranks: int, group_name: str) -> Tensor:
+        self.calls.append("all_gather")
+        gathered = value.new_empty((ranks * value.shape[0], *value.shape[1:]))
+        SettledGather()(gathered, value.contiguous().view(-1), self.group)
+        return gathered
+
+    def reduce_scatter_tensor(self, value: Tensor, op: str, ranks: int, group_name: str) -> Tensor:
+        self.calls.append("reduce_scatter")
+        own = value.new_empty((value.shape[0] // ranks, *value.shape[1:]))
+        SettledReduce()(own.view(-1), value.contiguous().view(-1), self.group, _OPERATIONS[op])
+        return own
+
+    def wait_tensor(self, value: Tensor) -> Tensor:
+        return value
+
+
+_OPERATIONS = {"sum": distributed.ReduceOp.SUM, "avg": distributed.ReduceOp.AVG}

@@ -19,6 +19,7 @@ from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.settled_numbers import settle_numbers
+from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
@@ -70,12 +71,13 @@ class RecordedRegion:
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
-        returned.
+        returned, and `CaptureError` where a value that is spread over ranks comes in or goes out.
         """
         settle_numbers(graph_module)
         drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
-        withheld = withhold(graph_module, undifferentiated)
+        # A second forward would exchange values once more, and other ranks may not look at their outputs.
+        withheld = None if check_shards(graph_module, inputs) else withhold(graph_module, undifferentiated)
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}

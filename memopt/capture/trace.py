@@ -30,6 +30,7 @@ from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from memopt.recent import Recent
 from passes import is_random
+from passes.graphs.node_facts import is_tangent
 
 INDUCTOR = "inductor"
 _MOST_TRACES = 256
@@ -103,6 +104,11 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
         places = traced.aot.places if traced.aot is not None and region.wrapped else ()
+        if places and len(list(filter(is_tangent, joint.graph.nodes))) > 1:
+            raise CaptureError(
+                "it returns several losses, whose gradients in split parameters cannot be told apart; have it return "
+                "their sum"
+            )
         found_joint = JointGraph.of(
             joint,
             forward_outputs,

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "as_implemented",
+    "is_replicated",
     "is_sharded",
     "is_wrapper",
+    "mesh_dimensions",
     "needs_memory",
     "ranks_of",
     "reads_no_values",
@@ -86,6 +88,19 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is distributed over ranks (`DTensor`)."""
     return hasattr(tensor, "_local_tensor")
+
+
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over ranks (`DTensor`) so that each of them has all of it."""
+    anything: Any = tensor
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in anything.placements)
+
+
+def mesh_dimensions(sharded: torch.Tensor) -> int:
+    """The number of dimensions of the mesh over which a sharded tensor is distributed."""
+    anything: Any = sharded
+    dimensions: int = anything.device_mesh.ndim
+    return dimensions
 
 
 def ranks_of(sharded: torch.Tensor) -> list[int]:

@@ -119,7 +119,7 @@ class WholeCalls:
         emitted = self._emitted_for(region, inputs, self.under_way)
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
-        forward = self.under_way.begin(plan)
+        forward = self.under_way.begin(plan, emitted.region.exchanges)
 
         def run(*values: Any) -> Any:
             return forward.hands_out(emitted.region.run(*values))
