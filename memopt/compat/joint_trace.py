@@ -4,8 +4,8 @@ Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
 graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
-`input_info` and `subclass_inp_meta`, and `torch._functorch._aot_autograd.schemas.OutputType`) and `_aot_graph_capture` (with
-`graph_module`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
+`input_info`, `subclass_inp_meta` and its like, and `torch._functorch._aot_autograd.schemas.OutputType`) and
+`_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
 shape environment `backed_var_to_val`, once `var_to_val`.
 
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
@@ -159,9 +159,12 @@ def _second_phase(
 
     # The second phase writes to these objects, and the function that it returns reads them when it is called.
     state = copy.copy(state)
-    state.fw_metadata = copy.copy(state.fw_metadata)
-    state.fw_metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
-    state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
+    state.fw_metadata = _unused(state.fw_metadata)
+    if capture.maybe_subclass_meta is not None:
+        wrappers = copy.copy(capture.maybe_subclass_meta)
+        wrappers.fw_metadata = _unused(wrappers.fw_metadata)
+        wrappers.grad_input_metas = _unused_wrappers(wrappers.grad_input_metas)
+        capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
     with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
@@ -174,6 +177,27 @@ def _second_phase(
             inference_compiler=forward,
         )
     return compiled
+
+
+def _unused(metadata: Any) -> Any:
+    """A copy of a joint graph's metadata, ready for the second phase."""
+    metadata = copy.copy(metadata)
+    metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
+    metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
+    for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
+        setattr(metadata, name, _unused_wrappers(getattr(metadata, name)))
+    return metadata
+
+
+def _unused_wrappers(metas: Sequence[Any] | None) -> list[Any] | None:
+    """Copies of the descriptions of wrappers, such as sharded tensors, and of those inside of them."""
+    if metas is None:
+        return None
+    copies = list(map(copy.copy, metas))
+    for meta in copies:
+        if hasattr(meta, "attrs"):
+            meta.attrs = dict(zip(meta.attrs, _unused_wrappers(list(meta.attrs.values())) or (), strict=True))
+    return copies
 
 
 def _graphs_are_logged() -> bool:
