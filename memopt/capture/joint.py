@@ -223,7 +223,7 @@ class JointGraph:
 
 
 def _is_gradient(result: object) -> bool:
-    return isinstance(result, fx.Node) and isinstance(result.meta["val"], torch.Tensor)
+    return isinstance(result, fx.Node) and isinstance(result.meta.get("val"), torch.Tensor)
 
 
 def _canonical(traced: fx.GraphModule) -> fx.GraphModule:

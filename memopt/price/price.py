@@ -351,7 +351,7 @@ class _Pricer:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta["val"], torch.Tensor)
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

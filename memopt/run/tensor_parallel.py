@@ -65,6 +65,8 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
         raise ValueError(f"{name} its graphs are not rewritten; leave out passes")
     if options.outputs == "all":
         raise ValueError(f"{name} only its loss is differentiated; leave out outputs='all'")
+    if options.dynamic is not None:
+        raise ValueError(f"{name} is captured by itself for each size; leave out dynamic")
     if options.forwards > 1:
         raise ValueError(f"{name} is planned for one forward before each backward; leave out forwards")
 

@@ -23,6 +23,7 @@ from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
+from memopt.run.tensor_parallel import is_tensor_parallel
 from memopt.run.under_way import UnderWay
 
 
@@ -67,6 +68,8 @@ class WholeCalls:
         self._ceilings, self._notice = ceilings, notice
         self._marked: set[Place] = set()
         self._has_symbols = False
+        # torch 2.13 does not trace all DTensors with symbols as sizes: each set of sizes is one capture of split models.
+        self._symbols = not is_tensor_parallel(road.planner.model)
         self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
         self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
@@ -187,12 +190,12 @@ class WholeCalls:
 
     def _compile(self) -> Callable[..., Any]:
         backend = recording(self, differentiate_all=self.differentiate_all)
-        return compile_call(self.to_capture(), backend, whole=True, symbols=True)
+        return compile_call(self.to_capture(), backend, whole=True, symbols=self._symbols)
 
     def _call(self, call: Call) -> Any:
         if self._has_symbols:
             return self._call_compiled(call)
-        changing = markable(call, self._ceilings.changing(call))
+        changing = markable(call, self._ceilings.changing(call)) if self._symbols else set()
         self._marked |= changing
         with marked(call, changing):
             return self._call_compiled(call)
