@@ -47,6 +47,16 @@ class JointGraph:
     places: tuple[int, ...] = ()
     """By the number of each input of the region, the number of the `primals_*` that stands for it; empty where these
     are equal. A sharded parameter is several inputs here: its shard, and the mesh that it is spread over."""
+    gradient_places: tuple[int, ...] = ()
+    """By the number of each input of the region, the position among the gradients of its own; empty as `places`."""
+
+    @cached_property
+    def receivers(self) -> dict[int, int]:
+        """Position among the gradients → number of the `primals_*` whose gradient it is."""
+        if self.places:
+            return dict(zip(self.gradient_places, self.places, strict=True))
+        results: Any = self.module.graph.output_node().args[0]
+        return {number: number for number in range(len(results) - self.forward_outputs)}
 
     def place_of(self, number: int) -> int:
         """The number of the `primals_*` that stands for an input of the region."""
@@ -62,8 +72,8 @@ class JointGraph:
         """The numbers of the region's inputs that get a gradient."""
         results: Any = self.module.graph.output_node().args[0]
         gradients = results[self.forward_outputs :]
-        numbers = range(len(self.places or gradients))
-        return frozenset(number for number in numbers if _is_gradient(gradients[self.place_of(number)]))
+        places = self.gradient_places or range(len(gradients))
+        return frozenset(number for number, place in enumerate(places) if _is_gradient(gradients[place]))
 
     @property
     def overwritten(self) -> frozenset[int]:
@@ -142,9 +152,9 @@ class JointGraph:
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))
         return {
-            self.forward_outputs + number: number
-            for number, result in enumerate(results[self.forward_outputs :])
-            if number in self.parameter_inputs
+            self.forward_outputs + position: number
+            for position, result in enumerate(results[self.forward_outputs :])
+            if (number := self.receivers.get(position, -1)) in self.parameter_inputs
             and isinstance(result, fx.Node)
             and result.op != "placeholder"
             and len(result.users) == times[result] == 1

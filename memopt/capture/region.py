@@ -24,7 +24,7 @@ from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.subclasses import is_wrapper
+from memopt.compat.subclasses import is_sharded, is_wrapper
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
@@ -271,6 +271,11 @@ class CapturedCall:
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""
         return not self.break_reason
+
+    @property
+    def split(self) -> bool:
+        """Whether it reads parameters that are split over ranks."""
+        return any(is_sharded(run.region.inputs[number]) for run in self.runs for number in run.region.wrapped)
 
     @property
     def output_bytes(self) -> int:

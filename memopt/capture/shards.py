@@ -1,4 +1,4 @@
-"""Regions that read parameters which tensor parallelism has split over ranks."""
+"""Models whose parameters tensor parallelism has split over ranks, and regions that read these."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.subclasses import is_sharded
 from memopt.errors import CaptureError
 
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
 """Parts of the names of functions that draw random numbers."""
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether parameters of the model are split over ranks, or repeated on them, otherwise than by `fully_shard`."""
+    return any(map(is_sharded, model.parameters())) and not is_fully_sharded(model)
 
 
 def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:

@@ -121,7 +121,8 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
         )
         if traced.aot is not None:
             traced = replace(traced, aot=traced.aot.of(found_joint.module))
-        return replace(found_joint, trace=traced, places=places)
+        gradient_places = traced.aot.gradient_places if traced.aot is not None and places else ()
+        return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:

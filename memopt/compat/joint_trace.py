@@ -79,11 +79,14 @@ class AotTrace:
     def places(self) -> tuple[int, ...]:
         """By the number of each input of the region, the number of the joint graph's input that stands for it: for a
         wrapper, such as a sharded parameter, the first of the values that it holds, which is its memory."""
-        metas = self.state.fw_metadata.subclass_inp_meta
-        return tuple(
-            meta.flat_tensor_start_idx if hasattr(meta, "flat_tensor_start_idx") else meta.unwrapped_idx
-            for meta in metas
-        )  # fmt: skip
+        return _firsts(self.state.fw_metadata.subclass_inp_meta)
+
+    @property
+    def gradient_places(self) -> tuple[int, ...]:
+        """By the number of each input of the region, the position of its gradient among those of the joint graph. The
+        gradient of a wrapper is several values, but a missing one is a single None."""
+        wrappers = self.capture.maybe_subclass_meta
+        return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
@@ -198,6 +201,13 @@ def _unused_wrappers(metas: Sequence[Any] | None) -> list[Any] | None:
         if hasattr(meta, "attrs"):
             meta.attrs = dict(zip(meta.attrs, _unused_wrappers(list(meta.attrs.values())) or (), strict=True))
     return copies
+
+
+def _firsts(metas: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the first values that stand for each of the described tensors."""
+    return tuple(
+        meta.flat_tensor_start_idx if hasattr(meta, "flat_tensor_start_idx") else meta.unwrapped_idx for meta in metas
+    )
 
 
 def _graphs_are_logged() -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import distributed, nn
 
+from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.resharding import ALL
 from memopt.compat.subclasses import is_sharded, ranks_of
 from memopt.errors import RankError
 from memopt.run.ranks import Ranks
-from memopt.run.tensor_parallel import check_placements, is_tensor_parallel, placements_in_words
+from memopt.run.tensor_parallel import check_placements, placements_in_words
 
 
 class Sharded:

@@ -11,16 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from memopt.compat.fsdp import is_fully_sharded
+from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.subclasses import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import CaptureError
 from memopt.planning.levers import DEFAULT_LEVERS, PLAIN
 from memopt.planning.model_terms import ModelTerms
-
-
-def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether parameters of the model are split over ranks, or repeated on them, otherwise than by `fully_shard`."""
-    return any(map(is_sharded, model.parameters())) and not is_fully_sharded(model)
 
 
 def placements_in_words(model: nn.Module) -> str:

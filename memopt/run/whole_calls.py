@@ -12,6 +12,7 @@ from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
+from memopt.capture.shards import is_tensor_parallel
 from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
 from memopt.garbage import rare_collections
@@ -23,7 +24,6 @@ from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
 from memopt.run.road import EmittedCall, Road
-from memopt.run.tensor_parallel import is_tensor_parallel
 from memopt.run.under_way import UnderWay
 
 
