@@ -131,7 +131,7 @@ def account_of(
 
 
 def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimiser makes of the gradient of a parameter that all ranks have whole:
+    """The bytes of the sums over ranks that an optimiser makes of the gradient of a parameter that each rank has whole:
     sequence parallelism leaves a part of it on each. At most `_SUMS` are there at once."""
     return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
 

@@ -5,8 +5,8 @@ Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
 graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
 `input_info`, `subclass_inp_meta` and its like, and `torch._functorch._aot_autograd.schemas.OutputType`) and
-`_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
-shape environment `backed_var_to_val`, once `var_to_val`.
+`_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`,
+`torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once `var_to_val`.
 
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """

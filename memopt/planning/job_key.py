@@ -170,8 +170,8 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """A tensor's shape, strides, dtype, device type and kind, with how it is spread over ranks; of a device mesh that it
-    is one; other values as they are."""
+    """A tensor's shape, strides, dtype, device type and kind, and how it is spread over ranks; the same for all device
+    meshes; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)

@@ -365,8 +365,8 @@ class TrainingCalls:
     def _begin(
         self, call: Call, started: float, plan: Plan, situation: Situation, exchanges: int = 0
     ) -> PendingForward:
-        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one, with
-        the collectives that all ranks have to run alike."""
+        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one;
+        `exchanges` tells its collectives, which all ranks have to run alike."""
         if self.road.plans != self._plans_logged:
             self._plans_logged = self.road.plans
             self._log.planned(plan, call, time.perf_counter() - started)

@@ -68,7 +68,7 @@ class WholeCalls:
         self._ceilings, self._notice = ceilings, notice
         self._marked: set[Place] = set()
         self._has_symbols = False
-        # torch 2.13 does not trace all DTensors with symbols as sizes: each set of sizes is one capture of split models.
+        # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
         self._symbols = not is_tensor_parallel(road.planner.model)
         self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
