@@ -224,8 +224,8 @@ class JointGraph:
 
     @cached_property
     def tensor_positions(self) -> dict[int, int]:
-        """Number of a `primals_*` → the position of the input that it stands for among the region's tensor inputs, which
-        are the only ones that autograd counts."""
+        """Number of a `primals_*` → the position of the input that it stands for among the region's tensor inputs, the
+        only ones that autograd counts."""
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         numbers = self.places or range(len(primals))
         tensors = [number for number in numbers if isinstance(primals[number].meta["val"], torch.Tensor)]

@@ -40,8 +40,8 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     drawing = next((node for node in graph_module.graph.nodes if _draws_shards(node)), None)
     if drawing is not None:
         raise CaptureError(
-            f"{drawing.name} draws random numbers for a DTensor, which torch does otherwise on a GPU than in a graph; have "
-            "dropout run on what lies on this rank (use_local_output=True)"
+            f"{drawing.name} draws random numbers for a DTensor, which torch does otherwise on a GPU than in a graph; "
+            "have dropout run on what lies on this rank (use_local_output=True)"
         )
     return bool(spread)
 

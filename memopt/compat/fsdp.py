@@ -58,8 +58,8 @@ def _parameters(model: nn.Module) -> list[Any]:
 
 
 def is_sharded_otherwise(model: nn.Module) -> bool:
-    """Whether parameters of the model are distributed over ranks by something else than `fully_shard`, or by both: as by
-    `parallelize_module` (tensor parallelism)."""
+    """Whether parameters of the model are distributed over ranks by something else than `fully_shard`, or by both, as
+    by `parallelize_module` (tensor parallelism)."""
     own = _parameters(model)
     shards = {id(parameter.sharded_param) for parameter in own}
     others = (parameter for parameter in model.parameters() if id(parameter) not in shards)

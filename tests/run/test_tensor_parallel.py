@@ -1,5 +1,5 @@
-"""Two ranks under tensor and sequence parallelism: a split model trains within its budget bit for bit as without memopt,
-and all ranks stop together where one of them cannot go on, or where a split model is not planned."""
+"""Two ranks under tensor and sequence parallelism: a split model trains within its budget, bit for bit as without
+memopt; all ranks stop together where one of them cannot go on, and what is not planned is refused."""
 
 from __future__ import annotations
 
@@ -236,6 +236,10 @@ def two_meshes() -> Any:
     return fully_shard(split(Transformer(), mesh["tp"]), mesh=mesh["dp"])
 
 
+def in_a_train_step(model: Any) -> None:
+    memopt.TrainStep(model, torch.optim.SGD(model.parameters()))
+
+
 def under_loss_parallel(batch: dict[str, torch.Tensor]) -> None:
     model = memopt.optimize(split_in_parts(Transformer()), 1.0, **EXACT)
     with loss_parallel():
@@ -260,7 +264,7 @@ def acts(family: Family) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "the model returns a DTensor", lambda: step_of(optimized(split_in_parts(Returning())), batch)()
     yield "the model returns a DTensor", lambda: under_loss_parallel(batch)
     yield "captured on values only", lambda: memopt.plan(family.sharded(), 1.0, meta, **EXACT)
-    yield "TrainStep does not train Transformer", lambda: memopt.TrainStep(optimized(), torch.optim.SGD(optimized()))
+    yield "TrainStep does not train Transformer", lambda: in_a_train_step(optimized())
     breaking = Family(Breaking, family.split, family.batch)
     yield "is not one graph, as a plan for it needs", lambda: step_of(optimized(breaking.sharded()), batch)()
 
