@@ -152,6 +152,11 @@ CASES: dict[str, tuple[Callable[[], Family], int, int]] = {
 """The family of a case, the number of its steps, and of backwards before each."""
 
 
+def held_bytes(parameter: torch.Tensor) -> int:
+    """The bytes of a trained parameter on this rank, with the padding of an uneven shard."""
+    return shard_of(parameter).untyped_storage().nbytes() if parameter.requires_grad else 0
+
+
 def further_cases(rank: int) -> dict[str, tuple[bool, bool, int, int]]:
     """Whether the numbers are those of plain training and anything was recomputed; the bytes of gradients in the
     account, and of this rank's shards of the trained parameters."""
@@ -159,11 +164,11 @@ def further_cases(rank: int) -> dict[str, tuple[bool, bool, int, int]]:
     for name, (make, steps, accumulate) in CASES.items():
         family = make()
         plain, _ = train(family.sharded(), family.batch, steps, accumulate)
+        gc.collect()
         model = planned(family, 2_600_000)
         numbers, _ = train(model, family.batch, steps, accumulate)
         plan = memopt.plan_of(model)
-        trained = [shard_of(value) for value in model.parameters() if value.requires_grad]
-        own = sum(value.untyped_storage().nbytes() for value in trained)  # with the padding of uneven shards
+        own = sum(map(held_bytes, model.parameters()))
         found[name] = numbers == plain, plan.added_time > 0, plan.account.gradients, own
         del model
         gc.collect()
