@@ -27,6 +27,7 @@ from passes.reinplace import FoundReuse, Reinplace, find_reuses
 from passes.remove_detach import RemoveDetach
 from passes.rewrite_pattern import RewritePattern
 from passes.sum_wide import SumWide
+from passes.wait_at_once import WaitAtOnce
 
 __all__ = [
     "CANONICAL",
@@ -64,6 +65,7 @@ __all__ = [
     "RewritePattern",
     "SumWide",
     "VerifyError",
+    "WaitAtOnce",
     "copy_graph_module",
     "diff_graphs",
     "erase_unread",

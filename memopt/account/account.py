@@ -13,7 +13,7 @@ from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import optimizer_account
 from memopt.compat.storages import storage_key
-from memopt.compat.subclasses import with_memory
+from memopt.compat.subclasses import is_replicated, shard_of, with_memory
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.training_state import undo_bytes
@@ -123,11 +123,20 @@ def account_of(
         buffers=own - distinct_bytes(parameters, block) + (_COPIES * undo_bytes(model, block) if on_cuda else 0),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
-        optimizer_temporaries=optimizer_bytes.step_temporary_bytes,
+        optimizer_temporaries=optimizer_bytes.step_temporary_bytes + _summed_bytes(trained),
         gradients=distinct_bytes(trained, block),
         reserve=BOOKKEEPING_BYTES + (card.context_bytes + sum(library_workspaces(card.major)) if on_cuda else 0),
         context=card.context_bytes if on_cuda else 0,
     )
+
+
+def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
+    """The bytes of the sums over ranks that an optimiser makes of the gradient of a parameter that each rank has whole:
+    sequence parallelism leaves a part of it on each. At most `_SUMS` are there at once."""
+    return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
+
+
+_SUMS = 3
 
 
 def _block_bytes(card: Hardware) -> int:

@@ -237,7 +237,8 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and _steps(one, ids)]
     block = ROUNDING_BYTES if device.type == "cuda" else 1
     named = around.addresses()
-    own = blocks_of(with_memory([*parameters, *model.buffers(), *around.inputs]), device)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    own = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *around.inputs]), device)
     states = (tensor for optimizer in optimizers for tensor in state_tensors(optimizer))
     state = blocks_of(with_memory(states), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}

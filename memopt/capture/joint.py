@@ -44,6 +44,23 @@ class JointGraph:
     """The `RegionTrace` from which its halves are compiled; None for a graph that is only planned."""
     differentiated: bool = True
     """Whether there is a backward. Without one, `module` is the region's forward and nothing is planned."""
+    places: tuple[int, ...] = ()
+    """By the number of each input of the region, the number of the `primals_*` that stands for it; empty where these
+    are equal. A sharded parameter is several inputs here: its shard, and the mesh that it is spread over."""
+    gradient_places: tuple[int, ...] = ()
+    """By the number of each input of the region, the position among the gradients of its own; empty as `places`."""
+
+    @cached_property
+    def receivers(self) -> dict[int, int]:
+        """Position among the gradients → number of the `primals_*` whose gradient it is."""
+        if self.places:
+            return dict(zip(self.gradient_places, self.places, strict=True))
+        results: Any = self.module.graph.output_node().args[0]
+        return {number: number for number in range(len(results) - self.forward_outputs)}
+
+    def place_of(self, number: int) -> int:
+        """The number of the `primals_*` that stands for an input of the region."""
+        return self.places[number] if self.places else number
 
     @property
     def gradients(self) -> int:
@@ -52,20 +69,21 @@ class JointGraph:
 
     @property
     def inputs_with_gradients(self) -> frozenset[int]:
-        """The numbers of the inputs that get a gradient."""
+        """The numbers of the region's inputs that get a gradient."""
         results: Any = self.module.graph.output_node().args[0]
-        gradients = enumerate(results[self.forward_outputs :])
-        return frozenset(number for number, gradient in gradients if isinstance(gradient, fx.Node))
+        gradients = results[self.forward_outputs :]
+        places = self.gradient_places or range(len(gradients))
+        return frozenset(number for number, place in enumerate(places) if _is_gradient(gradients[place]))
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """The numbers of the inputs that have other values once the forward is over."""
+        """The numbers of the `primals_*` that have other values once the forward is over."""
         aot = getattr(self.trace, "aot", None)
-        return frozenset() if aot is None else aot.overwritten
+        return frozenset() if aot is None else frozenset(map(self.place_of, aot.overwritten))
 
     @property
     def inputs_without_gradients(self) -> frozenset[int]:
-        """The numbers of the inputs that require gradients but get none, because the region only reads their values,
+        """The numbers of the region's inputs that require gradients but get none, because it only reads their values,
         without autograd."""
         aot = getattr(self.trace, "aot", None)
         return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
@@ -134,9 +152,9 @@ class JointGraph:
         assert isinstance(results, (tuple, list))
         times = Counter(result for result in results if isinstance(result, fx.Node))
         return {
-            self.forward_outputs + number: number
-            for number, result in enumerate(results[self.forward_outputs :])
-            if number in self.parameter_inputs
+            self.forward_outputs + position: number
+            for position, result in enumerate(results[self.forward_outputs :])
+            if (number := self.receivers.get(position, -1)) in self.parameter_inputs
             and isinstance(result, fx.Node)
             and result.op != "placeholder"
             and len(result.users) == times[result] == 1
@@ -206,10 +224,16 @@ class JointGraph:
 
     @cached_property
     def tensor_positions(self) -> dict[int, int]:
-        """Input number → its position among the tensor inputs, which are the only ones that autograd counts."""
+        """Number of a `primals_*` → the position of the input that it stands for among the region's tensor inputs, the
+        only ones that autograd counts."""
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        tensors = [number for number, node in enumerate(primals) if isinstance(node.meta["val"], torch.Tensor)]
+        numbers = self.places or range(len(primals))
+        tensors = [number for number in numbers if isinstance(primals[number].meta["val"], torch.Tensor)]
         return {number: position for position, number in enumerate(tensors)}
+
+
+def _is_gradient(result: object) -> bool:
+    return isinstance(result, fx.Node) and isinstance(result.meta.get("val"), torch.Tensor)
 
 
 def _canonical(traced: fx.GraphModule) -> fx.GraphModule:

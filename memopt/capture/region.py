@@ -19,11 +19,12 @@ from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.settled_numbers import settle_numbers
+from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.subclasses import is_wrapper
+from memopt.compat.subclasses import is_sharded, is_wrapper
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
@@ -70,12 +71,13 @@ class RecordedRegion:
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
-        returned.
+        returned, and `CaptureError` where a value that is spread over ranks comes in or goes out.
         """
         settle_numbers(graph_module)
         drop_requires_grad(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
-        withheld = withhold(graph_module, undifferentiated)
+        # A second forward would exchange values once more, and other ranks may not look at their outputs.
+        withheld = None if check_shards(graph_module, inputs) else withhold(graph_module, undifferentiated)
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
@@ -92,6 +94,11 @@ class RecordedRegion:
         (results,) = self.graph_module.graph.output_node().args
         values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+    @cached_property
+    def wrapped(self) -> frozenset[int]:
+        """Numbers of the inputs that are tensors which hold other tensors, such as sharded parameters."""
+        return frozenset(number for number, value in enumerate(self.inputs) if is_wrapper(value))
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
@@ -264,6 +271,11 @@ class CapturedCall:
     def whole(self) -> bool:
         """Whether the call is one region, without graph breaks."""
         return not self.break_reason
+
+    @property
+    def split(self) -> bool:
+        """Whether it reads parameters that are split over ranks."""
+        return any(is_sharded(run.region.inputs[number]) for run in self.runs for number in run.region.wrapped)
 
     @property
     def output_bytes(self) -> int:

@@ -30,6 +30,7 @@ from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from memopt.recent import Recent
 from passes import is_random
+from passes.graphs.node_facts import is_tangent
 
 INDUCTOR = "inductor"
 _MOST_TRACES = 256
@@ -102,10 +103,16 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
         joint, forward_outputs = found
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
+        places = traced.aot.places if traced.aot is not None and region.wrapped else ()
+        if places and len(list(filter(is_tangent, joint.graph.nodes))) > 1:
+            raise CaptureError(
+                "it returns several losses, whose gradients in split parameters cannot be told apart; have it return "
+                "their sum"
+            )
         found_joint = JointGraph.of(
             joint,
             forward_outputs,
-            region.parameters,
+            frozenset(places[number] for number in region.parameters) if places else region.parameters,
             operators,
             decide_joint,
             fused=backend == INDUCTOR,
@@ -114,7 +121,8 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
         )
         if traced.aot is not None:
             traced = replace(traced, aot=traced.aot.of(found_joint.module))
-        return replace(found_joint, trace=traced)
+        gradient_places = traced.aot.gradient_places if traced.aot is not None and places else ()
+        return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:
@@ -214,12 +222,16 @@ def accumulating(
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
-    `hooked` holds the `id`s of parameters whose gradients hooks wait for: autograd hands those over.
+    `hooked` holds the `id`s of parameters whose gradients hooks wait for: autograd hands those over. So it does with
+    gradients of wrappers, which AOTAutograd makes from the graph's results.
     """
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
-    numbers = [parameters for run, parameters in runs if id(run.region) in differentiated]
-    return tuple(joint.accumulating(parameters) for joint, parameters in zip(joints, numbers, strict=True))
+    numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]
+    return tuple(
+        joint.accumulating(frozenset(map(joint.place_of, parameters)))
+        for joint, parameters in zip(joints, numbers, strict=True)
+    )
 
 
 def _check_needed(joints: Sequence[JointGraph], label: str) -> None:

@@ -25,16 +25,22 @@ assert rng_prims.run_and_save_rng_state is not None
 
 
 def extract_halves(
-    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    saved_objects: list[fx.Node],
+    forward_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cuts a tagged joint graph into the forward and backward modules that AOTAutograd connects.
 
-    `saved` are the nodes whose values the forward saves for the backward, `saved_symbols` the symbolic sizes among what
-    it saves, `forward_outputs` the number of outputs of the forward itself.
+    `saved` are the nodes whose values the forward saves for the backward, `saved_symbols` the symbolic sizes and
+    `saved_objects` the objects (device meshes, from torch 2.13) among what it saves, `forward_outputs` the number of
+    outputs of the forward itself.
     """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-    return _extract_fwd_bwd_modules(joint, saved, saved_symbols, num_fwd_outputs=forward_outputs)
+    objects: Any = {"saved_opaque_nodes": saved_objects} if saved_objects else {}
+    return _extract_fwd_bwd_modules(joint, saved, saved_symbols, num_fwd_outputs=forward_outputs, **objects)
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

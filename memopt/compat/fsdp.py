@@ -2,7 +2,7 @@
 
 Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_fsdp_param_group` (2.11),
 `_fsdp_param_groups` (from 2.13); of a group `_all_gather_comm`, `_reduce_scatter_comm`,
-`_partial_reduce_output`; of a parameter `_unsharded_param`, `unsharded_accumulated_grad`.
+`_partial_reduce_output`; of a parameter `_unsharded_param`, `unsharded_accumulated_grad` and `is_dtensor`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.compat.subclasses import is_sharded
+
 __all__ = [
     "NOTHING_GATHERED",
     "Gathered",
     "exchange_in_words",
     "groups_of",
     "is_fully_sharded",
+    "is_sharded_otherwise",
     "sharding_in_words",
 ]
 
@@ -52,6 +55,15 @@ def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
 
 def _parameters(model: nn.Module) -> list[Any]:
     return [parameter for group in groups_of(model) for parameter in group.fsdp_params]
+
+
+def is_sharded_otherwise(model: nn.Module) -> bool:
+    """Whether parameters of the model are distributed over ranks by something else than `fully_shard`, or by both, as
+    by `parallelize_module` (tensor parallelism)."""
+    own = _parameters(model)
+    shards = {id(parameter.sharded_param) for parameter in own}
+    others = (parameter for parameter in model.parameters() if id(parameter) not in shards)
+    return any(parameter.is_dtensor for parameter in own) or any(map(is_sharded, others))
 
 
 def sharding_in_words(model: nn.Module) -> str:

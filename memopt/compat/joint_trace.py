@@ -3,10 +3,10 @@
 Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
-graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info` and
-`input_info`, and `torch._functorch._aot_autograd.schemas.OutputType`) and `_aot_graph_capture` (with
-`graph_module`), `torch._logging._internal.getArtifactLogger`, `torch._dynamo.symbolic_convert.TensorifyState`, and of a
-shape environment `backed_var_to_val`, once `var_to_val`.
+graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
+`input_info`, `subclass_inp_meta` and its like, and `torch._functorch._aot_autograd.schemas.OutputType`) and
+`_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`,
+`torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once `var_to_val`.
 
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """
@@ -74,6 +74,19 @@ class AotTrace:
             for number, info in enumerate(metadata.input_info)
             if info.requires_grad and not info.mutates_data and not info.mutates_metadata and number not in returned
         )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """By the number of each input of the region, the number of the joint graph's input that stands for it: for a
+        wrapper, such as a sharded parameter, the first of the values that it holds, which is its memory."""
+        return _firsts(self.state.fw_metadata.subclass_inp_meta)
+
+    @property
+    def gradient_places(self) -> tuple[int, ...]:
+        """By the number of each input of the region, the position of its gradient among those of the joint graph. The
+        gradient of a wrapper is several values, but a missing one is a single None."""
+        wrappers = self.capture.maybe_subclass_meta
+        return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a function of its inputs, differentiable, which runs the halves that `partition` makes.
@@ -149,9 +162,12 @@ def _second_phase(
 
     # The second phase writes to these objects, and the function that it returns reads them when it is called.
     state = copy.copy(state)
-    state.fw_metadata = copy.copy(state.fw_metadata)
-    state.fw_metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
-    state.fw_metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
+    state.fw_metadata = _unused(state.fw_metadata)
+    if capture.maybe_subclass_meta is not None:
+        wrappers = copy.copy(capture.maybe_subclass_meta)
+        wrappers.fw_metadata = _unused(wrappers.fw_metadata)
+        wrappers.grad_input_metas = _unused_wrappers(wrappers.grad_input_metas)
+        capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
     with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
@@ -164,6 +180,34 @@ def _second_phase(
             inference_compiler=forward,
         )
     return compiled
+
+
+def _unused(metadata: Any) -> Any:
+    """A copy of a joint graph's metadata, ready for the second phase."""
+    metadata = copy.copy(metadata)
+    metadata.dynamic_saved_tensors_idxs = {}  # filled by the second phase, for one partition
+    metadata.bw_donated_idxs = []  # no saved value is written over: a retained graph runs twice
+    for name in ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta"):
+        setattr(metadata, name, _unused_wrappers(getattr(metadata, name)))
+    return metadata
+
+
+def _unused_wrappers(metas: Sequence[Any] | None) -> list[Any] | None:
+    """Copies of the descriptions of wrappers, such as sharded tensors, and of those inside of them."""
+    if metas is None:
+        return None
+    copies = list(map(copy.copy, metas))
+    for meta in copies:
+        if hasattr(meta, "attrs"):
+            meta.attrs = dict(zip(meta.attrs, _unused_wrappers(list(meta.attrs.values())) or (), strict=True))
+    return copies
+
+
+def _firsts(metas: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of the first values that stand for each of the described tensors."""
+    return tuple(
+        meta.flat_tensor_start_idx if hasattr(meta, "flat_tensor_start_idx") else meta.unwrapped_idx for meta in metas
+    )
 
 
 def _graphs_are_logged() -> bool:

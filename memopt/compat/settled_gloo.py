@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from memopt.compat.fsdp import groups_of
 from memopt.compat.storages import users_of
 
-__all__ = ["gather_of", "leave", "settle"]
+__all__ = ["gather_of", "leave", "reduce_scatter", "settle", "settling"]
 
 LONGEST_S = 1.0
 """How long an exchange waits for gloo's threads at most."""
@@ -61,12 +61,12 @@ class _Gather:
         self.usual, self.allocate = usual, usual.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        with _settling(output_tensor), _settling(input_tensor):
+        with settling(output_tensor), settling(input_tensor):
             self.usual(output_tensor, input_tensor, group=group, async_op=False)
 
 
 class _Reduce:
-    """A reduce-scatter as gloo's own, which reduces a copy of the whole input; here this thread holds the copy."""
+    """FSDP2's reduce-scatter by `reduce_scatter`."""
 
     def __init__(self, usual: Any) -> None:
         self.usual, self.allocate = usual, usual.allocate
@@ -74,14 +74,20 @@ class _Reduce:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        copy = input_tensor.clone()
-        with _settling(copy):
-            distributed.all_reduce(copy, op, group=group)
-        output_tensor.copy_(copy.view(distributed.get_world_size(group), -1)[distributed.get_rank(group)])
+        reduce_scatter(output_tensor, input_tensor, group, op)
+
+
+def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:
+    """Write this rank's part of the reduced input to the output, both of one dimension: as gloo's own reduce-scatter,
+    which reduces a copy of the whole input, but this thread holds the copy."""
+    copy = input_tensor.clone()
+    with settling(copy):
+        distributed.all_reduce(copy, op, group=group)
+    output_tensor.copy_(copy.view(distributed.get_world_size(group), -1)[distributed.get_rank(group)])
 
 
 @contextmanager
-def _settling(tensor: torch.Tensor) -> Iterator[None]:
+def settling(tensor: torch.Tensor) -> Iterator[None]:
     """A block after which the tensor has no more users than before it; waits for them to let it go."""
     users = _users(tensor)
     yield

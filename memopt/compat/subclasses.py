@@ -1,7 +1,8 @@
 """Tensor subclasses without memory of their own, and which functions on tensors read no values.
 
 Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`,
-`torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`.
+`torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`,
+`torch._library.fake_class_registry.FakeScriptObject`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "as_implemented",
+    "is_opaque",
+    "is_replicated",
     "is_sharded",
     "is_wrapper",
+    "mesh_dimensions",
     "needs_memory",
     "ranks_of",
     "reads_no_values",
     "shard_of",
+    "spread_of",
     "with_memory",
     "wrapper_tensor",
 ]
@@ -86,6 +92,31 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is distributed over ranks (`DTensor`)."""
     return hasattr(tensor, "_local_tensor")
+
+
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over ranks (`DTensor`) so that each of them has all of it."""
+    anything: Any = tensor
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in anything.placements)
+
+
+def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """How a tensor is distributed over ranks, in words: the shape of their mesh, and the placement on each of its
+    dimensions; empty for a tensor that is not."""
+    anything: Any = tensor
+    return (str(tuple(anything.device_mesh.shape)), str(anything.placements)) if is_sharded(tensor) else ()
+
+
+def is_opaque(value: object) -> bool:
+    """Whether a value of a traced graph stands for an object that is not looked into, such as a device mesh."""
+    return isinstance(value, FakeScriptObject)
+
+
+def mesh_dimensions(sharded: torch.Tensor) -> int:
+    """The number of dimensions of the mesh over which a sharded tensor is distributed."""
+    anything: Any = sharded
+    dimensions: int = anything.device_mesh.ndim
+    return dimensions
 
 
 def ranks_of(sharded: torch.Tensor) -> list[int]:

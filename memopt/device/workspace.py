@@ -30,8 +30,8 @@ MAX_RUN_FLOPS = 20 * 10**9
 
 _CHEAP_SECONDS = 0.005
 _TIMED_RUNS = 3
-# The namespaces of operators whose kernels talk to other processes.
-_COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm_mem")
+COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor", "symm_mem")
+"""The namespaces of operators whose kernels talk to other processes."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _is_cheap(call: OpCall) -> bool:
     its operands than there is."""
     values = (*call.args, *(value for _, value in call.kwargs))
     elsewhere = any(value.type != "cpu" for value in values if isinstance(value, torch.device))
-    if call.op.namespace in _COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
+    if call.op.namespace in COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
         return False
     if takes_unknown_bytes(call.op) and any(spec.bytes == 0 for spec in call.inputs):
         return False  # a fake forward's

@@ -21,7 +21,9 @@ from memopt.device.workspace_rules import (
     fp8_scales,
     index,
     input_bytes,
+    nothing,
     one_input,
+    output_bytes,
 )
 from passes.ops.fp8_formats import LONGEST, PART_ELEMENTS
 
@@ -182,6 +184,10 @@ CPU: dict[str, Rule] = {
     **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
     "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel,
     "histc": lambda call: 64 * KB,
+    # By gloo, beside its results: a gather has a second buffer for them, a reduce-scatter a copy of its input.
+    **for_each("all_reduce all_to_all_single wait_tensor", nothing),
+    "all_gather_into_tensor": output_bytes,
+    **for_each("reduce_scatter_tensor shard_dim_alltoall", input_bytes),
     **for_each(
         "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
         _cpu_chunked_loss,

@@ -12,6 +12,7 @@ from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
 from memopt.emit.aten import compile_as_aten
 from memopt.emit.emitted import Emitted
+from memopt.emit.exchanges import exchanges_of
 from memopt.emit.gradients import Accumulation
 from memopt.emit.inductor import compile_by_backend
 from memopt.emit.partition import partition
@@ -50,9 +51,13 @@ def emit_region(
     Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`.
     """
 
+    exchanges = 0
+
     def cut() -> tuple[fx.GraphModule, fx.GraphModule]:
+        nonlocal exchanges
         forward, backward = partition(joint, schedule, accumulation if adds else None)
         guard_sizes(forward, allowed_sizes)
+        exchanges = exchanges_of(forward.graph, backward.graph)
         return forward, backward
 
     with joint.trace.active():
@@ -60,7 +65,7 @@ def emit_region(
             emitted = compile_by_backend(joint, cut, accumulation, limit_bytes)
         else:
             emitted = compile_as_aten(joint, cut, accumulation)
-    return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients))
+    return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients), exchanges=exchanges)
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:

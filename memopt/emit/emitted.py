@@ -21,3 +21,5 @@ class Emitted:
     run: Callable[..., Any] = field(repr=False)
     footprint: Footprint | None = None
     """The bytes that its compiled halves hold; None where these are the plan's own figures."""
+    exchanges: int = 0
+    """Equal on two ranks if the region's halves run the same collectives in the same order; 0 if they run none."""

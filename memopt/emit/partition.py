@@ -25,8 +25,8 @@ def partition(
     (`JointGraph.reuses`). With `accumulation`, gradients are added to `.grad` in place, and parameters are stepped
     where the schedule says so."""
     scheduled = scheduled_graph(joint, schedule)
-    saved, symbols = _crossing(scheduled.graph, joint.forward_outputs)
-    forward, backward = extract_halves(scheduled, saved, symbols, joint.forward_outputs)
+    saved, symbols, objects = _crossing(scheduled.graph, joint.forward_outputs)
+    forward, backward = extract_halves(scheduled, saved, symbols, objects, joint.forward_outputs)
     steps = nodes_before_steps(joint, scheduled, backward, schedule.steps)
     if joint.reuses:
         backward = Reinplace(joint.reuses)(backward)
@@ -42,19 +42,25 @@ def partition(
     return forward, backward
 
 
-def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The forward's values that the backward reads or returns: tensors, including those offloaded to the host, and
-    sizes."""
+def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """The forward's values that the backward reads or returns: tensors, including those offloaded to the host, sizes,
+    and other objects."""
     results = graph.output_node()
     returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
     tensors: list[fx.Node] = []
     sizes: list[fx.Node] = []
+    objects: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output" or is_tangent(node) or _is_backward(node):
             continue
         if node in returned or any(user is not results and _is_backward(user) for user in node.users):
-            (tensors if isinstance(node.meta["val"], torch.Tensor) else sizes).append(node)
-    return tensors, sizes
+            value = node.meta["val"]
+            kind = tensors if isinstance(value, torch.Tensor) else sizes if isinstance(value, _NUMBERS) else objects
+            kind.append(node)
+    return tensors, sizes, objects
+
+
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _is_backward(node: fx.Node) -> bool:

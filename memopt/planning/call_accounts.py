@@ -15,7 +15,7 @@ from memopt.account.elsewhere import Around, Elsewhere
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.fsdp import is_fully_sharded
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -91,7 +91,7 @@ class CallAccounts(ModelTerms):
         options = self.options
         here = options.hardware is None and all(map(is_real, self.model.parameters()))
         # What fully_shard gathers and frees lies between the regions, and would be found elsewhere as well.
-        looked_for = here and not any(map(is_sharded, self.model.parameters()))
+        looked_for = here and not is_fully_sharded(self.model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         with_state = options.optimizer is not None
         return Elsewhere(

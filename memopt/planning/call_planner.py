@@ -22,6 +22,7 @@ from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import cannot_capture
+from memopt.capture.shards import is_tensor_parallel
 from memopt.capture.trace import (
     Traces,
     accumulating,
@@ -247,6 +248,11 @@ class CallPlanner(CallAccounts):
         """The call captured on fake tensors, with parameters cast as `narrowed` says. Raises `CaptureError`."""
         if self.sharding is not None:
             narrowed = Narrowed(self.sharding.dtype, frozenset())
+        if is_tensor_parallel(self.model):
+            raise CaptureError(
+                f"{type(self.model).__name__} is split by parallelize_module, and captured on values only; give inputs "
+                "with values, on the model's device"
+            )
         with stage("capturing"):
             return capture_on_fakes(
                 self.model,

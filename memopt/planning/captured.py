@@ -162,7 +162,8 @@ class Captured:
                 nodes = region.module.graph.find_nodes(op="placeholder")
                 inputs = [node for node in nodes if not is_tangent(node)]
                 if trained:
-                    inputs = [node for node, gradient in zip(inputs, gradients, strict=False) if gradient is not None]
+                    received = region.receivers.items()
+                    inputs = [inputs[number] for position, number in received if gradients[position] is not None]
                 given += (storage_bytes(tensor) for node in inputs for tensor in tensors_of(node))
         return tuple(given)
 
@@ -184,6 +185,7 @@ class Captured:
                     self._passed_positions(number),
                     region.overwritten,
                     self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
+                    region.receivers if region.places else None,
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found

@@ -19,6 +19,7 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
+from memopt.compat.subclasses import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
@@ -169,11 +170,12 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """A tensor's shape, strides, dtype, device type and kind; other values as they are."""
+    """A tensor's shape, strides, dtype, device type and kind, and how it is spread over ranks; the same for all device
+    meshes; other values as they are."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
-    return (*kind, value.requires_grad, isinstance(value, nn.Parameter))
+    return (*kind, value.requires_grad, isinstance(value, nn.Parameter), *spread_of(value))
 
 
 def _optimizer(optimizer: Any) -> Any | None:

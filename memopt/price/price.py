@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -51,6 +51,7 @@ def price(
     passed: Collection[int] | None = None,
     overwritten: Collection[int] = (),
     reductions: Collection[Reduction] = (),
+    receivers: Mapping[int, int] | None = None,
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -73,6 +74,7 @@ def price(
             recomputed.
         reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
             is made, and of which one card's share takes the place.
+        receivers: position among the gradients → number of the input whose gradient it is; None where these are equal.
     """
     return _Pricer(
         joint,
@@ -88,6 +90,7 @@ def price(
         passed,
         overwritten,
         reductions,
+        receivers,
     ).run()
 
 
@@ -108,6 +111,7 @@ class _Pricer:
     passed: Collection[int] | None
     overwritten: Collection[int]
     reductions: Collection[Reduction]
+    receivers: Mapping[int, int] | None
     reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
@@ -318,18 +322,20 @@ class _Pricer:
         that could not be stepped earlier are stepped here.
         """
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        pairs = zip(inputs, self.results[self.forward_outputs :], strict=False)
+        gradients = dict(enumerate(self.results[self.forward_outputs :]))
+        receivers = {number: number for number in gradients} if self.receivers is None else self.receivers
+        pairs = [(inputs[number], gradients[position]) for position, number in receivers.items()]
         copied = [
             (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
             for given, gradient in pairs
-            if isinstance(gradient, fx.Node) and _strides(gradient) != _strides(given)
+            if isinstance(gradient, fx.Node) and _is_tensor(gradient) and _strides(gradient) != _strides(given)
             for index in self.storages.of[gradient]
             if index in self.kept
         ]
         growth = sum(max(0, copy - original) for original, copy in copied)
         largest = max((original for original, _ in copied), default=0)
         done = {step.number for step in self.priced_steps.values()}
-        given = {number for number, result in enumerate(self.results[self.forward_outputs :]) if result is not None}
+        given = {number for position, number in receivers.items() if gradients[position] is not None}
         workspaces = (nbytes for number, nbytes in self.steps.workspaces.items() if number in given - done)
         workspace = growth + largest + self.rounded(max(workspaces, default=0))
         self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=workspace, recomputable=False))
@@ -348,6 +354,10 @@ class _Pricer:
         position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
         trains = position is not None and node.args[position] is True
         return trains or not reads_mutated
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _strides(node: fx.Node) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from torch import fx
 
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.storages import is_view
+from passes.graphs.aliases import WAIT
 from passes.graphs.node_facts import backward_nodes
 from passes.ops.offload_ops import TRANSFERS
 
@@ -26,7 +27,8 @@ def is_scheduled(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or node.target in TRANSFERS:
         return False
-    return is_mutation(node) or not (is_view(node) or node.target is operator.getitem)
+    writes = is_mutation(node) or node.target is WAIT
+    return writes or not (is_view(node) or node.target is operator.getitem)
 
 
 def is_mutation(node: fx.Node) -> bool:

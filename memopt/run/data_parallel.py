@@ -20,6 +20,7 @@ from memopt.compat.ddp import (
     reducer_hooks,
     takes_uneven_inputs,
 )
+from memopt.compat.subclasses import is_sharded
 from memopt.planning.situation import Buckets
 from memopt.run.ranks import Ranks
 
@@ -101,6 +102,11 @@ class DataParallel:
 
     def _take(self, wrapper: DistributedDataParallel) -> None:
         check_wrapper(wrapper)
+        if any(map(is_sharded, self.model.parameters())):
+            raise ValueError(
+                f"{type(self.model).__name__} is split by parallelize_module and in DistributedDataParallel, which "
+                "memopt does not plan together; use one of the two"
+            )
         self._ranks = None
         self._wrapper = weakref.ref(wrapper)
 

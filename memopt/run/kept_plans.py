@@ -100,7 +100,7 @@ class KeptPlans:
         self, kept: Kept, captured: CapturedCall, call: Call, situation: Situation, lowering_bytes: int = 0
     ) -> Kept:
         """The plan by which all ranks run such a call, which is `kept` unless another rank has planned it before."""
-        if captured.graph is None or situation.buckets is None:
+        if captured.graph is None or (situation.buckets is None and not captured.split):
             return kept
         key = self.planner.job(call, situation).key_of_ranks(captured.graph)
         return kept if key is None else agreed(f"{key}-{lowering_bytes}", kept)

@@ -25,6 +25,7 @@ from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.run.data_parallel import DataParallel
 from memopt.run.sharding import check_sharding
+from memopt.run.tensor_parallel import check_terms
 from memopt.run.training import TrainingCalls
 from memopt.run.unplanned import UnplannedWatch
 
@@ -51,6 +52,7 @@ class PlannedCall:
             resharding=self.resharding,
         )
         self.forward = calls(None)
+        check_terms(self.model, self.forward.planner)
         self.with_loss = calls(options.loss_fn) if options.loss_fn else None
         self.uncompiled: Callable[..., Any] = self.forward
         self._loss_to_come: Callable[[Any], Any] | None = None

@@ -127,7 +127,10 @@ def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
 
 def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
     """The numbers, among the inputs of a run, of the parameters whose gradients the planned run adds to `.grad`."""
-    numbers = dict(zip(planned.parameter_ids, run.parameter_ids, strict=True))
+    numbers = {
+        joint.place_of(number): joint.place_of(own)
+        for number, own in zip(planned.parameter_ids, run.parameter_ids, strict=True)
+    }
     return frozenset(numbers[number] for number in joint.parameter_inputs if number in numbers)
 
 

@@ -9,20 +9,23 @@ from typing import Any
 
 from torch import distributed, nn
 
+from memopt.capture.shards import is_tensor_parallel
 from memopt.compat import settled_gloo
-from memopt.compat.fsdp import is_fully_sharded, sharding_in_words
+from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.resharding import ALL
 from memopt.compat.subclasses import is_sharded, ranks_of
 from memopt.errors import RankError
 from memopt.run.ranks import Ranks
+from memopt.run.tensor_parallel import check_placements, placements_in_words
 
 
 class Sharded:
-    """The ranks over which `fully_shard` has spread a model's parameters; none where it has not.
+    """The ranks over which `fully_shard` or `parallelize_module` has spread a model's parameters; none where they have
+    not.
 
-    Every forward gathers parameters, which all ranks have to do together. So each of them plans first, by itself, and
-    the forward begins when all of them can take it.
+    Every forward exchanges parameters or activations, which all ranks have to do together. So each of them plans first,
+    by itself, and the forward begins when all of them can take it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +48,8 @@ class Sharded:
         them before `begin` is called. The first block checks that all ranks have the same `terms`."""
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
-            self._ranks.check_terms({**terms(), "the sharding": sharding_in_words(self.model)})
+            sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
+            self._ranks.check_terms({**terms(), "the sharding": sharding})
             settled_gloo.settle(self.model)
         self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
@@ -75,8 +79,9 @@ class Sharded:
             self._settled = False
             offered = offer(least)
 
-    def begin(self) -> None:
-        """Note that the forward begins, once all ranks can begin it. Raises the error of the first one that cannot."""
+    def begin(self, exchanges: int = 0) -> None:
+        """Note that the forward begins, once all ranks can begin it. Raises the error of the first one that cannot, and
+        `RankError` on all ranks where they would run other collectives (`Emitted.exchanges`)."""
         if not self._open or self._ranks is None:
             return
         if self._begun:
@@ -85,12 +90,19 @@ class Sharded:
                 "begun again: other ranks have gone on with it"
             )
         if not self._settled:
-            self.agree(lambda most: 0)
+            self._settled = True  # where this raises, it does on all ranks
+            least, most = self._ranks.settle(None, exchanges)
+            if least != most:
+                raise RankError(
+                    f"the ranks would exchange values in other orders in the step of {type(self.model).__name__}, and "
+                    "all of them stop; give all ranks batches of the same shapes"
+                )
         self._begun = True
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raise `ValueError` for a model that is sharded otherwise than by `fully_shard`."""
+    """Raise `ValueError` for a model that is sharded otherwise than by `fully_shard` alone, or by `parallelize_module`
+    alone over a mesh of one dimension."""
     name = type(model).__name__
     # It takes a second to import; whoever shards by it has done so.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
@@ -99,8 +111,10 @@ def check_sharding(model: nn.Module) -> None:
             f"{name} is sharded by FullyShardedDataParallel, which memopt does not plan; shard it by "
             "torch.distributed.fsdp.fully_shard, and then call memopt.optimize"
         )
-    if any(map(is_sharded, model.parameters())) and not is_fully_sharded(model):
+    if is_fully_sharded(model) and is_sharded_otherwise(model):
         raise ValueError(
-            f"{name} has parameters that are split over ranks as by parallelize_module (tensor parallelism), which "
-            "memopt does not plan yet; use fully_shard or DistributedDataParallel instead"
+            f"{name} is sharded by fully_shard and split by parallelize_module (tensor parallelism), which memopt does "
+            "not plan together; use one of the two"
         )
+    if is_tensor_parallel(model):
+        check_placements(model)

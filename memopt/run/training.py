@@ -47,6 +47,7 @@ from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
 from memopt.run.surroundings import Surroundings
+from memopt.run.tensor_parallel import check_unbroken
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
@@ -190,6 +191,7 @@ class TrainingCalls:
             try:
                 return self._whole.run(under_way)
             except GraphBreak as broken:
+                check_unbroken(self.model, str(broken))
                 reason = self._breaks[call_signature(call)] = str(broken)
         result = self._broken.run(under_way, partial(self._capture_broken, call, reason))
         if self._broken.ran_unplanned:
@@ -256,6 +258,7 @@ class TrainingCalls:
                     return captured
                 reason = PASSED_OVER
             except GraphBreak as broken:
+                check_unbroken(self.model, str(broken))
                 reason = str(broken)
         try:
             return self._capture_broken(call, reason)
@@ -359,13 +362,16 @@ class TrainingCalls:
             self._broken.forget_plans(but=self._latest)
         self._reached = reached
 
-    def _begin(self, call: Call, started: float, plan: Plan, situation: Situation) -> PendingForward:
-        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one."""
+    def _begin(
+        self, call: Call, started: float, plan: Plan, situation: Situation, exchanges: int = 0
+    ) -> PendingForward:
+        """Register a forward of a call that `started` then and runs by a plan, which thereby becomes the latest one;
+        `exchanges` tells its collectives, which all ranks have to run alike."""
         if self.road.plans != self._plans_logged:
             self._plans_logged = self.road.plans
             self._log.planned(plan, call, time.perf_counter() - started)
         self._latest, self._ran_plain = plan, False
-        self.sharded.begin()
+        self.sharded.begin(exchanges)
         forward = self.surroundings.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
         return forward

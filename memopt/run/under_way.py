@@ -26,7 +26,7 @@ class UnderWay:
     """The situation of the call, without what is beside it."""
     beside: Beside
     """The bytes on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
-    begin_forward: Callable[[Plan, Situation], PendingForward]
+    begin_forward: Callable[[Plan, Situation, int], PendingForward]
 
     @property
     def crowded(self) -> Situation:
@@ -70,6 +70,6 @@ class UnderWay:
                 yield replace(among, elsewhere=elsewhere)
             yield replace(self.crowded, elsewhere=elsewhere)
 
-    def begin(self, plan: Plan) -> PendingForward:
-        """Register the forward that begins now and runs by the plan."""
-        return self.begin_forward(plan, self.situation)
+    def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
+        """Register the forward that begins now and runs by the plan, with these collectives (`Emitted.exchanges`)."""
+        return self.begin_forward(plan, self.situation, exchanges)

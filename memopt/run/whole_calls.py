@@ -12,6 +12,7 @@ from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
+from memopt.capture.shards import is_tensor_parallel
 from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
 from memopt.garbage import rare_collections
@@ -67,6 +68,8 @@ class WholeCalls:
         self._ceilings, self._notice = ceilings, notice
         self._marked: set[Place] = set()
         self._has_symbols = False
+        # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
+        self._symbols = not is_tensor_parallel(road.planner.model)
         self._plans: Recent[tuple[RecordedRegion, Situation, Sizes], Plan] = Recent(_MOST)
         """The plans that were made before the first run of their call."""
         self._emitted: Recent[tuple[RecordedRegion, Situation], PlansBySize] = Recent(_MOST)
@@ -119,7 +122,7 @@ class WholeCalls:
         emitted = self._emitted_for(region, inputs, self.under_way)
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
-        forward = self.under_way.begin(plan)
+        forward = self.under_way.begin(plan, emitted.region.exchanges)
 
         def run(*values: Any) -> Any:
             return forward.hands_out(emitted.region.run(*values))
@@ -187,12 +190,12 @@ class WholeCalls:
 
     def _compile(self) -> Callable[..., Any]:
         backend = recording(self, differentiate_all=self.differentiate_all)
-        return compile_call(self.to_capture(), backend, whole=True, symbols=True)
+        return compile_call(self.to_capture(), backend, whole=True, symbols=self._symbols)
 
     def _call(self, call: Call) -> Any:
         if self._has_symbols:
             return self._call_compiled(call)
-        changing = markable(call, self._ceilings.changing(call))
+        changing = markable(call, self._ceilings.changing(call)) if self._symbols else set()
         self._marked |= changing
         with marked(call, changing):
             return self._call_compiled(call)

@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.subclasses import is_sharded
 
 
@@ -20,6 +21,16 @@ def groups_of(model: nn.Module) -> list[Any]:
         return [model.process_group]
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     return [] if sharded is None else list(sharded.device_mesh.get_all_groups())
+
+
+def check_split(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that `parallelize_module` has split: torch neither clips nor scales gradients of
+    which some are sharded and others are not."""
+    if is_tensor_parallel(model):
+        raise ValueError(
+            f"TrainStep does not train {type(model).__name__}, which is split by parallelize_module (tensor "
+            "parallelism); call its loss.backward() and optimizer.step() yourself, planned by memopt.optimize"
+        )
 
 
 def is_parallel(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from memopt.train import gradients
 from memopt.train.effective_batch import EffectiveBatch, as_count
 from memopt.train.follow_up import FollowUp, Outcome
 from memopt.train.optimizers import as_optimizers, as_schedulers, check_proposals, norm_limit, parameters_of
-from memopt.train.ranks import gradients_kept_here, is_parallel
+from memopt.train.ranks import check_split, gradients_kept_here, is_parallel
 from memopt.train.scaling import Scaling, check_autocast, check_scaler, scaler_for
 from memopt.train.splitting import Splitting
 from memopt.train.step_result import StepResult
@@ -85,6 +85,7 @@ class TrainStep:
         _check_functions(model, loss_fn=loss_fn, count=count)
         check_scaler(scaler)
         check_autocast(autocast, model)
+        check_split(model)
         self.model, self.loss_fn, self.count, self.autocast = model, loss_fn, count, autocast
         self.optimizers = as_optimizers(optimizer, model, loss_fn)
         check_proposals(self.optimizers, model)

@@ -21,8 +21,10 @@ from passes.graphs.new_memory import makes_memory
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
 from passes.ops.offload_ops import COPY_OUT
 
+WAIT: Any = getattr(getattr(torch.ops._c10d_functional, "wait_tensor", None), "default", None)
+"""The operator that waits for a collective, and returns its result; None in builds without torch.distributed."""
 # They share their input's memory although their schema does not say so.
-_SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default})
+_SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default, WAIT})
 
 
 def storages(node: Node) -> frozenset[Hashable]:

@@ -1,4 +1,4 @@
-"""Exchanges of FSDP2 by gloo that memopt plans: the same numbers as FSDP2's own, and peaks that are the same each time."""
+"""Exchanges by gloo of FSDP2 models that memopt plans: the same numbers as without it, and peaks that do not change."""
 
 from __future__ import annotations
 
