@@ -65,5 +65,5 @@ def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
     begun: list[Any] = []
     call = under_way(123, begun)
     assert call.crowded == Situation(other_forwards=123)
-    call.begin(plan)
-    assert begun == [(plan, Situation())]
+    call.begin(plan, exchanges=7)
+    assert begun == [(plan, Situation(), 7)]
