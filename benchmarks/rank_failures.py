@@ -60,7 +60,7 @@ RESUMED = ((2, 2), (2, 4), (4, 2))
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes of a run do: `fault` happens on rank 1. Losses and checkpoints go to `folder`."""
+    """One training run on several processes, with at most one of `FAULTS`. Losses and checkpoints go to `folder`."""
 
     way: str
     ranks: int

@@ -114,7 +114,7 @@ def texts(count: int, length: int, *names: str) -> Callable[[int], Batch]:
 
 
 def families(width: int = 64, layers: int = 2, count: int = 4, length: int = LENGTH) -> dict[str, Family]:
-    """Models of a width and a number of layers, and batches of so many texts of a length."""
+    """Models by name, of that width and number of layers, with batches of `count` texts of `length` tokens."""
     own = texts(count, length, "tokens", "targets")
     llama = library(
         "Llama", "LlamaForCausalLM", "ForCausalLM",
