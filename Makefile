@@ -14,7 +14,7 @@ CARD_INSTALLED := $(CARD)/installed
 # The CUDA build whose private behaviour tests/card/stand_in was written for, and that the card's figures are from.
 CARD_TORCH ?= 2.11.0
 
-.PHONY: demo test test-all test-card pages check docs browser sweep opinfo
+.PHONY: demo test test-all test-card pages check docs browser sweep opinfo matrix
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt2_within_budget.py
@@ -75,3 +75,7 @@ sweep: $(INSTALLED)
 # Torch's own operators and modules; goes on where it stopped.
 opinfo: $(INSTALLED)
 	$(BIN)/python -m benchmarks.opinfo $(OPINFO)
+
+# The tests under each supported Python and torch; goes on where it stopped.
+matrix: $(INSTALLED)
+	$(BIN)/python -m benchmarks.matrix $(MATRIX)
