@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import composite_kernel, without_autocast
+from memopt.compat.dispatch import composite_kernel, cuda_autocast_names, without_autocast
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
@@ -30,7 +30,7 @@ def cuda_autocast_kernel(operator: Any, low: torch.dtype) -> Callable[..., Any] 
         return None
     if name in LOWER_PRECISION:
         return _casting(operator, lambda value: value.to(low))
-    if name in FP32:
+    if name in FP32 & cuda_autocast_names():
         return _casting(operator, lambda value: value.to(torch.float32))
     if name in FP32_SET_DTYPE and _takes_dtype(operator):
         return _with_dtype(operator)

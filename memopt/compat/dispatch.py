@@ -2,7 +2,8 @@
 
 Private names, in torch 2.11 to 2.15: `torch.utils._python_dispatch.TorchDispatchMode` and `_disable_current_modes`,
 `torch._C.DisableTorchFunctionSubclass`, `torch._C.DisableTorchFunction`, `torch._C._DisableAutocast`,
-`torch._C.DispatchKey`, `torch._C._dispatch_has_kernel_for_dispatch_key`, `OpOverload._op_dk`.
+`torch._C.DispatchKey`, `torch._C._dispatch_has_kernel_for_dispatch_key`,
+`torch._C._dispatch_get_registrations_for_dispatch_key`, `OpOverload._op_dk`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_kernel",
     "composite_kernel",
+    "cuda_autocast_names",
     "plain_tensors",
     "without_autocast",
     "without_torch_functions",
@@ -51,6 +53,14 @@ def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
     """The function by which autocast replaces an operator overload on a device type, which casts and then calls the
     operator; None without a rule."""
     return _kernel(operator, f"Autocast{device.upper()}")
+
+
+@functools.cache
+def cuda_autocast_names() -> frozenset[str]:
+    """The names of the ATen operators that autocast has a rule for on CUDA in the installed torch, with a card or not:
+    torch 2.13 lists `rms_norm`, torch 2.11 does not."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in registered)
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.capture.cuda_autocast import cuda_autocast_kernel
+from memopt.compat.dispatch import cuda_autocast_names
 
 aten = torch.ops.aten
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -32,6 +33,12 @@ def test_the_16_bit_list_casts_down_all_but_doubles() -> None:
 def test_the_fp32_list_casts_up_although_the_cpu_s_own_does_not() -> None:
     assert called(aten.exp.default, narrow).equal(narrow.float().exp())
     assert called(aten.layer_norm.default, narrow, [4]).dtype == FP32
+
+
+def test_rms_norm_is_cast_only_by_a_torch_that_lists_it() -> None:
+    kernel = cuda_autocast_kernel(aten.rms_norm.default, BF16)
+    listed = "rms_norm" in cuda_autocast_names()
+    assert (kernel or aten.rms_norm.default)(narrow, [4]).dtype == (FP32 if listed else BF16)
 
 
 @pytest.mark.parametrize(("dtype", "result"), [(None, FP32), (BF16, BF16), (FP64, FP64)])
