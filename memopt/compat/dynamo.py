@@ -10,7 +10,7 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
 `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`, `TorchDynamoException.real_stack`,
-`torch._dynamo.pgo._CODE_STATE` and `CodeState`.
+`torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -50,6 +50,7 @@ __all__ = [
     "compiled_several_times",
     "copy_source",
     "drop_compilations",
+    "is_exporting",
     "keeping_requires_grad",
     "marked_changing",
     "tracing_again",
@@ -140,7 +141,7 @@ def _settings_not_logged() -> Iterator[None]:
 
 @contextmanager
 def _not_exporting() -> Iterator[None]:
-    """Context in which `torch.compiler.is_exporting()` is false in what Dynamo traces, as it is from torch 2.14 on.
+    """Context in which `torch.compiler.is_exporting()` is false in what Dynamo traces, as it is from torch 2.13 on.
 
     Before that it is true under `torch.compile` too, and transformers then builds a causal mask that its eager model
     does without: attention with a mask, above all with shared keys, rounds its gradients in another way.
@@ -154,6 +155,12 @@ def _not_exporting() -> Iterator[None]:
         yield
     finally:
         answers[torch.compiler.is_exporting] = before
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is at work, also where Dynamo traces this function for `torch.compile`: in torch 2.11 it
+    takes `torch.compiler.is_exporting()` for true there."""
+    return torch.compiler._is_exporting_flag
 
 
 @contextmanager

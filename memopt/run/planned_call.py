@@ -16,6 +16,7 @@ from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
 from memopt.compat import settled_gloo
 from memopt.compat.ddp import unwrapped
+from memopt.compat.dynamo import is_exporting
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
 from memopt.compat.resharding import Resharding
 from memopt.optimizers import OPTIMIZER_PROPOSALS, Proposals
@@ -84,7 +85,7 @@ class PlannedCall:
     def trains(self) -> bool:
         """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is
         neither exported nor captured as a part of another planned model."""
-        others = torch.compiler.is_exporting() or is_capturing()
+        others = is_exporting() or is_capturing()
         return torch.is_grad_enabled() and self.model.training and not others
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:

@@ -191,3 +191,14 @@ def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph(
     assert [node.target for node in graphs[0].graph.find_nodes(op="call_method", target="requires_grad_")]
     with pytest.raises(exc.TorchDynamoException):
         compile_with(backend, lambda x: call(x + 1), whole=True)(torch.ones(3))
+
+
+def test_only_export_is_exporting() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if dynamo.is_exporting() else x - 1
+
+    x = torch.ones(3)
+    exported = torch.export.export(Model(), (x,)).module()
+    assert torch.equal(exported(x), x + 1)
+    assert torch.equal(torch.compile(Model(), backend="eager")(x), x - 1)
