@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["enters_autocast", "is_checkpoint", "leaves_autocast", "sets_grad_mode"]
+__all__ = ["enters_autocast", "is_checkpoint", "is_nested_region", "leaves_autocast", "sets_grad_mode"]
 
 
 def sets_grad_mode(target: Any) -> bool:
@@ -31,3 +31,8 @@ def leaves_autocast(target: Any) -> bool:
 def is_checkpoint(target: Any) -> bool:
     """Whether a node's target is `torch.utils.checkpoint.checkpoint`."""
     return target is torch.ops.higher_order.tag_activation_checkpoint
+
+
+def is_nested_region(target: Any) -> bool:
+    """Whether a node's target calls a function under `torch.compiler.nested_compile_region`."""
+    return target is torch.ops.higher_order.invoke_subgraph
