@@ -163,8 +163,17 @@ def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield tensor
         # A gradient from the backward pass has no Python object until its `.grad` is read.
-        if tensor.is_leaf and tensor.grad is not None:
+        if _is_leaf(tensor) and tensor.grad is not None:
             yield tensor.grad
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have a gradient. Autograd does not say of a view from a `no_grad` block whose base was
+    written to with gradients, and refuses the question: such a view has none."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _storages(tensor: torch.Tensor, device: torch.device) -> Iterable[torch.UntypedStorage]:

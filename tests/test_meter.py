@@ -114,6 +114,18 @@ def test_resident_counts_parameters_and_their_gradients() -> None:
     assert resident_cpu_bytes() - before == 32 * KB + 100 * 64 * 4 + 2 * 64 * 4 + 2 * 8
 
 
+def test_resident_counts_a_view_that_autograd_says_nothing_of() -> None:
+    before = resident_cpu_bytes()
+    base = kilobytes(4).mul(1)
+    with torch.no_grad():
+        view = base[:256]
+    base.mul_(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        _ = view.is_leaf
+    del base
+    assert 4 * KB <= resident_cpu_bytes() - before < 5 * KB
+
+
 def test_fake_and_meta_tensors_hold_nothing() -> None:
     before = resident_cpu_bytes()
     with FakeTensorMode() as mode:

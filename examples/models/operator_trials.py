@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from types import MethodDescriptorType
 from typing import Any
 from unittest import mock
 
@@ -262,9 +263,18 @@ def case_of(op: Any, sample: Any, stage: str) -> Case:
         with torch.no_grad():
             case(*inputs_of(case))  # lazy modules make their parameters
         return case
-    function = op.inplace_variant if stage == IN_PLACE else op.op
+    function = _as_method(op.inplace_variant if stage == IN_PLACE else op.op)
     arguments = ((sample.input, *sample.args), dict(sample.kwargs))
     return Case(function, sample.output_process_fn_grad, arguments, stage)
+
+
+def _as_method(function: Any) -> Callable[..., Any]:
+    """`torch.Tensor.add_` as a function that calls `add_` of its first argument: Dynamo of torch 2.11 breaks the graph
+    at the former, and the operator would run in eager mode."""
+    if not isinstance(function, MethodDescriptorType):
+        return function
+    name = function.__name__
+    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
 
 
 def trial(op: Any, dtype: torch.dtype, stages: tuple[str, ...] = STAGES, most_samples: int = 2) -> dict[str, Any]:
