@@ -8,9 +8,9 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
-`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_addcdiv_` and `method_addcmul_`,
-`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`, `TorchDynamoException.real_stack`,
-`torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
+`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`, `method_addcdiv_` and
+`method_addcmul_`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
+`TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -165,22 +165,25 @@ def is_exporting() -> bool:
 
 @contextmanager
 def _scaled_operators_kept() -> Iterator[None]:
-    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value` as one operator.
+    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a
+    number as `alpha`, as one operator.
 
-    By itself it replaces them by several operators, which round in another way, so that `value` may be a tensor.
+    By itself it replaces them by several operators, which round in another way, so that the number may be a tensor;
+    `add_` only in torch 2.11.
     """
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     def kept(own: Callable[..., Any]) -> Callable[..., Any]:
         def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            is_tensor = isinstance(kwargs.get("value"), TensorVariable)
+            is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
             return own(self, tx, *args, **kwargs) if is_tensor else None
 
         return traced
 
     owner: Any = TensorVariable
-    names = [name for name in ("method_addcdiv_", "method_addcmul_") if hasattr(owner, name)]
+    scaled = ("method_add_", "method_addcdiv_", "method_addcmul_")
+    names = [name for name in scaled if hasattr(owner, name)]
     methods = {name: getattr(owner, name) for name in names}
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     handler = handlers[torch.addcdiv]
