@@ -4,7 +4,8 @@ Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_
 `torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
 `torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
 graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
-`input_info`, `subclass_inp_meta` and its like, and `torch._functorch._aot_autograd.schemas.OutputType`) and
+`input_info`, `dynamic_saved_tensors_idxs`, `subclass_inp_meta` and its like, and
+`torch._functorch._aot_autograd.schemas.OutputType`) and
 `_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`,
 `torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once `var_to_val`.
 
@@ -179,6 +180,9 @@ def _second_phase(
             bw_compiler=compile_backward,
             inference_compiler=forward,
         )
+    # Else each forward would mark inputs that it saves as changing in size, for all later captures; before torch 2.13
+    # these marks cannot be told from those that users make.
+    state.fw_metadata.dynamic_saved_tensors_idxs.clear()
     return compiled
 
 

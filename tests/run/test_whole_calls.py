@@ -49,7 +49,8 @@ def test_a_graph_break_is_said_and_nothing_runs() -> None:
 
 def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
     def marks(batch: torch.Tensor) -> list[set[int]]:
-        return [set(getattr(batch, f"_dynamo_{kind}_indices", ())) for kind in ("dynamic", "weak_dynamic")]
+        kinds = ("dynamic", "weak_dynamic", "propagated_dynamic")
+        return [set(getattr(batch, f"_dynamo_{kind}_indices", ())) for kind in kinds]
 
     calls = calls_of(make())
     batches = [X[:48].clone(), X[:56].clone(), X[:40].clone()]
