@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 __all__ = [
+    "depends_on_data",
     "erase_all",
     "forget_erased",
     "free_unbacked_symbols",
@@ -70,3 +71,10 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free
 
     return set(free(value))
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether an operator failed on fake tensors since it asked for a size that only real data can tell."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)

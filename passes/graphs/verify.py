@@ -12,12 +12,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from passes.compat import free_unbacked_symbols, statically_known_true
+from passes.compat import depends_on_data, free_unbacked_symbols, statically_known_true
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, tensors
 from passes.graphs.propagate import propagating
+from passes.ops.inplace_ops import out_of_place
 
 _MISSING = object()
+_OUT_ARGUMENTS = ("out", "grad_input")
+"""The arguments that take the memory of a result."""
 
 
 class VerifyError(ValueError):
@@ -177,7 +180,14 @@ def _run(graph_module: GraphModule, node: Node) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    try:
+        return node.target(*args, **kwargs)
+    except Exception as error:
+        plain = out_of_place(node.target)
+        if plain is None or not depends_on_data(error):
+            raise
+        # Torch 2.11 copies the result into `out`, and asks whether a size that depends on data is 1.
+        return plain(*args, **{name: kwargs[name] for name in kwargs if name not in _OUT_ARGUMENTS})
 
 
 def _attribute(graph_module: GraphModule, node: Node) -> Any:

@@ -81,3 +81,11 @@ def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
 def known_targets() -> tuple[Any, ...]:
     """Returns every operator that `inplace_variants` knows."""
     return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
+
+
+def out_of_place(target: Any) -> Any:
+    """Returns the operator that an `out=` variant which `inplace_variants` yields is a variant of, or None."""
+    return _OF_OUT.get(target)
+
+
+_OF_OUT: Mapping[Any, Any] = {variant.target: operator for operator, variant in _OVER_ANY.items()}

@@ -158,6 +158,20 @@ def test_writing_in_place_spares_the_stored_values() -> None:
     assert tuple(x.meta["val"].shape) == (4,)
 
 
+def test_a_result_over_rows_that_depend_on_data_is_checked() -> None:
+    sketch = Sketch()
+    rows = sketch.call(aten.nonzero.default, sketch.input("x", 6, 2))
+    wide = sketch.call(aten._to_copy.default, rows, dtype=torch.float32)
+    column = sketch.call(aten.sum.dim_IntList, wide, [1], True)
+    mul = sketch.call(aten.mul.Tensor, column, sketch.call(aten.neg.default, wide))
+    module = sketch.returns(mul)
+    mul.target, mul.kwargs = aten.mul.out, {"out": mul.args[1]}
+    verify(module)
+    mul.meta["val"] = mul.meta["val"].double()
+    with pytest.raises(VerifyError, match=r"node mul: .*float64|node mul: .*f64"):
+        verify(module)
+
+
 def test_only_what_changed_is_checked_when_not_thorough() -> None:
     before = two_layers()
     spoil_dtype(named(before, "mm"))
