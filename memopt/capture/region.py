@@ -16,8 +16,8 @@ from memopt.capture.author_modes import Untraceable, autocast_state
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
-from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.nested_regions import inline_nested_regions
+from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import detach_all_but_scalars
 from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.shards import check_shards
@@ -67,8 +67,9 @@ class RecordedRegion:
     ) -> RecordedRegion:
         """Record a region, in Dynamo's backend.
 
-        Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of `requires_grad_` are removed, and
-        unless `differentiate_all`, all outputs but the loss are detached, and large ones withheld.
+        Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
+        `requires_grad_` are removed, and unless `differentiate_all`, all outputs but the loss are detached, and large
+        ones withheld.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
