@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.compat.inductor_fallbacks import make_fallbacks_known
+
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -48,10 +50,11 @@ def compile_by_inductor(
     from torch._inductor.virtualized import V
 
     def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        nodes = list(half.graph.find_nodes(op="placeholder"))
+        nodes, is_backward = list(half.graph.find_nodes(op="placeholder")), bool(options.get("is_backward"))
+        make_fallbacks_known(half, is_backward=is_backward)
         with V.set_choices_handler(_nearby_fusions()()):
             compiled = compile_fx_inner(half, example_inputs, **options)
-        return made(compiled, nodes, bool(options.get("is_backward")))
+        return made(compiled, nodes, is_backward)
 
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with functorch_config.patch(at_once):

@@ -1,0 +1,57 @@
+"""Operators that inductor calls as they are, made known to it before it lowers a graph that has them.
+
+Inductor makes an operator known (`make_fallback`) when it comes to the first call of it. A value with several users is
+written to memory at once if one of them is known to need its inputs in memory. In the first graph of a process that has
+such an operator, what comes before the call was therefore lowered without it, and other code was written for the same
+graph later on, which holds other bytes.
+
+Private names, in torch 2.11 to 2.15:
+`torch._inductor.lowering.lowerings`, `decompositions`, `make_fallback`, `require_contiguous`,
+`tag_to_layout_constraint` and `FALLBACK_ALLOW_LIST`, `torch._inductor.config.implicit_fallbacks`,
+`torch._library.utils.get_layout_constraint_tag` and `is_builtin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+__all__ = ["make_fallbacks_known"]
+
+
+def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
+    """Give each operator of the graph, and of graphs within it, the fallback that inductor would give it at its call,
+    if it has no lowering. Nothing is done where the user has turned such fallbacks off: inductor then raises."""
+    from torch._inductor import config
+    from torch._inductor import lowering as untyped
+
+    lowering: Any = untyped
+    for op in dict.fromkeys(_operators(module)):
+        if op in lowering.lowerings or op in lowering.decompositions:
+            continue
+        if f"{op.namespace}::{op.overloadpacket.__name__}" in lowering.FALLBACK_ALLOW_LIST:
+            lowering.make_fallback(op, warn=False, override_decomp=True)
+        elif config.implicit_fallbacks:
+            lowering.make_fallback(op, layout_constraint=_layout_constraint(op, is_backward=is_backward))
+
+
+def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
+    """The operators that are called, and those that are given to other operators as an argument."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op == "call_function":
+                yield from (word for word in (node.target, *node.args) if isinstance(word, OpOverload))
+
+
+def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
+    """The layout that inductor gives to the inputs of an operator without a lowering: contiguous ones for an operator
+    of torch in a backward, where its tags do not say otherwise."""
+    from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag, is_builtin
+
+    if get_layout_constraint_tag(op, with_default=False) is None and is_builtin(op) and is_backward:
+        return require_contiguous
+    return tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))

@@ -1,0 +1,85 @@
+"""Inductor writes the same code for a model whether or not it has met the model's operators before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import memopt
+import memopt.emit.inductor as backend
+from memopt.compat.inductor_fallbacks import make_fallbacks_known
+
+
+def unknown_operator(name: str) -> Any:
+    """A new operator, for which inductor has no lowering."""
+    full_name, schema = f"memopt_tests::{name}", "(Tensor x) -> Tensor"
+    doubled = torch.library.custom_op(full_name, lambda x: 2 * x, mutates_args=(), schema=schema)
+    doubled.register_fake(torch.empty_like)
+    return getattr(torch.ops.memopt_tests, name).default
+
+
+class Shared(nn.Module):
+    """A value that a reduction uses and, after a product of matrices, an operator without a lowering."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.weight, self.operator = nn.Parameter(torch.ones(64, 32)), operator
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        shared = torch.sin(x) * y
+        loss: torch.Tensor = ((x + shared.var(0)) @ self.weight).sum() + self.operator(shared).sum()
+        return loss
+
+
+def sources_of(operator: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The code that inductor writes for the forward and the backward of a model, without its comments."""
+    found: list[str] = []
+    model, half = Shared(operator), backend.Half
+
+    def noting(source: str, inputs: Any) -> Any:
+        found.append("\n".join(line for line in source.splitlines() if not line.lstrip().startswith("#")))
+        return half(source, inputs)
+
+    with monkeypatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):
+        patch.setattr(backend, "Half", noting)
+        batch = torch.randn(32, 64), torch.randn(32, 64)
+        memopt.optimize(model, 1.0, example_inputs=batch, backend="inductor", precision="fp32")
+        model(*batch).backward()
+    memopt.remove(model)
+    torch._dynamo.reset()
+    return found
+
+
+def test_a_second_compilation_writes_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = unknown_operator("compiled_twice")
+    first, second = (sources_of(operator, monkeypatch) for _ in range(2))
+    assert first
+    assert first == second
+
+
+def test_an_operator_is_known_as_inductor_would_make_it_known_at_its_call() -> None:
+    from torch._inductor import lowering
+
+    ours, theirs = unknown_operator("made_known"), unknown_operator("met_at_its_call")
+    graph = fx.Graph()
+    graph.output(graph.call_function(ours, (graph.placeholder("x"),)))
+    make_fallbacks_known(fx.GraphModule(nn.Module(), graph), is_backward=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(lambda x: theirs(x), fullgraph=True)(torch.ones(2))
+    for op in (ours, theirs):
+        assert op in lowering.lowerings
+        assert op in lowering.needs_realized_inputs
+    assert lowering.maybe_layout_constraints(ours) == lowering.maybe_layout_constraints(theirs)
+
+
+def test_operators_that_inductor_lowers_keep_their_lowering() -> None:
+    from torch._inductor import lowering
+
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),)))
+    before = dict(lowering.lowerings)
+    make_fallbacks_known(fx.GraphModule(nn.Module(), graph), is_backward=True)
+    assert lowering.lowerings == before
