@@ -47,9 +47,16 @@ class BudgetError(ValueError):
 
     def adding(self, *further: str) -> BudgetError:
         """The same error with further sentences."""
+        return self._changed(self.smallest_bytes, *further)
+
+    def with_smallest(self, smallest_bytes: int) -> BudgetError:
+        """The same error with another smallest budget."""
+        return self._changed(smallest_bytes)
+
+    def _changed(self, smallest_bytes: int, *further: str) -> BudgetError:
         return BudgetError(
             self.budget_bytes,
-            self.smallest_bytes,
+            smallest_bytes,
             self.dominated_by,
             least=self.least,
             further=(*self.further, *further),

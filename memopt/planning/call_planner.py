@@ -32,7 +32,7 @@ from memopt.capture.trace import (
     trace_call,
     trained,
 )
-from memopt.errors import CaptureError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
@@ -75,6 +75,8 @@ class CallPlanner(CallAccounts):
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
+        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account], BudgetError] = Recent(_MOST_STEPS)
+        """The refusals of calls that name what compiled code needs at least, by their regions and bare accounts."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
@@ -150,7 +152,7 @@ class CallPlanner(CallAccounts):
         """Use the graphs that an earlier planner of the model traced and priced, whose options differ in the budget
         alone."""
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
-        self._data_sizes = earlier._data_sizes
+        self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
         self.forget_solvers()  # what they found for another budget would make plans depend on what was asked before
 
     def forget_solvers(self) -> None:

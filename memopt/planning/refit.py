@@ -15,7 +15,8 @@ from memopt.solver import simulate
 from memopt.solver.problem import BlockCall
 
 ROUNDS = 4
-"""The maximal number of rounds of planning and compiling a step: each costs one compilation."""
+"""The maximal number of rounds of planning and compiling a step, each of which costs one compilation; one more is for
+the smallest plan, where none of these fits."""
 # Another round pays where this share of the budget is unused,
 _ROOM = 0.06
 # and the plan recomputes more than this share of the step.
@@ -58,6 +59,8 @@ class Refit(Generic[Made]):
     _above: list[int] = field(default_factory=list)
     """Peaks of the compiled plans that exceed the budget."""
     _tried: set[object] = field(default_factory=set)
+    tried_smallest: bool = False
+    """Whether the smallest plan is compiled, or is to be next."""
 
     def judge(self, plan: Plan, made: Made) -> bool:
         """Take note of a compiled plan; whether another round is worthwhile."""
@@ -72,11 +75,20 @@ class Refit(Generic[Made]):
         self.lowering_bytes -= room
         return room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
 
+    def take_smallest(self, smallest_bytes: int) -> bool:
+        """Have the smallest plan, which needs this budget as planned, compiled next, where no larger one fits; whether
+        it is within the budget, and was not tried."""
+        if self.tried_smallest or smallest_bytes > self.budget_bytes:
+            return False
+        self.tried_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
+        return True
+
     def best(self) -> tuple[Plan, Made]:
         """The fitting plan with the shortest step, and its compiled code. Raises `BudgetError` where none fits."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
-            raise BudgetError(self.budget_bytes, min(self._above), why, least=False)
+            needed = self._above[-1] if self.tried_smallest else min(self._above)
+            raise BudgetError(self.budget_bytes, needed, why, least=False)
         return min(self._fitting, key=lambda fitting: fitting[0].step_seconds + fitting[0].added_seconds)
 
     @property

@@ -12,6 +12,8 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 
 import torch
 
@@ -34,6 +36,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
+from memopt.run.compiled_least import as_compiled_least, check_compiled_least
 from memopt.run.kept_plans import KeptPlans
 from memopt.solver import SolverError
 from passes import PassError
@@ -71,7 +74,12 @@ class Road:
             self.kept.note(key, call, situation)
             if found := self.kept.plan(key, captured, call, situation):
                 return found
-            plan = self._rewrite_price_solve(captured, call, situation, self._search(call, situation, advise=advise))
+            check_compiled_least(self.planner, captured, call, situation)
+            search = self._search(call, situation, advise=advise)
+            try:
+                plan = self._rewrite_price_solve(captured, call, situation, search)
+            except BudgetError as refusal:
+                raise (self._as_compiled(refusal, captured, call, situation) if advise else refusal) from None
             self.kept.keep(key, plan)
             return plan
 
@@ -150,26 +158,51 @@ class Road:
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None
     ) -> EmittedCall:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
-        `ROUNDS` times at most. Raises `BudgetError`, `CaptureError`."""
+        `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
         refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
-        for _ in range(ROUNDS):
+        check_compiled_least(self.planner, captured, call, situation)
+        for number in count(1):
             try:
                 plan = planned or self._rewrite_price_solve(
                     captured, call, situation, self.planner.search(situation), lowering_bytes=refit.lowering_bytes
                 )
-            except BudgetError:
-                if not refit.fits:
-                    raise
-                break
+            except BudgetError as refusal:
+                if refit.fits:
+                    break
+                if refit.take_smallest(refusal.smallest_bytes - refit.lowering_bytes):
+                    continue
+                raise self._as_compiled(refusal, captured, call, situation) from None
             planned = None
             emitted = EmittedCall(plan, emit_plan(plan, self.accumulation))
             footprint = emitted.region.footprint
             if footprint is None:
                 return emitted
-            if not refit.judge(as_compiled(plan, footprint), emitted):
+            again = refit.judge(as_compiled(plan, footprint), emitted) and not refit.tried_smallest
+            if not again or (number >= ROUNDS and not self._takes_smallest(refit, captured, call, situation)):
                 break
         plan, emitted = refit.best()
         return EmittedCall(plan, emitted.region)
+
+    def _takes_smallest(
+        self, refit: Refit[EmittedCall], captured: CapturedCall, call: Call, situation: Situation
+    ) -> bool:
+        """Whether the smallest plan of a call is to be compiled, since no other one fits."""
+        if refit.fits:
+            return False
+        all_bytes = refit.budget_bytes
+        search = self.planner.search(situation, advise=False)
+        try:
+            self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=all_bytes)
+        except BudgetError as refusal:
+            return refit.take_smallest(refusal.smallest_bytes - all_bytes)
+        return False
+
+    def _as_compiled(
+        self, refusal: BudgetError, captured: CapturedCall, call: Call, situation: Situation
+    ) -> BudgetError:
+        """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
+        emit = partial(emit_plan, accumulation=self.accumulation)
+        return as_compiled_least(refusal, self.planner, captured, call, situation, emit)
 
     def _rewrite_price_solve(
         self,

@@ -56,12 +56,30 @@ def test_steps_that_offload_run_in_a_process_that_has_the_budget_alone() -> None
     check_budgets(model, batch, torch.optim.AdamW(model.parameters()), "aten", (0.0, 0.01, 0.02))
 
 
+@pytest.mark.slow
+def test_a_budget_that_a_refusal_names_is_kept_after_another_model_was_compiled() -> None:
+    """Inductor's code for the second model is what it would be without the first, and no larger than the figure that a
+    refusal of the second one names."""
+    for model, batch in (job(), vision_job(layers=2, width=256, images=16)):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": "inductor"}
+        _, least = plain_and_smallest_gb(model, batch, **options)
+        with pytest.raises(memopt.BudgetError, match="is too small for this step"):
+            memopt.optimize(model, 0.995 * least, example_inputs=batch, **options)
+        memopt.optimize(model, least, example_inputs=batch, **options)
+        model(**batch).loss.backward()
+        assert memopt.plan_of(model).predicted_peak_gb <= least
+        memopt.remove(model)
+
+
 def check_budgets(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, backend: Any, shares: Sequence[float]
 ) -> None:
     """Train within budgets at these shares of the way from the smallest to the plain step's peak."""
     options: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16", "backend": backend}
     plain, least = plain_and_smallest_gb(model, batch, **options)
+    with pytest.raises(memopt.BudgetError, match="is too small for this step"):
+        memopt.optimize(model, 0.995 * least, example_inputs=batch, **options)
     for share in shares:
         budget_gb = least + share * (plain - least)
         memopt.optimize(model, budget_gb, example_inputs=batch, **options)

@@ -56,3 +56,16 @@ def test_where_nothing_fits_the_refusal_has_the_smallest_peak() -> None:
     with pytest.raises(memopt.BudgetError, match="the compiled code of 2 plans") as refused:
         refit.best()
     assert refused.value.smallest_bytes == 110_000
+
+
+def test_the_smallest_plan_is_taken_once_and_only_within_the_budget() -> None:
+    refit: Refit[str] = Refit(BUDGET)
+    assert not refit.take_smallest(BUDGET + 1)
+    refit.judge(plan(110_000), "above")
+    assert refit.take_smallest(90_000)
+    assert refit.lowering_bytes == 10_000
+    refit.judge(plan(120_000), "smallest")
+    assert not refit.take_smallest(90_000)
+    with pytest.raises(memopt.BudgetError) as refused:
+        refit.best()
+    assert refused.value.smallest_bytes == 120_000

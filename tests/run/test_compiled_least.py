@@ -1,0 +1,71 @@
+"""The smallest budget that a refusal names through a backend that compiles is one in which the compiled code runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memopt
+from memopt.planning.footprint import Footprint
+from memopt.planning.plan import Plan
+from memopt.planning.refit import as_compiled
+from memopt.run import compiled_least, road
+
+MODE: dict[str, Any] = {"backend": "inductor", "precision": "fp32", "optimizer": None, "allow": {"recompute"}}
+
+
+def job() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """A model whose activations are larger than its parameters, and a batch."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
+    return Mean(*blocks).train(), (torch.randn(2048, 32),)
+
+
+class Mean(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean()
+
+
+@pytest.fixture(autouse=True)
+def _more_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code holds 100,000 bytes more than it does."""
+
+    def larger(plan: Plan, footprint: Footprint) -> Plan:
+        more = {name: getattr(footprint, name) + 100_000 for name in ("forward_bytes", "backward_bytes")}
+        return as_compiled(plan, replace(footprint, **more))
+
+    for module in (compiled_least, road):
+        monkeypatch.setattr(module, "as_compiled", larger)
+
+
+def refused_gb(model: nn.Module, batch: Any, budget_gb: float) -> float:
+    with pytest.raises(memopt.BudgetError, match="the smallest that works") as refusal:
+        memopt.optimize(model, budget_gb, example_inputs=batch, **MODE)
+    return refusal.value.smallest_gb
+
+
+def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
+    model, batch = job()
+    memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)
+    planned_gb = memopt.plan_of(model).smallest_gb()
+    least_gb = refused_gb(model, batch, 1e-6)
+    assert least_gb > planned_gb
+    assert refused_gb(model, batch, 0.995 * least_gb) == least_gb
+    memopt.optimize(model, least_gb, example_inputs=batch, **MODE)
+    model(*batch).backward()
+    assert memopt.plan_of(model).predicted_peak_gb <= least_gb
+
+
+def test_a_first_call_is_refused_with_the_same_figure() -> None:
+    model, batch = job()
+    memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)
+    least_gb = refused_gb(model, batch, 1e-6)
+    other, _ = job()
+    memopt.optimize(other, 1e-6, **MODE)
+    with pytest.raises(memopt.BudgetError, match="the smallest that works") as refusal:
+        other(*batch)
+    assert refusal.value.smallest_gb == least_gb
