@@ -44,8 +44,8 @@ EXACT = frozenset({"recompute", "reinplace"})
 STAND_IN = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")
 """Whether there is no card, but what stands in for one (docs/card.md)."""
 LAYERS = 2 if STAND_IN else 8
-"""Of GPT-2 medium's 24, where time is measured: compiling takes as long as there are layers, and where no kernel runs the
-times mean nothing."""
+"""Of GPT-2 medium's 24, where time is measured: compiling takes as long as there are layers, and where no kernel runs
+the times mean nothing."""
 aten = torch.ops.aten
 
 
