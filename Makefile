@@ -78,4 +78,4 @@ opinfo: $(INSTALLED)
 
 # The tests under each supported Python and torch; goes on where it stopped.
 matrix: $(INSTALLED)
-	$(BIN)/python -m benchmarks.matrix $(MATRIX)
+	$(KEEPING_MEMORY) $(BIN)/python -m benchmarks.matrix $(MATRIX)
