@@ -232,8 +232,9 @@ class Plan(PlanViews):
         return self._source().recipes(self)
 
     def smallest_gb(self) -> float:
-        """The smallest budget in GB that works for this step with the levers of this plan. Raises `ValueError` if
-        loaded."""
+        """The smallest budget in GB that works for this step with the levers of this plan. Through a backend that
+        compiles, the code of the smallest plan is compiled to know it, if the plan is for this device: the first call
+        takes as long as a first step. Raises `ValueError` if loaded."""
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:

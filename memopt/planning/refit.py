@@ -59,35 +59,37 @@ class Refit(Generic[Made]):
     _above: list[int] = field(default_factory=list)
     """Peaks of the compiled plans that exceed the budget."""
     _tried: set[object] = field(default_factory=set)
-    tried_smallest: bool = False
-    """Whether the smallest plan is compiled, or is to be next."""
+    again: bool = True
+    """Whether another round is worthwhile."""
+    _took_smallest: bool = False
 
-    def judge(self, plan: Plan, made: Made) -> bool:
-        """Take note of a compiled plan; whether another round is worthwhile."""
+    def judge(self, plan: Plan, made: Made) -> None:
+        """Take note of a compiled plan."""
         repeated = plan.regions in self._tried
         self._tried.add(plan.regions)
         room = self.budget_bytes - plan.ceiling_bytes
         if room < 0:
             self._above.append(plan.ceiling_bytes)
             self.lowering_bytes += -room if not repeated else -2 * room
-            return True
+            self.again = True
+            return
         self._fitting.append((plan, made))
         self.lowering_bytes -= room
-        return room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
+        self.again = room > _ROOM * self.budget_bytes and plan.added_time > _ADDED and not repeated and not self._above
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Have the smallest plan, which needs this budget as planned, compiled next, where no larger one fits; whether
-        it is within the budget, and was not tried."""
-        if self.tried_smallest or smallest_bytes > self.budget_bytes:
+        """Have the smallest plan, which needs this budget as planned, compiled next; whether that is within the
+        budget."""
+        if smallest_bytes > self.budget_bytes:
             return False
-        self.tried_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
+        self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
         return True
 
     def best(self) -> tuple[Plan, Made]:
         """The fitting plan with the shortest step, and its compiled code. Raises `BudgetError` where none fits."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
-            needed = self._above[-1] if self.tried_smallest else min(self._above)
+            needed = self._above[-1] if self._took_smallest else min(self._above)
             raise BudgetError(self.budget_bytes, needed, why, least=False)
         return min(self._fitting, key=lambda fitting: fitting[0].step_seconds + fitting[0].added_seconds)
 

@@ -12,8 +12,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 
 import torch
 
@@ -36,7 +34,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
-from memopt.run.compiled_least import as_compiled_least, check_compiled_least
+from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least
 from memopt.run.kept_plans import KeptPlans
 from memopt.solver import SolverError
 from passes import PassError
@@ -73,7 +71,7 @@ class Road:
             key = self.kept.key(captured, call, situation)
             self.kept.note(key, call, situation)
             if found := self.kept.plan(key, captured, call, situation):
-                return found
+                return self.asked(found, situation, whole=captured.whole)
             check_compiled_least(self.planner, captured, call, situation)
             search = self._search(call, situation, advise=advise)
             try:
@@ -81,7 +79,12 @@ class Road:
             except BudgetError as refusal:
                 raise (self._as_compiled(refusal, captured, call, situation) if advise else refusal) from None
             self.kept.keep(key, plan)
-            return plan
+            return self.asked(plan, situation, whole=captured.whole)
+
+    def asked(self, plan: Plan, situation: Situation, *, whole: bool) -> Plan:
+        """The plan of a call, in one region if `whole`; if the backend compiles, its smallest budget is one in which
+        compiled code runs."""
+        return asked_as_compiled(plan, self.planner, situation, self._emit, whole=whole)
 
     def travel(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
@@ -96,7 +99,8 @@ class Road:
                 self.plans += 1
                 start_libraries(self.planner.device())
                 with self.planner.one_look(call, situation):
-                    return self._emitted(captured, call, situation, planned)
+                    emitted = self._emitted(captured, call, situation, planned)
+                return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
             self.planner.forget_solvers()
             for region in captured.regions:
@@ -159,50 +163,74 @@ class Road:
     ) -> EmittedCall:
         """The call with its plan. Where compiled code holds other bytes than planned, it is planned and compiled again,
         `ROUNDS` times at most, and then by its smallest plan. Raises `BudgetError`, `CaptureError`."""
-        refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
         check_compiled_least(self.planner, captured, call, situation)
-        for number in count(1):
-            try:
-                plan = planned or self._rewrite_price_solve(
-                    captured, call, situation, self.planner.search(situation), lowering_bytes=refit.lowering_bytes
-                )
-            except BudgetError as refusal:
-                if refit.fits:
-                    break
-                if refit.take_smallest(refusal.smallest_bytes - refit.lowering_bytes):
-                    continue
-                raise self._as_compiled(refusal, captured, call, situation) from None
-            planned = None
-            emitted = EmittedCall(plan, emit_plan(plan, self.accumulation))
+        refit: Refit[EmittedCall] = Refit(self.planner.options.budget_bytes)
+        for plan in self._rounds(refit, captured, call, situation, planned):
+            emitted = EmittedCall(plan, self._emit(plan))
             footprint = emitted.region.footprint
             if footprint is None:
                 return emitted
-            again = refit.judge(as_compiled(plan, footprint), emitted) and not refit.tried_smallest
-            if not again or (number >= ROUNDS and not self._takes_smallest(refit, captured, call, situation)):
-                break
+            refit.judge(as_compiled(plan, footprint), emitted)
         plan, emitted = refit.best()
         return EmittedCall(plan, emitted.region)
 
-    def _takes_smallest(
-        self, refit: Refit[EmittedCall], captured: CapturedCall, call: Call, situation: Situation
-    ) -> bool:
-        """Whether the smallest plan of a call is to be compiled, since no other one fits."""
+    def _rounds(
+        self,
+        refit: Refit[EmittedCall],
+        captured: CapturedCall,
+        call: Call,
+        situation: Situation,
+        planned: Plan | None,
+    ) -> Iterator[Plan]:
+        """The plans that are compiled one after the other until `refit` has a good one; the smallest is the last.
+
+        Raises `BudgetError`, `CaptureError`.
+        """
+
+        def solved(lowering_bytes: int) -> Plan:
+            search = self.planner.search(situation)
+            return self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=lowering_bytes)
+
+        refusal = None
+        for _ in range(ROUNDS):
+            try:
+                plan = planned or solved(refit.lowering_bytes)
+            except BudgetError as error:
+                refusal = error
+                break
+            yield plan
+            planned = None
+            if not refit.again:
+                break
         if refit.fits:
-            return False
-        all_bytes = refit.budget_bytes
+            return
+        if refusal is not None:
+            least = refusal.smallest_bytes - refit.lowering_bytes
+        else:
+            least = self._planned_least(captured, call, situation)
+        if refit.take_smallest(least):
+            yield solved(refit.lowering_bytes)
+        elif refusal is not None:
+            raise self._as_compiled(refusal, captured, call, situation)
+
+    def _planned_least(self, captured: CapturedCall, call: Call, situation: Situation) -> int:
+        """The bytes that the smallest plan of a call needs, before it is compiled."""
+        none_left = self.planner.options.budget_bytes
         search = self.planner.search(situation, advise=False)
         try:
-            self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=all_bytes)
+            self._rewrite_price_solve(captured, call, situation, search, lowering_bytes=none_left)
         except BudgetError as refusal:
-            return refit.take_smallest(refusal.smallest_bytes - all_bytes)
-        return False
+            return refusal.smallest_bytes - none_left
+        raise AssertionError("a step that needs no bytes")
 
     def _as_compiled(
         self, refusal: BudgetError, captured: CapturedCall, call: Call, situation: Situation
     ) -> BudgetError:
         """The refusal of a call, with the smallest budget in which compiled code runs if the backend compiles."""
-        emit = partial(emit_plan, accumulation=self.accumulation)
-        return as_compiled_least(refusal, self.planner, captured, call, situation, emit)
+        return as_compiled_least(refusal, self.planner, captured, call, situation, self._emit)
+
+    def _emit(self, plan: Plan) -> Emitted:
+        return emit_plan(plan, self.accumulation)
 
     def _rewrite_price_solve(
         self,
@@ -241,7 +269,7 @@ class Road:
         if not self.planner.fuses:
             kept = self.kept.of_ranks(kept, captured, call, situation)
         plan = self.kept.adopted(kept, captured, call, situation)
-        region = emit_plan(plan, self.accumulation) if plan else None
+        region = self._emit(plan) if plan else None
         if plan is None or region is None or region.footprint != kept.footprint:
             self.kept.drop(key)
             return None

@@ -231,7 +231,8 @@ class TrainingCalls:
         with self.planner.types(), torch.enable_grad(), rare_collections():
             self.planner.screen(call, situation)
             if kept := self.road.kept.find_uncaptured(call, situation):
-                self._latest = kept.live(self._captured_later(kept, call, situation))
+                live = kept.live(self._captured_later(kept, call, situation))
+                self._latest = self.road.asked(live, situation, whole=True)
                 self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest
             captured = self._capture(call)

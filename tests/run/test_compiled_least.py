@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.errors import GIB
 from memopt.planning.footprint import Footprint
 from memopt.planning.plan import Plan
 from memopt.planning.refit import as_compiled
@@ -51,9 +52,12 @@ def refused_gb(model: nn.Module, batch: Any, budget_gb: float) -> float:
 def test_the_budget_that_a_refusal_names_runs_and_less_is_refused() -> None:
     model, batch = job()
     memopt.optimize(model, 1000.0, example_inputs=batch, **MODE)
-    planned_gb = memopt.plan_of(model).smallest_gb()
+    plan = memopt.plan_of(model)
+    asked_ahead_gb = plan.smallest_gb()
     least_gb = refused_gb(model, batch, 1e-6)
-    assert least_gb > planned_gb
+    assert least_gb == asked_ahead_gb
+    assert isinstance(plan.source, compiled_least.CompiledStep)
+    assert least_gb > plan.source.own.smallest_bytes(plan) / GIB
     assert refused_gb(model, batch, 0.995 * least_gb) == least_gb
     memopt.optimize(model, least_gb, example_inputs=batch, **MODE)
     model(*batch).backward()
@@ -69,3 +73,20 @@ def test_a_first_call_is_refused_with_the_same_figure() -> None:
     with pytest.raises(memopt.BudgetError, match="the smallest that works") as refusal:
         other(*batch)
     assert refusal.value.smallest_gb == least_gb
+
+
+def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CACHE", "1")
+    model, batch = job()
+    memopt.optimize(model, 0.5, example_inputs=batch, **MODE)
+    ahead_gb = memopt.plan_of(model).smallest_gb()
+    model(*batch).backward()
+    assert memopt.plan_of(model).smallest_gb() == ahead_gb
+    memopt.remove(model)
+    del model
+    again, _ = job()
+    memopt.optimize(again, 0.5, example_inputs=batch, **MODE)
+    assert memopt.plan_of(again).smallest_gb() == ahead_gb
+    memopt.optimize(again, ahead_gb, example_inputs=batch, **MODE)
+    again(*batch).backward()
+    assert memopt.plan_of(again).predicted_peak_gb <= ahead_gb
