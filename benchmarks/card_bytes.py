@@ -2,6 +2,7 @@
 budget.
 
     python -m benchmarks.card_bytes [--only "GPT-2 medium"] [--backends aten inductor] [--optimizers adamw fused]
+        [--ways loop fp16 microbatches fp8 low_bit_optimizer]
     .venv-card/bin/python tests/card/stand_in/run.py -m benchmarks.card_bytes      # where there is no card
 
 For each model, optimiser and backend: budgets from the smallest that works to the plain step's peak, and one that is
@@ -25,6 +26,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from rich.table import Table
 
 import memopt
 from benchmarks.card_models import card_models
-from benchmarks.gpu_models import made
+from benchmarks.gpu_models import Size, made
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB
 from memopt.planning.on_card import expandable_segments
@@ -55,12 +58,35 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a model is trained, beside bf16, the levers that are on by default, and a bare loop."""
+
+    precision: str = "bf16"
+    lever: str = ""
+    """One that is off by default, and allowed here."""
+    microbatches: int = 0
+    """The pieces of each batch, where `TrainStep` trains; 0 for a bare loop."""
+
+
+WAYS = {
+    "loop": Way(),
+    "fp16": Way("fp16", microbatches=1),  # TrainStep then has a GradScaler
+    "microbatches": Way(microbatches=4),
+    **{
+        lever: Way(lever=lever)
+        for lever in ("fp8", "fp8_delayed", "fp8_block", "mxfp8", "low_bit_optimizer", "offload_optimizer")
+    },
+}
+
+
+@dataclass(frozen=True)
 class Job:
     model: str
     optimizer: str
     backend: str
     expandable: bool = False
-    size: str = "real"
+    way: str = "loop"
+    size: Size = "real"
     shares: tuple[float | None, ...] = SHARES
 
 
@@ -70,6 +96,7 @@ class Record:
     optimizer: str
     backend: str
     expandable: bool
+    way: str
     share: float | None
     """None: half a percent below the smallest budget."""
     budget_gb: float
@@ -83,6 +110,8 @@ class Record:
     capped_steps: int = 0
     plan_seconds: float | None = None
     """With the compilation, or until the refusal: of this machine's CPU, whatever the card."""
+    levers: str = ""
+    """Those that the plan uses beside recomputation."""
     failure: str = ""
 
     @property
@@ -98,7 +127,7 @@ class Record:
         return self.capped_steps == STEPS and self.off is not None and 0 <= self.off <= MOST[self.backend]
 
 
-JOB = ("model", "optimizer", "backend", "expandable")
+JOB = ("model", "optimizer", "backend", "expandable", "way")
 FIGURES = tuple(field.name for field in fields(Record) if field.name not in JOB)
 
 
@@ -124,7 +153,9 @@ def records_of(document: dict[str, Any]) -> list[Record]:
 def run(job: Job) -> Iterator[Record]:
     """Yield the records of a job."""
     model, batch = made(card_models(job.size)[job.model], filled=False)
-    options: dict[str, Any] = {"backend": job.backend, "precision": "bf16"}
+    way = WAYS[job.way]
+    allow = memopt.DEFAULT_LEVERS | ({way.lever} if way.lever else set())
+    options: dict[str, Any] = {"backend": job.backend, "precision": way.precision, "allow": allow}
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     # Optimised once and then again with other budgets, the model keeps its captured graphs.
     memopt.optimize(model, ROOMY_GB, example_inputs=batch, optimizer=optimizer, **options)
@@ -137,7 +168,7 @@ def run(job: Job) -> Iterator[Record]:
         optimizer.zero_grad()
         begin = time.perf_counter()
         try:
-            for figures in trained(model, optimizer, batch, budget_gb, options):
+            for figures in trained(model, optimizer, batch, budget_gb, options, way.microbatches):
                 found |= figures
         except (RuntimeError, ValueError) as failure:  # out of memory, or refused
             found["failure"] = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
@@ -146,7 +177,7 @@ def run(job: Job) -> Iterator[Record]:
             torch.cuda.set_per_process_memory_fraction(1.0)
             gc.collect()
             torch.cuda.empty_cache()
-        yield Record(job.model, job.optimizer, job.backend, job.expandable, **found)
+        yield Record(**{name: getattr(job, name) for name in JOB}, **found)
     memopt.remove(model)
 
 
@@ -161,18 +192,18 @@ def smallest_gb(model: torch.nn.Module, batch: Any, **options: Any) -> float:
 
 
 def trained(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, budget_gb: float, options: dict[str, Any]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    budget_gb: float,
+    options: dict[str, Any],
+    microbatches: int,
 ) -> Iterator[dict[str, Any]]:
     """Train within a budget, and yield what is found as it comes."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        output = model(**batch)
-        (output if isinstance(output, torch.Tensor) else output.loss).backward()
-        optimizer.step()
-
     begin = time.perf_counter()
     memopt.optimize(model, budget_gb, example_inputs=batch, optimizer=optimizer, **options)
+    step = stepping(model, memopt.wrap_optimizer(model, optimizer), batch, microbatches)
     card = torch.cuda.get_device_properties(0)
     torch.cuda.empty_cache()
     context = memopt.plan_of(model).account.context
@@ -181,13 +212,31 @@ def trained(
         step()
         if not done:
             plan = memopt.plan_of(model)
+            levers = ", ".join((*plan.levers, *plan.proposals))
             total, uncounted = plan.predicted_peak_gb, plan.account.uncounted_bytes / GIB
             seconds = time.perf_counter() - begin
-            yield {"plan_seconds": seconds, "total_gb": total, "predicted_gb": total - uncounted}
+            yield {"plan_seconds": seconds, "total_gb": total, "predicted_gb": total - uncounted, "levers": levers}
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         found = {"capped_steps": done + 1, "capped_reserved_gb": torch.cuda.max_memory_reserved() / GIB}
         yield found | ({"allocated_gb": torch.cuda.max_memory_allocated() / GIB} if done else {})
+
+
+def stepping(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any, microbatches: int
+) -> Callable[[], object]:
+    """A function that trains the model on the batch once: `TrainStep`, or where there are no microbatches a bare
+    loop."""
+    if microbatches:
+        return partial(memopt.TrainStep(model, optimizer, microbatches=microbatches), batch)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(**batch)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+        optimizer.step()
+
+    return step
 
 
 def in_process(job: Job) -> Iterator[Record]:
@@ -212,7 +261,7 @@ def show(records: list[Record]) -> None:
         sizes = ("–" if value is None else f"{value:.4g}" for value in (record.predicted_gb, record.allocated_gb))
         off = "–" if record.off is None else f"{record.off:+.2%}"
         said = "good" if record.good else record.failure[:40] or "off"
-        names = (record.model, record.optimizer, record.backend + " expandable" * record.expandable)
+        names = (record.model, record.optimizer, record.backend + " expandable" * record.expandable + f", {record.way}")
         table.add_row(*names, f"{record.budget_gb:.4g}", *sizes, off, str(record.capped_steps), said)
     Console(width=150).print(table)
     print(f"{sum(record.good for record in records)} of {len(records)} good")
@@ -228,6 +277,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="models")
     parser.add_argument("--backends", nargs="+", default=list(MOST))
     parser.add_argument("--optimizers", nargs="+", default=["adamw"], choices=list(OPTIMIZERS))
+    parser.add_argument("--ways", nargs="+", default=["loop"], choices=list(WAYS))
     parser.add_argument("--expandable", action="store_true", help="with expandable segments")
     parser.add_argument("--shares", nargs="+", type=share, default=SHARES, help="budgets; 'refused' for the one below")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that this program runs")
@@ -242,18 +292,16 @@ def main() -> None:
         for record in run(job):
             print(json.dumps(asdict(record)), flush=True)
         return
-    size = "tiny" if chosen.tiny else "real"
+    size: Size = "tiny" if chosen.tiny else "real"
     records = records_of(json.loads(chosen.to.read_text())) if chosen.to.exists() else []
-    for model in chosen.only or card_models(size):
-        for backend in chosen.backends:
-            for optimizer in chosen.optimizers:
-                mine = (model, optimizer, backend, chosen.expandable)
-                done = {one.share for one in records if tuple(getattr(one, name) for name in JOB) == mine}
-                shares = tuple(share for share in chosen.shares if share not in done)
-                for record in in_process(Job(*mine, size, shares)) if shares else ():
-                    records.append(record)
-                    write_result(chosen.to, as_document(records))
-                    print(record, file=sys.stderr, flush=True)
+    names = chosen.only or list(card_models(size))
+    for mine in product(names, chosen.optimizers, chosen.backends, [chosen.expandable], chosen.ways):
+        done = {one.share for one in records if tuple(getattr(one, name) for name in JOB) == mine}
+        shares = tuple(share for share in chosen.shares if share not in done)
+        for record in in_process(Job(*mine, size, shares)) if shares else ():
+            records.append(record)
+            write_result(chosen.to, as_document(records))
+            print(record, file=sys.stderr, flush=True)
     show(records)
 
 
