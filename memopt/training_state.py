@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -198,15 +198,17 @@ class ForwardState:
         set_generators(self.generators, self.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CallState:
     """The random states, small buffers and other small tensors of a model before a training call, to be undone if an
     allocation fails. A call that has written to its inputs cannot be undone. It is made at each training call, so that
     attributes of other kinds, and tensors in lists and dictionaries, are left out."""
 
+    model: weakref.ref[nn.Module]
     device: torch.device
     generators: tuple[Any, ...]
     values: Values
+    _alive: ClassVar[weakref.WeakSet[CallState]] = weakref.WeakSet()
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor]) -> CallState:
@@ -214,7 +216,15 @@ class CallState:
         found = [(one, _set_aside(one)) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
         device = next(model.parameters()).device
-        return cls(device, generator_states(device), Values.of(found))
+        state = cls(weakref.ref(model), device, generator_states(device), Values.of(found))
+        cls._alive.add(state)
+        return state
+
+    @classmethod
+    def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
+        """The copies on a device, other than the CPU, of what can be undone now in `model`."""
+        states = [state for state in cls._alive if state.model() is model and state.device.type != "cpu"]
+        return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
         """Set these tensors and generators back to this state; returns False where one was written to that has no

@@ -57,6 +57,7 @@ class Around:
     """The memory that belongs to a call of the model, or that is counted already."""
 
     inputs: tuple[torch.Tensor, ...] = ()
+    """The call's, and further tensors that the account has."""
     addresses: Callable[[], frozenset[int]] = frozenset
     """Returns the addresses of further memory that is counted otherwise, such as what earlier forwards hold."""
     waiting_bytes: int = 0

@@ -25,6 +25,7 @@ from memopt.planning.situation import Situation
 from memopt.run.beside import Beside, Groups
 from memopt.run.data_parallel import DataParallel
 from memopt.run.pending import PendingForward, PendingForwards, PlainForward, let_go_of_all
+from memopt.training_state import CallState
 from memopt.units import size
 
 
@@ -97,10 +98,11 @@ class Surroundings:
         )
 
     def around(self, call: Call, *kind: object) -> Around:
-        """The memory that belongs to a call that begins now: its inputs, waiting forwards, and what they returned."""
+        """The memory that belongs to a call that begins now: its inputs, the copies by which it can be undone, waiting
+        forwards, and what they returned."""
         bucket_bytes, buckets = self.parallel.bucket_memory()
         return Around(
-            tuple(tensors_in(call)),
+            (*tensors_in(call), *CallState.copies_of(self.model)),
             self.pending.addresses,
             self.pending.held_bytes,
             self.pending.others_held_bytes,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.checks.verify import verify
+from memopt.compat.ddp import unwrapped
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
@@ -215,7 +216,7 @@ class TrainStep:
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
         inputs = [leaf for leaf in tree_leaves(microbatches) if isinstance(leaf, torch.Tensor)]
-        state = CallState.of(self.model, inputs) if planned_call_of(self.model) is not None else None
+        state = CallState.of(unwrapped(self.model), inputs) if planned_call_of(self.model) is not None else None
         if first:
             gradients.clear(self.parameters)
         try:

@@ -40,3 +40,24 @@ def test_inputs_that_the_caller_holds_are_nothing_elsewhere_in_the_backward() ->
         model(**batch).loss.backward()
         optimizer.step()
     assert memopt.plan_of(model).account.elsewhere == 0
+
+
+@pytest.mark.parametrize("by_train_step", [False, True])
+def test_copies_of_buffers_by_which_a_call_can_be_undone_are_nothing_elsewhere(by_train_step: bool) -> None:
+    """The account has them: counted twice, they took a 64th of the budget."""
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(30)]
+    model, images = nn.Sequential(*blocks).cuda(), torch.randn(16, 8, 32, 32, device="cuda")
+    options = {"precision": "bf16", "backend": "aten", "loss_fn": lambda output, scale: output.square().mean() * scale}
+    batch = images, torch.ones((), device="cuda")
+    roomy = memopt.plan(model, 100.0, batch, **options)
+    memopt.optimize(model, roomy.smallest_gb() + 0.01, example_inputs=batch, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = memopt.TrainStep(model, optimizer)
+    for _ in range(3):
+        if by_train_step:
+            step(batch)
+        else:
+            optimizer.zero_grad()
+            memopt.training_loss(model, batch).backward()
+            optimizer.step()
+    assert memopt.plan_of(model).account.elsewhere == 0
