@@ -24,7 +24,7 @@ from memopt.meter import blocks_of, live_objects
 from memopt.recent import Recent
 from memopt.units import size
 
-_STEPS = 64
+_STEPS = 128
 """Plans that make room for more bytes elsewhere do so in steps of this part of the budget."""
 _NOTABLE = 256
 """Growth below this part of the budget is looked at less often, and without collecting garbage first."""
