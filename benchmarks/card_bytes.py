@@ -74,7 +74,15 @@ WAYS = {
     "microbatches": Way(microbatches=4),
     **{
         lever: Way(lever=lever)
-        for lever in ("fp8", "fp8_delayed", "fp8_block", "mxfp8", "low_bit_optimizer", "offload_optimizer")
+        for lever in (
+            "fp8",
+            "fp8_delayed",
+            "fp8_block",
+            "mxfp8",
+            "low_bit_optimizer",
+            "offload_optimizer",
+            "bf16_parameters",
+        )
     },
 }
 

@@ -49,6 +49,26 @@ def llama_8b(size: Size) -> Candidate:
     return Candidate("Llama 8B", made, text(128256, 2048), 1, 2048, "LlamaDecoderLayer")
 
 
+def mixtral(size: Size) -> Candidate:
+    """Two of the 32 layers of Mixtral 8x7B at their full width, 3.2 billion parameters: all 32 fit no card. Tokens are
+    sorted by expert, and one grouped product takes all experts, so that no size depends on values."""
+    width, inner, heads, words, length, samples = {"real": (4096, 14336, 32, 32000, 2048, 4)}.get(
+        size, (64, 128, 4, 512, 64, 2)
+    )
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        vocab_size=words,
+        use_cache=False,
+        experts_implementation="grouped_mm",
+    )
+    made = library("MixtralForCausalLM", config, "ForCausalLM")
+    return Candidate("Mixtral, 2 layers", made, text(words, length), samples, length, "MixtralDecoderLayer")
+
+
 def resnet_152(size: Size) -> Candidate:
     side, samples = (224, 64) if size == "real" else (32, 4)
     depths: Any = [3, 8, 36, 3] if size == "real" else [1, 1, 1, 1]
@@ -90,5 +110,5 @@ def whisper(size: Size) -> Candidate:
 
 def card_models(size: Size) -> Mapping[str, Candidate]:
     """The models by name, in order of what their figures are worth."""
-    further = (gpt2_small, gpt2_xl, resnet_152, whisper, llama_8b)
+    further = (gpt2_small, gpt2_xl, resnet_152, whisper, mixtral, llama_8b)
     return {**candidates(size), **{candidate.name: candidate for candidate in (make(size) for make in further)}}
