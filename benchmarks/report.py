@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.report_card import card_bytes, versions
 from benchmarks.report_cluster import clusters
 from benchmarks.report_ranks import fully_sharded, rank_failures
 from benchmarks.report_tables import Document, number, percent, source, table
@@ -25,7 +26,7 @@ INTRODUCTION = """# Results
 
 Written by `python -m benchmarks.report` from `benchmarks/results/`: do not edit. Each table names the command that
 measured it, the day and the machine. GB are of 1024³ bytes where nothing else is said. Nothing here has been measured
-on a GPU."""
+on a GPU; one table is of a stand-in for one, and says so."""
 
 
 def frontier(document: Document) -> str:
@@ -273,6 +274,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Solving as graphs grow": ("growth", growth),
     "Fourteen families": ("families", families),
     "Whole steps within a budget": ("total_budget", total_budget),
+    "Whole steps on a card": ("card_bytes", card_bytes),
     "FSDP2 on two and four ranks": ("fully_shard", fully_sharded),
     "Ranks that fail, and runs that go on": ("rank_failures", rank_failures),
     "Clusters": ("cluster", clusters),
@@ -293,6 +295,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "The second start of a job": ("second_start", second_start),
     "The first step": ("first_step", first_step),
     "First use": ("first_use", first_use),
+    "Versions of Python and torch": ("matrix", versions),
 }
 
 
