@@ -1,4 +1,4 @@
-"""README and docs are true: README's program runs and prints its plan, links and commands exist.
+"""README and docs are true: README's program runs and prints its plan, links and commands exist, results are as measured.
 
 `EXPECTTEST_ACCEPT=1` writes the plan that is printed into README in place of the one that is there.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import memopt
+from benchmarks.matrix import PYTHONS, TORCHES, counted
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -108,6 +109,25 @@ def test_the_results_page_is_made_of_the_result_files() -> None:
     command = [sys.executable, "-m", "benchmarks.report", "--check"]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_public_ci_runs_the_pairs_of_the_matrix() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    for name, versions in (("python", PYTHONS), ("torch", TORCHES)):
+        (listed,) = re.findall(rf"^        {name}: \[(.*)\]$", workflow, re.MULTILINE)
+        assert tuple(ast.literal_eval(f"[{listed}]")) == versions
+
+
+def test_counts_are_read_from_what_pytest_prints() -> None:
+    printed = (
+        "FAILED tests/test_units.py::test_one - assert 1 == 2\n= 1 failed, 39 passed, 3 skipped, 2 warnings in 7.03s ="
+    )
+    assert counted(printed) == {
+        "failed": 1,
+        "passed": 39,
+        "skipped": 3,
+        "not_passed": ["tests/test_units.py::test_one"],
+    }
 
 
 def test_result_files_are_small_and_say_where_they_were_measured() -> None:
