@@ -1,4 +1,4 @@
-"""README and docs are true: README's program runs and prints its plan, links and commands exist, results are as measured.
+"""README and docs are true: README's program runs and prints its plan, links and commands exist, results are measured.
 
 `EXPECTTEST_ACCEPT=1` writes the plan that is printed into README in place of the one that is there.
 """
