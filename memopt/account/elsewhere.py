@@ -57,7 +57,7 @@ class Around:
     """The memory that belongs to a call of the model, or that is counted already."""
 
     inputs: tuple[torch.Tensor, ...] = ()
-    """The call's, and further tensors that the account has."""
+    """The call's."""
     addresses: Callable[[], frozenset[int]] = frozenset
     """Returns the addresses of further memory that is counted otherwise, such as what earlier forwards hold."""
     waiting_bytes: int = 0
@@ -70,11 +70,18 @@ class Around:
     """Held by the buckets of `DistributedDataParallel`, which the account has in a row of its own."""
     buckets: frozenset[int] = frozenset()
     """The addresses of the buckets that are known."""
+    copies: Callable[[], Iterable[torch.Tensor]] = tuple
+    """Returns the copies by which calls can be undone now, which the account has: a call's are made after it begins."""
+
+    @property
+    def own(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the call that the account has."""
+        return (*self.inputs, *self.copies())
 
     @property
     def known_bytes(self) -> int:
         """The bytes that differ from call to call and are known."""
-        inputs = sum(tensor.nbytes for tensor in self.inputs if tensor.layout == torch.strided)
+        inputs = sum(tensor.nbytes for tensor in self.own if tensor.layout == torch.strided)
         return inputs + self.waiting_bytes + self.others_bytes
 
 
@@ -239,7 +246,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     block = ROUNDING_BYTES if device.type == "cuda" else 1
     named = around.addresses()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *around.inputs]), device)
+    own = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *around.own]), device)
     states = (tensor for optimizer in optimizers for tensor in state_tensors(optimizer))
     state = blocks_of(with_memory(states), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -102,13 +103,14 @@ class Surroundings:
         forwards, and what they returned."""
         bucket_bytes, buckets = self.parallel.bucket_memory()
         return Around(
-            (*tensors_in(call), *CallState.copies_of(self.model)),
+            tuple(tensors_in(call)),
             self.pending.addresses,
             self.pending.held_bytes,
             self.pending.others_held_bytes,
             (self.waiting, len(self.pending.of_other_models()), *kind),
             bucket_bytes,
             buckets,
+            partial(CallState.copies_of, self.model),
         )
 
     def around_backward(self, forward: PendingForward, gradients: Sequence[object]) -> Beside:

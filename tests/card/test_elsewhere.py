@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import memopt
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.elsewhere import Around, look
+from memopt.planning.make_plan import make_plan
 from tests.card.card import vision_job
 from tests.elsewhere import counted
 
@@ -60,4 +63,26 @@ def test_copies_of_buffers_by_which_a_call_can_be_undone_are_nothing_elsewhere(b
             optimizer.zero_grad()
             memopt.training_loss(model, batch).backward()
             optimizer.step()
+    assert memopt.plan_of(model).account.elsewhere == 0
+
+
+def test_the_first_step_at_the_smallest_budget_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies by which it can be undone are made once it has begun; they were found elsewhere, so it was refused."""
+    planned = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        planned.append(args)
+        return make_plan(*args, **options)
+
+    monkeypatch.setattr("memopt.planning.plan_search.make_plan", counted)
+    blocks = [nn.Sequential(nn.Linear(2048, 2048), nn.BatchNorm1d(2048)) for _ in range(8)]
+    model = nn.Sequential(*blocks, nn.Linear(2048, 1), nn.Flatten(0)).cuda()
+    batch = torch.zeros(512, 2048, device="cuda"), torch.zeros(512, device="cuda")
+    options: dict[str, Any] = {"example_inputs": batch, "loss_fn": nn.functional.mse_loss, "precision": "bf16"}
+    with pytest.raises(memopt.BudgetError) as refusal:
+        memopt.optimize(model, 0.001, backend="aten", **options)
+    memopt.optimize(model, refusal.value.smallest_gb, backend="aten", **options)
+    ahead = len(planned)
+    memopt.training_loss(model, batch).backward()
+    assert len(planned) == ahead
     assert memopt.plan_of(model).account.elsewhere == 0
