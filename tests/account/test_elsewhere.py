@@ -144,5 +144,5 @@ def test_copies_made_while_it_is_held_still_are_not_counted() -> None:
 
 def test_steps() -> None:
     assert in_steps(0, 6400) == 0
-    assert in_steps(1, 6400) == 100
-    assert in_steps(100, 6400) == 100
+    assert in_steps(1, 6400) == 50
+    assert in_steps(50, 6400) == 50
