@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.account.card_state import CardState
 from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import optimizer_account
 from memopt.compat.storages import storage_key
@@ -66,6 +67,9 @@ class Account:
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
+    card_state: CardState | None = field(default=None, repr=False)
+    """Where a step is planned for the card that this process uses, the blocks that torch's allocator held then: many of
+    the bytes above lie there already. None otherwise."""
 
     @property
     def resident_bytes(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from memopt.account.caching_allocator import CachingAllocator, CardFullError
+from memopt.account.card_state import CardState
 from memopt.solver.problem import BlockCall
 
 # The first step makes the optimiser's state, in the gaps that it left. Which blocks are cut changes for some more.
@@ -18,8 +19,8 @@ _SHARE = 1 / 256
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The blocks on the card beside those that a forward and backward make: bytes of each, in the order in which they
-    are allocated."""
+    """The blocks on the card beside those that a forward and backward make: what is there already, and the bytes of
+    each that is still to come, in the order in which they are allocated."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -27,6 +28,8 @@ class StepBlocks:
     """Allocated in the optimiser's first step, and kept."""
     temporaries: tuple[int, ...] = ()
     """Allocated in each of the optimiser's steps, and freed."""
+    there: CardState | None = None
+    """What the allocator holds already; None for one that is empty."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def replay(
 
     Raises `CardFullError` where the limit is too low.
     """
-    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+    allocator = CachingAllocator(expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there)
     for nbytes in blocks.resident:
         allocator.malloc(nbytes)
     left: list[tuple[int, int, bool]] = []

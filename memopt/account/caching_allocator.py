@@ -10,8 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from memopt.account.card_state import BLOCK_BYTES, CardState, HeldSegment
+
 MB = 1024**2
-ROUNDING_BYTES = 512
+ROUNDING_BYTES = BLOCK_BYTES
 """Every block is a multiple of this (`kMinBlockSize`)."""
 SMALL_BYTES = MB
 """The largest block of the small pool, which has segments of its own (`kSmallSize`)."""
@@ -31,10 +33,11 @@ class CardFullError(MemoryError):
 
 
 class _Block:
-    __slots__ = ("address", "after", "before", "free", "mapped", "requested", "size", "small")
+    __slots__ = ("address", "after", "before", "expandable", "free", "mapped", "requested", "size", "small")
 
-    def __init__(self, address: int, size: int, *, small: bool, mapped: bool = True) -> None:
+    def __init__(self, address: int, size: int, *, small: bool, expandable: bool, mapped: bool = True) -> None:
         self.address, self.size, self.small, self.mapped = address, size, small, mapped
+        self.expandable = expandable
         self.free, self.requested = True, 0
         self.before: _Block | None = None
         self.after: _Block | None = None
@@ -52,10 +55,15 @@ class CachingAllocator:
     Args:
         expandable_segments: as in `PYTORCH_CUDA_ALLOC_CONF`: one segment a pool, mapped page by page, instead of many.
         limit_bytes: the bytes that it may hold, as `torch.cuda.set_per_process_memory_fraction` sets it; None: any
-        amount.
+            amount.
+        state: the blocks that are there when it begins, of which none but the free ones is handed out or freed.
+
+    Raises `CardFullError` where the state is above the limit.
     """
 
-    def __init__(self, *, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, expandable_segments: bool = False, limit_bytes: int | None = None, state: CardState | None = None
+    ) -> None:
         self.expandable_segments, self.limit_bytes = expandable_segments, limit_bytes
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak_requested_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -65,9 +73,10 @@ class CachingAllocator:
         self._blocks: dict[int, _Block] = {}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
         self._next_address = 0
+        last = self._restore(state or CardState())
         if expandable_segments:
             for small in (True, False):
-                self._add_unmapped(_Block(self._new_address(), _ADDRESSES, small=small, mapped=False))
+                self._add_range(small, last.get(small))
 
     def malloc(self, nbytes: int) -> int:
         """The address of a block of at least `nbytes`; 0 for 0 bytes.
@@ -104,6 +113,52 @@ class CachingAllocator:
         """Address, bytes and whether it is free, for every mapped block."""
         return ((block.address, block.size, block.free) for block in self._blocks.values() if block.mapped)
 
+    def _restore(self, state: CardState) -> dict[bool, _Block]:
+        """Hold the segments of a state; return the last block of the expandable one of each pool."""
+        last: dict[bool, _Block] = {}
+        for segment in state.segments:
+            block = self._restore_segment(segment, last.get(segment.small) if segment.expandable else None)
+            if segment.expandable:
+                last[segment.small] = block
+            self._reserve(segment.nbytes)
+        self._reserve(state.apart_bytes)
+        self.allocated_bytes += state.apart_allocated_bytes
+        self.requested_bytes = self.peak_requested_bytes = self.peak_allocated_bytes = self.allocated_bytes
+        if self._is_above(0):
+            raise CardFullError(f"{self.reserved_bytes} bytes are held already, which is above the limit")
+        return last
+
+    def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
+        """Hold a segment, behind the block `before` of the same expandable one; return its last block."""
+        expandable = segment.expandable
+        address = self._new_address() if before is None else before.address + before.size
+        parts = [(False, kind == "free", nbytes) for kind, nbytes in segment.blocks]
+        if before is not None and segment.gap_bytes:
+            parts.insert(0, (True, True, segment.gap_bytes))
+        for is_gap, free, nbytes in parts:
+            block = _Block(address, nbytes, small=segment.small, expandable=expandable, mapped=not is_gap)
+            block.free, block.before, address = free, before, address + nbytes
+            if before is not None:
+                before.after = block
+            before = block
+            self._blocks[block.address] = block
+            if is_gap:
+                self._add_unmapped(block)
+            elif not free:
+                self.allocated_bytes += nbytes
+            elif self.expandable_segments or not expandable:  # torch hands out no expandable block once they are off
+                self._add_free(block)
+        assert before is not None, "a segment has a block"
+        return before
+
+    def _add_range(self, small: bool, last: _Block | None) -> None:
+        """Add the addresses of an expandable segment that nothing is mapped to, behind the last block of what is."""
+        start = self._new_address() if last is None else last.address + last.size
+        rest = _Block(start, _ADDRESSES, small=small, expandable=True, mapped=False)
+        if last is not None:
+            last.after, rest.before = rest, last
+        self._add_unmapped(rest)
+
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """The smallest free block that is large enough, and the first in memory of several; among blocks that can grow,
         the one that can grow least. None where there is no such block."""
@@ -126,7 +181,7 @@ class CachingAllocator:
                 raise CardFullError(f"{self.reserved_bytes} bytes are held, and {wanted} more are above the limit")
         if self.expandable_segments:
             return self._map(size, small)
-        block = _Block(self._new_address(), wanted, small=small)
+        block = _Block(self._new_address(), wanted, small=small, expandable=False)
         self._blocks[block.address] = block
         self._reserve(wanted)
         return block
@@ -189,7 +244,7 @@ class CachingAllocator:
         for small, free in self._free.items():
             for _, address in list(free):
                 block = self._blocks[address]
-                if self.expandable_segments:
+                if block.expandable:
                     self._unmap(block, small)
                 elif block.before is None and block.after is None:
                     self._take(block)
@@ -214,7 +269,9 @@ class CachingAllocator:
 
     def _cut(self, block: _Block, size: int, *, mapped: bool = True) -> _Block:
         """Shrink the block to its first `size` bytes; return a block of the rest."""
-        rest = _Block(block.address + size, block.size - size, small=block.small, mapped=mapped)
+        rest = _Block(
+            block.address + size, block.size - size, small=block.small, expandable=block.expandable, mapped=mapped
+        )
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from memopt.account.account import Account, account_of
+from memopt.account.card_snapshot import card_state
+from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Around, Elsewhere
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fsdp import is_fully_sharded
+from memopt.device.libraries import start_libraries
+from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -33,6 +37,8 @@ class CallAccounts(ModelTerms):
         """The `id`s of the parameters that got a gradient in any call that was captured."""
         self.unforeseen_bytes = 0
         """The bytes that plans leave free since an allocation failed in a planned step."""
+        self._card_state: CardState | None = None
+        """What torch's allocator held when the planning that is under way began; None where that does not matter."""
 
     def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
         """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
@@ -60,11 +66,29 @@ class CallAccounts(ModelTerms):
         elsewhere = situation.elsewhere or 0
         if found is not None:
             elsewhere = found.beside(account.optimizer_state)
-        return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes)
+        return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes, card_state=self._card_state)
 
-    def one_look(self, call: Call, situation: Situation) -> AbstractContextManager[None]:
-        """A block that plans a call: memory elsewhere is looked for when it begins only, since planning adds none."""
-        return self.elsewhere.held_still(self.around(call)) if situation.elsewhere is None else nullcontext()
+    @contextmanager
+    def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
+        """A block that plans a call: what lies on the device is looked for when it begins only, since planning adds
+        nothing that stays."""
+        before, self._card_state = self._card_state, self._card_state_now(call)
+        still = self.elsewhere.held_still(self.around(call)) if situation.elsewhere is None else nullcontext()
+        try:
+            with still:
+                yield
+        finally:
+            self._card_state = before
+
+    def _card_state_now(self, call: Call) -> CardState | None:
+        """What torch's allocator holds now; None for another device than a card that this process uses, and where the
+        user says what lies elsewhere."""
+        device = self.device()
+        if self.elsewhere.fixed_bytes is not None or device.type != "cuda":
+            return None
+        with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
+            start_libraries(device)
+        return card_state(self.model, tensors_in(call), library_workspaces(self.card.major), device)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

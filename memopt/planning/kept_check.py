@@ -57,6 +57,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         other_forwards=found.other_forwards,
         rounding=found.rounding,
         fragmentation=found.fragmentation,
+        card_state=found.card_state,
     )
     return found == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
 

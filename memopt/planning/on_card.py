@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, Spare, StepBlocks, least_limit, replay_with_spare
 from memopt.account.breakdown import breakdown
-from memopt.account.caching_allocator import CardFullError
+from memopt.account.caching_allocator import CardFullError, rounded_bytes
+from memopt.account.card_state import CardState, Kind
 from memopt.account.step_calls import step_ways
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.captured import Joined
@@ -39,6 +41,8 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     if not account.context:
         return bare
     setting = expandable_segments() if expandable is None else expandable
+    if setting != expandable_segments():
+        bare = replace(bare, card_state=None)  # another process would have that setting
     key = (schedule, replace(bare, lowering=0), setting)
     if key not in joined.on_cards:
         blocks = _step_blocks(joined, bare)
@@ -47,7 +51,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
         asked = _asked(joined, schedule, replace(bare, lowering=0))
         joined.on_cards[key] = _with_overhead(bare, asked, peaks, least)
     found = joined.on_cards[key]
-    return replace(bare, rounding=found.rounding, fragmentation=found.fragmentation)
+    return replace(account, rounding=found.rounding, fragmentation=found.fragmentation)
 
 
 def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
@@ -100,17 +104,61 @@ def expandable_segments() -> bool:
 
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
-    """The account's sums as allocations: parameters, buffers and inputs in their actual sizes, gradients and
-    what the optimiser holds in those of the parameters that are trained."""
-    there = account.parameters + account.buffers + account.inputs
-    held = _split_into(account.gradients if account.gradients_held else 0, joined.trained)
+    """The account's sums, less what is there already, as allocations: parameters, buffers and inputs in their actual
+    sizes, gradients and what the optimiser holds in those of the parameters that are trained."""
+    there = account.card_state or CardState()
+    given, held, state = _to_come(account, there)
+    libraries = Counter(map(rounded_bytes, library_workspaces(joined.major)))
+    libraries.subtract(there.libraries)
     wrapper = (account.buckets, account.output_clones, account.gathered, account.kept, account.exchange)
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
-        resident=(*_split_into(there, joined.given), *library_workspaces(joined.major), *held, *eager),
-        state=_for_each(account.optimizer_state, joined.trained),
+        resident=(
+            *_split_into(given.nbytes, joined.given),
+            *libraries.elements(),
+            *_split_into(held.nbytes, joined.trained),
+            *_beyond(eager, there.other_bytes),
+        ),
+        state=_for_each(state.nbytes, joined.trained),
         temporaries=_split_into(account.optimizer_temporaries, joined.trained),
+        there=there.without([row.kind for row in (given, held, state) if row.is_freed]),
     )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of an account as blocks: the bytes that are still to come, and whether what is there of it is freed before
+    the step."""
+
+    kind: Kind
+    nbytes: int
+    is_freed: bool
+
+    @classmethod
+    def of(cls, kind: Kind, planned: int, there: int) -> _Row:
+        """The row of `planned` bytes, `there` bytes of which lie on the card. Where more do, they are not what is
+        planned: they are freed, and all of the row is to come."""
+        return cls(kind, planned, True) if there > planned else cls(kind, planned - there, False)
+
+
+def _to_come(account: Account, there: CardState) -> tuple[_Row, _Row, _Row]:
+    """What the model is given, the gradients that it holds, and the optimiser's state."""
+    gradients = account.gradients if account.gradients_held else 0
+    return (
+        _Row.of("given", account.parameters + account.buffers + account.inputs, there.given_bytes),
+        _Row.of("gradients", gradients, there.gradient_bytes),
+        _Row.of("state", account.optimizer_state, there.state_bytes),
+    )
+
+
+def _beyond(sizes: Sequence[int], there: int) -> Iterator[int]:
+    """What is left of some sizes once `there` bytes are taken from the last of them, and from those before it."""
+    left: list[int] = []
+    for nbytes in reversed(sizes):
+        taken = min(nbytes, there)
+        there -= taken
+        left.append(nbytes - taken)
+    return reversed(left)
 
 
 def _asked(joined: Joined, schedule: Schedule, bare: Account) -> int:

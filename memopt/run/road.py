@@ -118,7 +118,7 @@ class Road:
         sets = [levers for levers in planner.lever_sets if levers.rewriting == of_plan.rewriting]
         if not sets or plan.proposals or situation.to_come:
             return None
-        with self._planning():
+        with self._planning(), planner.one_look(call, situation):
             try:
                 step = planner.rewrite_and_price(captured, call, situation, sets[0])
             except NothingToRewrite:

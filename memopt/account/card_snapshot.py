@@ -1,0 +1,123 @@
+"""Reads the state of torch's CUDA allocator in this process: which blocks are there, and what they hold."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.account.caching_allocator import rounded_bytes
+from memopt.account.card_state import CardState, HeldSegment, Kind, merged
+from memopt.account.optimizer_state import state_tensors
+from memopt.compat.subclasses import with_memory
+from memopt.meter import blocks_of, live_objects
+
+_DEFAULT_POOL = 0, 0
+
+
+def card_state(
+    model: nn.Module, inputs: Iterable[torch.Tensor], libraries: Sequence[int], device: torch.device
+) -> CardState | None:
+    """What torch's allocator holds on a device now, beside what nothing refers to; None with another allocator than
+    torch's own, and while a graph is captured. Free segments are given back to the card.
+
+    Args:
+        inputs: those of the call that is planned.
+        libraries: the bytes of the workspaces that cuBLAS may have allocated.
+    """
+    if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
+        return None
+    gc.collect()
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+        stream = torch.cuda.current_stream().cuda_stream
+        segments = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+    here = [segment for segment in segments if segment["device"] == (device.index or 0)]
+    return state_of(here, owners_of(model, inputs, device), libraries, stream)
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The memory of tensors on a device, as bytes by address."""
+
+    given: Mapping[int, int] = field(default_factory=dict)
+    """Parameters, buffers and inputs."""
+    gradients: Mapping[int, int] = field(default_factory=dict)
+    state: Mapping[int, int] = field(default_factory=dict)
+    """The state of the optimisers that step the parameters."""
+    tensors: Mapping[int, int] = field(default_factory=dict)
+    """All tensors that Python knows."""
+
+    def kind_of(self, address: int) -> Kind:
+        """What the block at an address holds, as far as Python knows."""
+        if address in self.given:
+            return "given"
+        if address in self.gradients:
+            return "gradients"
+        return "state" if address in self.state else "other"
+
+
+def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> Owners:
+    """The memory on a device of a model, its gradients, its optimisers' state and the inputs of its call."""
+    objects = live_objects(torch.Tensor, torch.optim.Optimizer)
+    ids = set(map(id, model.parameters()))
+    optimizers = (one for one in objects if isinstance(one, torch.optim.Optimizer))
+    own = [
+        one
+        for one in optimizers
+        if any(id(parameter) in ids for group in one.param_groups for parameter in group["params"])
+    ]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    owned = with_memory([*model.parameters(), *model.buffers(), *inputs])
+    in_gradients = blocks_of(with_memory(gradients), device)
+    given = {address: nbytes for address, nbytes in blocks_of(owned, device).items() if address not in in_gradients}
+    return Owners(
+        given,
+        in_gradients,
+        blocks_of(with_memory(tensor for optimizer in own for tensor in state_tensors(optimizer)), device),
+        blocks_of((one for one in objects if isinstance(one, torch.Tensor)), device),
+    )
+
+
+def state_of(segments: Iterable[Mapping[str, Any]], owners: Owners, libraries: Sequence[int], stream: int) -> CardState:
+    """The state that a snapshot of torch's allocator shows, for a step on a stream; `segments` are as
+    `torch.cuda.memory_snapshot` returns them."""
+    held: list[HeldSegment] = []
+    counts: Counter[Kind] = Counter()
+    missing, found = Counter(map(rounded_bytes, libraries)), []
+    apart = apart_allocated = 0
+    ends: dict[bool, int] = {}
+    for segment in sorted(segments, key=lambda segment: segment["address"]):
+        if segment["stream"] != stream or tuple(segment["segment_pool_id"]) != _DEFAULT_POOL:
+            apart += segment["total_size"]
+            apart_allocated += segment["allocated_size"]
+            continue
+        blocks: list[tuple[Kind, int]] = []
+        for block in segment["blocks"]:
+            address, asked = block["address"], rounded_bytes(block["requested_size"])
+            kind: Kind = owners.kind_of(address) if block["state"] == "active_allocated" else "free"
+            if kind == "other" and address not in owners.tensors and missing[asked]:
+                kind = "library"
+                missing[asked] -= 1
+                found.append(asked)
+            counts[kind] += asked
+            blocks.append((kind, block["size"]))
+        small, expandable = segment["segment_type"] == "small", segment["is_expandable"]
+        gap = segment["address"] - ends[small] if expandable and small in ends else 0
+        if expandable:
+            ends[small] = segment["address"] + segment["total_size"]
+        held.append(HeldSegment(small, merged(blocks), expandable, gap))
+    return CardState(
+        tuple(held),
+        counts["given"],
+        counts["gradients"],
+        counts["state"],
+        tuple(found),
+        apart,
+        apart_allocated,
+    )

@@ -1,0 +1,85 @@
+"""The blocks that torch's CUDA allocator holds when a step is planned, in numbers: a replay of the step begins with
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+BLOCK_BYTES = 512
+"""Every block of torch's allocator is a multiple of this."""
+
+Kind = Literal["free", "given", "gradients", "state", "library", "other"]
+"""What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimisers;
+a workspace that cuBLAS keeps; all else."""
+
+
+@dataclass(frozen=True)
+class HeldSegment:
+    """A segment, or a mapped part of an expandable one, with the kinds and the bytes of its blocks in order."""
+
+    small: bool
+    """Whether it belongs to the pool for blocks of up to 1 MB."""
+    blocks: tuple[tuple[Kind, int], ...]
+    """Neighbours of one kind are one block: none of them is freed without the others."""
+    expandable: bool = False
+    gap_bytes: int = 0
+    """The bytes of addresses that are not mapped between the mapped part before this one and this one."""
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for _, nbytes in self.blocks]
+        if not sizes or min(sizes) <= 0 or self.gap_bytes < 0 or any(size % BLOCK_BYTES for size in sizes):
+            raise ValueError(f"a segment has one or more blocks of multiples of {BLOCK_BYTES} bytes, not {sizes[:8]}")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes from the card."""
+        return sum(nbytes for _, nbytes in self.blocks)
+
+
+@dataclass(frozen=True)
+class CardState:
+    """What the allocator of a process holds, in the order of addresses; empty in a process that has just begun.
+
+    Whole free segments are not in it: the allocator gives them back to the card before it runs out of memory.
+    """
+
+    segments: tuple[HeldSegment, ...] = ()
+    given_bytes: int = 0
+    """The bytes of the parameters, buffers and inputs among its blocks, as an account has them."""
+    gradient_bytes: int = 0
+    """The bytes of the gradients, as an account has them."""
+    state_bytes: int = 0
+    """The bytes of the state of the model's optimisers, as an account has them."""
+    libraries: tuple[int, ...] = ()
+    """The bytes of each workspace of cuBLAS among the blocks."""
+    apart_bytes: int = 0
+    """The bytes of the segments of other streams and pools, from which a step gets no block."""
+    apart_allocated_bytes: int = 0
+    """The bytes of the blocks in these that are not free."""
+
+    @cached_property
+    def other_bytes(self) -> int:
+        """The bytes that are allocated for anything else."""
+        blocks = (block for segment in self.segments for block in segment.blocks)
+        return self.apart_allocated_bytes + sum(nbytes for kind, nbytes in blocks if kind == "other")
+
+    def without(self, kinds: Collection[Kind]) -> CardState:
+        """The state once the blocks of these kinds are freed; the kinds of the others are no longer told apart."""
+
+        def later(segment: HeldSegment) -> HeldSegment:
+            blocks: Iterable[tuple[Kind, int]] = (
+                ("free" if kind == "free" or kind in kinds else "other", nbytes) for kind, nbytes in segment.blocks
+            )
+            return replace(segment, blocks=merged(blocks))
+
+        return replace(self, segments=tuple(map(later, self.segments)))
+
+
+def merged(blocks: Iterable[tuple[Kind, int]]) -> tuple[tuple[Kind, int], ...]:
+    """The blocks with neighbours of one kind as one block."""
+    runs = groupby(blocks, key=lambda block: block[0])
+    return tuple((kind, sum(nbytes for _, nbytes in run)) for kind, run in runs)
