@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ _DEFAULT_POOL = 0, 0
 def card_state(
     model: nn.Module, inputs: Iterable[torch.Tensor], libraries: Sequence[int], device: torch.device
 ) -> CardState | None:
-    """What torch's allocator holds on a device now, beside what nothing refers to; None with another allocator than
-    torch's own, and while a graph is captured. Free segments are given back to the card.
+    """What torch's allocator holds on a device now; None with another allocator than torch's own, and while a graph is
+    captured. Free segments are given back to the card.
 
     Args:
         inputs: those of the call that is planned.
@@ -32,7 +31,6 @@ def card_state(
     """
     if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
         return None
-    gc.collect()
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
         stream = torch.cuda.current_stream().cuda_stream

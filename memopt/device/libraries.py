@@ -19,11 +19,13 @@ def start_libraries(device: torch.device) -> None:
     They would otherwise do so at their first call, out of a block that the allocator has cached between two values of
     the step. A large value that had this block would then find none of its size in the next step.
 
-    Nothing but the workspaces is left allocated when this returns. Raises `torch.OutOfMemoryError` where they have no
-    room.
+    Free segments go back to the card before, since a workspace within a large one would keep it from being used for
+    anything as large again. Nothing but the workspaces is left allocated when this returns. Raises
+    `torch.OutOfMemoryError` where they have no room.
     """
     if device.type != "cuda":
         return
+    torch.cuda.empty_cache()
     used: list[WeakStorage] = []
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
         for dtype in (torch.float32, torch.bfloat16):

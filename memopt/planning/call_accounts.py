@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -86,6 +87,7 @@ class CallAccounts(ModelTerms):
         device = self.device()
         if self.elsewhere.fixed_bytes is not None or device.type != "cuda":
             return None
+        gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
             start_libraries(device)
         return card_state(self.model, tensors_in(call), library_workspaces(self.card.major), device)

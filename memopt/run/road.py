@@ -97,8 +97,8 @@ class Road:
         try:
             with self._planning():
                 self.plans += 1
-                start_libraries(self.planner.device())
                 with self.planner.one_look(call, situation):
+                    start_libraries(self.planner.device())
                     emitted = self._emitted(captured, call, situation, planned)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:
