@@ -45,18 +45,11 @@ class BudgetError(ValueError):
         super().__init__("; ".join([needs, *self.further]))
         self.least = least
 
-    def adding(self, *further: str) -> BudgetError:
-        """The same error with further sentences."""
-        return self._changed(self.smallest_bytes, *further)
-
-    def with_smallest(self, smallest_bytes: int) -> BudgetError:
-        """The same error with another smallest budget."""
-        return self._changed(smallest_bytes)
-
-    def _changed(self, smallest_bytes: int, *further: str) -> BudgetError:
+    def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
+        """The same error with further sentences, and with another smallest budget in bytes if one is given."""
         return BudgetError(
             self.budget_bytes,
-            smallest_bytes,
+            self.smallest_bytes if smallest_bytes is None else smallest_bytes,
             self.dominated_by,
             least=self.least,
             further=(*self.further, *further),

@@ -51,7 +51,7 @@ def as_compiled_least(
         return refusal
     if footprint is None:
         return refusal
-    named = refusal.with_smallest(max(refusal.smallest_bytes, as_compiled(plan, footprint).ceiling_bytes))
+    named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, as_compiled(plan, footprint).ceiling_bytes))
     planner.compiled_least[_key(planner, captured, call, situation)] = named
     return named
 
