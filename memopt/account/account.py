@@ -67,6 +67,8 @@ class Account:
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
+    trained: tuple[int, ...] = field(default=(), repr=False)
+    """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
     card_state: CardState | None = field(default=None, repr=False)
     """Where a step is planned for the card that this process uses, the blocks that torch's allocator held then: many of
     the bytes above lie there already. None otherwise."""
@@ -131,6 +133,7 @@ def account_of(
         gradients=distinct_bytes(trained, block),
         reserve=BOOKKEEPING_BYTES + (card.context_bytes + sum(library_workspaces(card.major)) if on_cuda else 0),
         context=card.context_bytes if on_cuda else 0,
+        trained=tuple(parameter.nbytes for parameter in trained),
     )
 
 

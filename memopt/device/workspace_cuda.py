@@ -123,10 +123,57 @@ def _cuda_group_norm(call: OpCall) -> int:
 
 
 def _cuda_batch_norm(call: OpCall) -> int:
+    """Mean, variance and count of each channel in each part of the rows, where channels are last."""
+    return _batch_norm_parts(call, values=4) + _copies_of_images(call)
+
+
+def _cuda_batch_norm_backward(call: OpCall) -> int:
+    """Two sums of each channel where channels are last; those in each part of the rows are freed before the gradient of
+    the images is allocated."""
+    spec = first(call)
+    sums = 2 * 4 * spec.size[1] if _channels_last(spec) else 0
+    return sums + max(0, _batch_norm_parts(call, values=2) - spec.dense_bytes) + _copies_of_images(call)
+
+
+def _cudnn_batch_norm(call: OpCall) -> int:
+    """cuDNN's own workspace is not known: this is a guess that is too high for most."""
+    return 2 * 128 * 4 * first(call).size[1] + _copies_of_images(call)
+
+
+def _copies_of_images(call: OpCall) -> int:
     """There are kernels for images with channels last, too, where all images are so."""
     images = [spec for spec in call.inputs if len(spec.size) > 1]
     alike = all(spec.dense and spec.stride == images[0].stride for spec in images)
-    return 2 * 128 * first(call).size[1] * 4 + (0 if alike else copies(call))
+    return 0 if alike else copies(call)
+
+
+def _batch_norm_parts(call: OpCall, *, values: int) -> int:
+    """The fp32 `values` of each channel for each part into which the rows are cut, and a counter for each column of
+    blocks; 0 where channels are not last, or rows are few.
+
+    Source: aten/src/ATen/native/cuda/Normalization.cuh, `flexible_launch_configs`.
+    """
+    spec = first(call)
+    channels = spec.size[1]
+    if not _channels_last(spec) or not spec.numel:
+        return 0
+    rows, threads, rows_each = spec.numel // channels, 512, 16
+    wide = min(_power_of_two_within(channels), 32)
+    high = min(_power_of_two_within(-(-rows // rows_each)), threads // wide)
+    if wide * high != threads:
+        wide = min(_power_of_two_within(channels), threads // high)
+    parts = min(-(-rows // (high * rows_each)), 128)
+    return 4 * values * channels * parts + 4 * -(-channels // wide) if parts >= 8 else 0
+
+
+def _channels_last(spec: TensorSpec) -> bool:
+    """Whether batch normalisation takes its kernels for channels that are last in memory."""
+    return spec.stride[1] == 1 and (spec.contiguous or (spec.dense and len(spec.size) == 4))
+
+
+def _power_of_two_within(number: int) -> int:
+    """The largest power of two that is at most a positive number."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _cuda_matmul(call: OpCall) -> int:
@@ -192,11 +239,9 @@ CUDA: dict[str, Rule] = {
     **for_each("_softmax _log_softmax native_layer_norm _fused_rms_norm embedding", copies),
     "_safe_softmax": lambda call: 2 * first(call).numel + copies(call),
     **for_each("native_group_norm native_group_norm_backward", _cuda_group_norm),
-    **for_each(
-        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm_backward "
-        "cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward",
-        _cuda_batch_norm,
-    ),
+    **for_each("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _cuda_batch_norm),
+    "native_batch_norm_backward": _cuda_batch_norm_backward,
+    **for_each("cudnn_batch_norm cudnn_batch_norm_backward batch_norm_backward", _cudnn_batch_norm),
     "_scaled_dot_product_flash_attention_backward": _cuda_flash_backward,
     # Plans are traced on fake CPU tensors, where attention has the first name, whichever kernel runs it later.
     **for_each(

@@ -106,6 +106,7 @@ def expandable_segments() -> bool:
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     """The account's sums, less what is there already, as allocations: parameters, buffers and inputs in their actual
     sizes, gradients and what the optimiser holds in those of the parameters that are trained."""
+    trained = account.trained or joined.trained
     there = account.card_state or CardState()
     given, held, state = _to_come(account, there)
     libraries = Counter(map(rounded_bytes, library_workspaces(joined.major)))
@@ -116,11 +117,11 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
         resident=(
             *_split_into(given.nbytes, joined.given),
             *libraries.elements(),
-            *_split_into(held.nbytes, joined.trained),
+            *_split_into(held.nbytes, trained),
             *_beyond(eager, there.other_bytes),
         ),
-        state=_for_each(state.nbytes, joined.trained),
-        temporaries=_split_into(account.optimizer_temporaries, joined.trained),
+        state=_for_each(state.nbytes, trained),
+        temporaries=_split_into(account.optimizer_temporaries, trained),
         there=there.without([row.kind for row in (given, held, state) if row.is_freed]),
     )
 

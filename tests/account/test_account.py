@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES, Account, account_of, distinct_bytes
+from memopt.account.live_optimizer import LiveOptimizer
 from memopt.device import hardware
 
 CPU = hardware("cpu")
@@ -65,6 +67,16 @@ def test_adam_keeps_two_numbers_a_parameter() -> None:
     account = account_of(Tied(), [], torch.optim.AdamW, CPU)
     assert 2 * account.gradients <= account.optimizer_state <= 2 * account.gradients + 8
     assert account.optimizer_temporaries > 0
+
+
+def test_trained_parameters_are_in_the_order_of_the_optimizer() -> None:
+    """The allocator's blocks lie in that order, not in that in which the forward reads them."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    live = LiveOptimizer.of(torch.optim.SGD(reversed(list(model.parameters())), lr=0.1))
+    model[0].bias.requires_grad_(False)
+    common: dict[str, Any] = {"inputs": [], "optimizer": torch.optim.SGD, "card": hardware("h100")}
+    assert account_of(model, **common).trained == (24, 48, 16)
+    assert account_of(model, **common, live=live).trained == (16, 48, 24)
 
 
 def test_distinct_bytes() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.models.card import temporary_bytes
+from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.device.hardware_table import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace_table import estimate_workspace
@@ -92,6 +93,27 @@ def norm_backward(dtype: torch.dtype, rows: int, columns: int, *, rms: bool = Fa
         return aten._fused_rms_norm_backward.default, (values, values, [columns], sums, weight, [True, True])
     args = (values, values, [columns], sums, sums, weight, weight, [True, True, True])
     return aten.native_layer_norm_backward.default, args
+
+
+def batch_norm(dtype: torch.dtype, seed: int, *, backward: bool) -> Case:
+    """Batch normalisation of images of random sizes, in either layout."""
+    choose = random.Random(seed)
+    channels, side = choose.choice((3, 64, 96, 1000, 2048)), choose.choice((1, 7, 28, 112))
+    images = tensor(choose.choice((2, 5, 32)), channels, side, side, dtype=dtype)
+    images = images.contiguous(memory_format=choose.choice((torch.channels_last, torch.contiguous_format)))
+    row = tensor(channels)
+    if backward:
+        args = (images, images, row, row, row, row, row, True, 1e-5, [True, True, True])
+        return aten.native_batch_norm_backward.default, args
+    return aten.native_batch_norm.default, (images, row, row, row, row, True, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rule_for_batch_normalisation_is_what_torch_allocates(seed: int, backward: bool) -> None:
+    op, args = batch_norm(torch.bfloat16 if seed % 2 else torch.float32, seed, backward=backward)
+    real, rule = checked(op, args)
+    assert abs(rule - real) <= 4 * ROUNDING_BYTES + UNSPLIT * (rule >= MB)
 
 
 OPERATORS: dict[str, Callable[[torch.dtype], Case]] = {
