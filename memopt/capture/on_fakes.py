@@ -14,6 +14,7 @@ from memopt.capture.fake_model import Fakes, Narrowed, fake_parameters
 from memopt.capture.inputs import Call, fake_call
 from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
+from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode
 from memopt.training_state import Attributes, generator_states, set_generators
 
@@ -46,6 +47,7 @@ def capture_on_fakes(
 
         def record_whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             found.append(RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, real_ids=ids))
+            keep_nodes(graph_module)
             raise _Recorded
 
         try:

@@ -9,7 +9,7 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`, `method_addcdiv_` and
-`method_addcmul_`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
+`method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15), `fx.Graph._clear_nodes`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
 `TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
@@ -51,6 +51,7 @@ __all__ = [
     "copy_source",
     "drop_compilations",
     "is_exporting",
+    "keep_nodes",
     "keeping_requires_grad",
     "marked_changing",
     "tracing_again",
@@ -181,21 +182,39 @@ def _scaled_operators_kept() -> Iterator[None]:
 
         return traced
 
-    owner: Any = TensorVariable
-    scaled = ("method_add_", "method_addcdiv_", "method_addcmul_")
-    names = [name for name in scaled if hasattr(owner, name)]
-    methods = {name: getattr(owner, name) for name in names}
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     handler = handlers[torch.addcdiv]
-    for name, own in methods.items():
-        setattr(owner, name, kept(own))
     handlers[torch.addcdiv] = kept(handler)
+    try:
+        with _tensor_methods(kept, "add_", "addcdiv_", "addcmul_"):
+            yield
+    finally:
+        handlers[torch.addcdiv] = handler
+
+
+@contextmanager
+def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
+    """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
+
+    Torch 2.15 reads them from a table that holds the functions; before, they were looked up by name in the class.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    owner: Any = TensorVariable
+    methods = {name: own for name in names if (own := getattr(owner, f"method_{name}", None)) is not None}
+    table: dict[str, Any] = getattr(owner, "tp_methods", {})
+    entries = {name: table[name] for name in methods if name in table}
+    for name, own in methods.items():
+        function = changed(own)
+        setattr(owner, f"method_{name}", function)
+        if name in entries:
+            table[name] = type(entries[name])(function)
     try:
         yield
     finally:
         for name, own in methods.items():
-            setattr(owner, name, own)
-        handlers[torch.addcdiv] = handler
+            setattr(owner, f"method_{name}", own)
+        table.update(entries)
 
 
 _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
@@ -209,27 +228,39 @@ def keeping_requires_grad() -> Iterator[None]:
     Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
     returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
     """
-    from torch._dynamo.variables import TensorVariable
 
-    own: Any = TensorVariable.method_requires_grad_
+    def changed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+            value = self.as_proxy().node.meta["example_value"]
+            wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+            if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+                return own(self, tx, requires_grad)
+            tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+            value.requires_grad_()
+            self.requires_grad = True
+            return self
 
-    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-        value = self.as_proxy().node.meta["example_value"]
-        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
-        if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
-            return own(self, tx, requires_grad)
-        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
-        value.requires_grad_()
-        self.requires_grad = True
-        return self
+        return method_requires_grad_
 
     token = _keeps_requires_grad.set(True)
-    TensorVariable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
     try:
-        yield
+        with _tensor_methods(changed, "requires_grad_"):
+            yield
     finally:
-        TensorVariable.method_requires_grad_ = own  # type: ignore[method-assign]
         _keeps_requires_grad.reset(token)
+
+
+def keep_nodes(graph_module: fx.GraphModule) -> None:
+    """Have the graph that Dynamo passes to a backend outlive the compilation, also where the backend ends it by an
+    error.
+
+    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again.
+    """
+    vars(graph_module.graph)["_clear_nodes"] = _clear_nothing
+
+
+def _clear_nothing() -> None:
+    pass
 
 
 def compile_with(

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from memopt.capture.dynamo import compile_call, training_call
 from memopt.capture.region import RecordedRegion
+from memopt.compat.dynamo import keep_nodes
 
 
 def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) -> RecordedRegion:
@@ -18,6 +19,7 @@ def recorded(model: nn.Module, *inputs: Any, differentiate_all: bool = False) ->
 
     def backend(graph_module: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         found.append(RecordedRegion.record(graph_module, given, differentiate_all=differentiate_all))
+        keep_nodes(graph_module)
         raise _Recorded  # the region may return less than the call does
 
     with suppress(_Recorded):

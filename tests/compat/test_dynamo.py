@@ -20,6 +20,7 @@ from memopt.compat.dynamo import (
     compiled_several_times,
     copy_source,
     drop_compilations,
+    keep_nodes,
     keeping_requires_grad,
     tracing_again,
 )
@@ -192,6 +193,23 @@ def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph(
     assert [node.target for node in graphs[0].graph.find_nodes(op="call_method", target="requires_grad_")]
     with pytest.raises(exc.TorchDynamoException):
         compile_with(backend, lambda x: call(x + 1), whole=True)(torch.ones(3))
+
+
+def test_a_kept_graph_outlives_a_compilation_that_an_error_ends() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    class Stop(Exception):
+        pass
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        keep_nodes(graph_module)
+        graphs.append(graph_module)
+        raise Stop
+
+    with pytest.raises(exc.BackendCompilerFailed):
+        compile_with(backend, lambda x: x.sinh() + 1, whole=True)(torch.ones(3))
+    assert [node.name for node in graphs[0].graph.nodes if node.op.startswith("call")] == ["sinh", "add"]
+    assert all("example_value" in node.meta for node in graphs[0].graph.nodes if node.op != "output")
 
 
 def test_only_export_is_exporting() -> None:
