@@ -9,7 +9,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
 `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`, `method_addcdiv_` and
-`method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15), `fx.Graph._clear_nodes`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
+`method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15),
+`fx.Graph._clear_nodes`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
 `TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
@@ -196,7 +197,7 @@ def _scaled_operators_kept() -> Iterator[None]:
 def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
     """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
 
-    Torch 2.15 reads them from a table that holds the functions; before, they were looked up by name in the class.
+    Torch 2.15 reads them from a table that holds the functions; torch 2.13 looks them up by name in the class.
     """
     from torch._dynamo.variables import TensorVariable
 
