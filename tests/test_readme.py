@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import memopt
-from benchmarks.matrix import PYTHONS, TORCHES, counted
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MATRIX = runpy.run_path(str(ROOT / "benchmarks" / "matrix.py"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -113,7 +114,7 @@ def test_the_results_page_is_made_of_the_result_files() -> None:
 
 def test_the_public_ci_runs_the_pairs_of_the_matrix() -> None:
     workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
-    for name, versions in (("python", PYTHONS), ("torch", TORCHES)):
+    for name, versions in (("python", MATRIX["PYTHONS"]), ("torch", MATRIX["TORCHES"])):
         (listed,) = re.findall(rf"^        {name}: \[(.*)\]$", workflow, re.MULTILINE)
         assert tuple(ast.literal_eval(f"[{listed}]")) == versions
 
@@ -122,7 +123,7 @@ def test_counts_are_read_from_what_pytest_prints() -> None:
     printed = (
         "FAILED tests/test_units.py::test_one - assert 1 == 2\n= 1 failed, 39 passed, 3 skipped, 2 warnings in 7.03s ="
     )
-    assert counted(printed) == {
+    assert MATRIX["counted"](printed) == {
         "failed": 1,
         "passed": 39,
         "skipped": 3,
