@@ -14,6 +14,7 @@ TRAINED = {
 """How models are trained; else in bf16 with the lever that is named."""
 
 ADAMW = {"adamw": "foreach", "fused": "fused"}
+"""The kernels of the optimiser, by its name in the result file."""
 
 
 def card_bytes(document: Document) -> str:
@@ -43,7 +44,7 @@ def _budget(records: list[dict[str, Any]], share: float) -> float | None:
 
 
 def _refused(records: list[dict[str, Any]]) -> str:
-    """What became of the budget that is too small."""
+    """Whether the budget below the smallest was refused, and after how many seconds."""
     if not records:
         return "–"
     (record,) = records

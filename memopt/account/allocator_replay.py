@@ -29,7 +29,7 @@ class StepBlocks:
     temporaries: tuple[int, ...] = ()
     """Allocated in each of the optimiser's steps, and freed."""
     there: CardState | None = None
-    """What the allocator holds already; None for one that is empty."""
+    """The blocks that the allocator has when the replay begins; None: it begins empty."""
 
 
 @dataclass(frozen=True)

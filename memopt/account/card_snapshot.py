@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.account.caching_allocator import rounded_bytes
 from memopt.account.card_state import CardState, HeldSegment, Kind, merged
+from memopt.account.live_optimizer import steps_any
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
 from memopt.meter import blocks_of, live_objects
@@ -22,8 +23,8 @@ _DEFAULT_POOL = 0, 0
 def card_state(
     model: nn.Module, inputs: Iterable[torch.Tensor], libraries: Sequence[int], device: torch.device
 ) -> CardState | None:
-    """What torch's allocator holds on a device now; None with another allocator than torch's own, and while a graph is
-    captured. Free segments are given back to the card.
+    """The blocks of torch's caching allocator on a CUDA device now; None where it cannot be asked: another allocator is
+    in use, or a CUDA graph is being captured. Free segments are given back to the card first.
 
     Args:
         inputs: those of the call that is planned.
@@ -64,12 +65,7 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
     """The memory on a device of a model, its gradients, its optimisers' state and the inputs of its call."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
-    optimizers = (one for one in objects if isinstance(one, torch.optim.Optimizer))
-    own = [
-        one
-        for one in optimizers
-        if any(id(parameter) in ids for group in one.param_groups for parameter in group["params"])
-    ]
+    own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     owned = with_memory([*model.parameters(), *model.buffers(), *inputs])
     in_gradients = blocks_of(with_memory(gradients), device)

@@ -16,7 +16,7 @@ from torch import nn
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
-from memopt.account.live_optimizer import LiveOptimizer
+from memopt.account.live_optimizer import LiveOptimizer, steps_any
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
 from memopt.device.workspace_cuda import library_workspaces
@@ -242,7 +242,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     found = live_objects(torch.Tensor, torch.optim.Optimizer)
     parameters = list(model.parameters())
     ids = set(map(id, parameters))
-    optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and _steps(one, ids)]
+    optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
     block = ROUNDING_BYTES if device.type == "cuda" else 1
     named = around.addresses()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -283,12 +283,6 @@ def in_steps(nbytes: int, budget_bytes: int) -> int:
     """The bytes rounded up to a multiple of a small part of the budget, so that plans differ for few values only."""
     step = max(1, budget_bytes // _STEPS)
     return -(-nbytes // step) * step
-
-
-def _steps(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
-    """Whether an optimiser steps any of the parameters with these `id`s."""
-    groups = getattr(optimizer, "param_groups", ())
-    return any(id(parameter) in ids for group in groups for parameter in group["params"])
 
 
 _SHOWN = 3

@@ -50,6 +50,12 @@ class LiveOptimizer:
         return f"{'fused ' if self.fused else ''}{order if order != sorted(order) else ''}"
 
 
+def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
+    """Whether an optimiser steps any of the parameters with these `id`s."""
+    groups = getattr(optimizer, "param_groups", ())
+    return any(id(parameter) in ids for group in groups for parameter in group["params"])
+
+
 def the_live_one(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
     """The only one of the class that is planned for, a class or its name; None where there is none or several, or an
     optimiser with its own options is planned for."""

@@ -22,11 +22,11 @@ from memopt.compat.dynamo import (
     compile_with,
     compiled_several_times,
     drop_compilations,
-    keeping_requires_grad,
     without_propagated_marks,
 )
 from memopt.compat.mask_branches import eager_mask_branches
 from memopt.compat.modules import plain_call
+from memopt.compat.traced_methods import keeping_requires_grad
 from memopt.errors import CaptureError
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Any]

@@ -8,10 +8,8 @@ Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functor
 `torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
 `torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
 `torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
-`torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`, `method_addcdiv_` and
-`method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15),
-`fx.Graph._clear_nodes`, `torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`,
-`TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`, `torch.compiler._is_exporting_flag`.
+`fx.Graph._clear_nodes`, `TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`,
+`torch.compiler._is_exporting_flag`.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -25,7 +23,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +31,7 @@ from torch import fx
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.strided_outs import strided_outs_captured
 from memopt.compat.subclasses import is_wrapper
+from memopt.compat.traced_methods import scaled_operators_kept
 from memopt.compat.written_backwards import outputs_without_gradients
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ __all__ = [
     "drop_compilations",
     "is_exporting",
     "keep_nodes",
-    "keeping_requires_grad",
     "marked_changing",
     "tracing_again",
     "user_stack",
@@ -114,7 +111,7 @@ def capture_settings() -> ExitStack:
     )
     stack.enter_context(_settings_not_logged())
     stack.enter_context(_not_exporting())
-    stack.enter_context(_scaled_operators_kept())
+    stack.enter_context(scaled_operators_kept())
     stack.enter_context(strided_outs_captured())
     stack.enter_context(outputs_without_gradients())
     stack.enter_context(broadcast_masks())
@@ -163,92 +160,6 @@ def is_exporting() -> bool:
     """Whether `torch.export` is at work, also where Dynamo traces this function for `torch.compile`: in torch 2.11 it
     takes `torch.compiler.is_exporting()` for true there."""
     return torch.compiler._is_exporting_flag
-
-
-@contextmanager
-def _scaled_operators_kept() -> Iterator[None]:
-    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a
-    number as `alpha`, as one operator.
-
-    By itself it replaces them by several operators, which round in another way, so that the number may be a tensor;
-    `add_` only in torch 2.11.
-    """
-    from torch._dynamo.variables import TensorVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-    def kept(own: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-            is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
-            return own(self, tx, *args, **kwargs) if is_tensor else None
-
-        return traced
-
-    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
-    handler = handlers[torch.addcdiv]
-    handlers[torch.addcdiv] = kept(handler)
-    try:
-        with _tensor_methods(kept, "add_", "addcdiv_", "addcmul_"):
-            yield
-    finally:
-        handlers[torch.addcdiv] = handler
-
-
-@contextmanager
-def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
-    """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
-
-    Torch 2.15 reads them from a table that holds the functions; torch 2.13 looks them up by name in the class.
-    """
-    from torch._dynamo.variables import TensorVariable
-
-    owner: Any = TensorVariable
-    methods = {name: own for name in names if (own := getattr(owner, f"method_{name}", None)) is not None}
-    table: dict[str, Any] = getattr(owner, "tp_methods", {})
-    entries = {name: table[name] for name in methods if name in table}
-    for name, own in methods.items():
-        function = changed(own)
-        setattr(owner, f"method_{name}", function)
-        if name in entries:
-            table[name] = type(entries[name])(function)
-    try:
-        yield
-    finally:
-        for name, own in methods.items():
-            setattr(owner, f"method_{name}", own)
-        table.update(entries)
-
-
-_keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
-
-
-@contextmanager
-def keeping_requires_grad() -> Iterator[None]:
-    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
-    nothing reads, and traces on with a value that requires a gradient.
-
-    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
-    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
-    """
-
-    def changed(own: Callable[..., Any]) -> Callable[..., Any]:
-        def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
-            value = self.as_proxy().node.meta["example_value"]
-            wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
-            if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
-                return own(self, tx, requires_grad)
-            tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
-            value.requires_grad_()
-            self.requires_grad = True
-            return self
-
-        return method_requires_grad_
-
-    token = _keeps_requires_grad.set(True)
-    try:
-        with _tensor_methods(changed, "requires_grad_"):
-            yield
-    finally:
-        _keeps_requires_grad.reset(token)
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:

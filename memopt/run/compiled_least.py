@@ -46,12 +46,10 @@ def as_compiled_least(
     search.budget_bytes = refusal.smallest_bytes
     try:
         plan = search.fastest(planner.candidates(captured, call, situation, search))
-        footprint = emit(plan).footprint
+        compiled = _compiled_bytes(plan, emit)
     except (BudgetError, CaptureError):
         return refusal
-    if footprint is None:
-        return refusal
-    named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, as_compiled(plan, footprint).ceiling_bytes))
+    named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
     planner.compiled_least[_key(planner, captured, call, situation)] = named
     return named
 
@@ -95,11 +93,14 @@ class CompiledStep:
         if self._least is None:
             bare = replace(plan, account=replace(plan.account, lowering=0))
             planned = self.own.smallest_bytes(bare)
-            least = self.own.at(bare, planned, plan.effort)
-            footprint = self.emit(least).footprint
-            compiled = 0 if footprint is None else as_compiled(least, footprint).ceiling_bytes
-            self._least = max(planned, compiled)
+            self._least = max(planned, _compiled_bytes(self.own.at(bare, planned, plan.effort), self.emit))
         return self._least
+
+
+def _compiled_bytes(plan: Plan, emit: Callable[[Plan], Emitted]) -> int:
+    """The peak of a plan's compiled code, which is compiled now; 0 where the backend does not say what it holds."""
+    footprint = emit(plan).footprint
+    return 0 if footprint is None else as_compiled(plan, footprint).ceiling_bytes
 
 
 def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> bool:

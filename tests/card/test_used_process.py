@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("counted")
 
 
 def scattered(mb: int, every: int, number: int) -> list[torch.Tensor]:
-    """Every so manieth of a number of tensors of a few MB, in whose segments the others have left gaps."""
+    """Every `every`-th of `number` tensors of `mb` MB each, in whose segments the other tensors have left gaps."""
     tensors = [torch.empty(mb * MB, dtype=torch.uint8, device="cuda") for _ in range(number)]
     kept = tensors[::every]
     del tensors
@@ -37,7 +37,7 @@ def test_the_smallest_budget_is_kept_between_tensors_that_lie_scattered() -> Non
 
 
 def test_the_smallest_budget_is_kept_after_another_model_was_trained() -> None:
-    """Of the first model every fifth parameter is left, as in an average that somebody keeps."""
+    """Every fifth of the first model's moments of AdamW is still held."""
     first, batch = vision_job(layers=2, width=1024, images=32)
     options: dict[str, Any] = {"precision": "bf16", "backend": "aten"}
     memopt.optimize(first, 100.0, example_inputs=batch, **options)

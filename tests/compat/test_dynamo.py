@@ -21,9 +21,9 @@ from memopt.compat.dynamo import (
     copy_source,
     drop_compilations,
     keep_nodes,
-    keeping_requires_grad,
     tracing_again,
 )
+from memopt.compat.traced_methods import keeping_requires_grad
 
 
 def test_the_errors_are_those_of_dynamo() -> None:

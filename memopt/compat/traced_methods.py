@@ -1,0 +1,105 @@
+"""Methods of tensors that Dynamo traces otherwise than the region's author wrote them, and how to keep them.
+
+Private names, in torch 2.11 to 2.15: `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`,
+`method_addcdiv_` and `method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15), and
+`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`.
+
+torch._dynamo takes more than a second to import, so functions import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+__all__ = ["keeping_requires_grad", "scaled_operators_kept"]
+
+
+@contextmanager
+def scaled_operators_kept() -> Iterator[None]:
+    """Context in which Dynamo traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a
+    number as `alpha`, as one operator.
+
+    By itself it replaces them by several operators, which round in another way, so that the number may be a tensor;
+    `add_` only in torch 2.11.
+    """
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    def kept(own: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            is_tensor = any(isinstance(kwargs.get(name), TensorVariable) for name in ("value", "alpha"))
+            return own(self, tx, *args, **kwargs) if is_tensor else None
+
+        return traced
+
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    handler = handlers[torch.addcdiv]
+    handlers[torch.addcdiv] = kept(handler)
+    try:
+        with _tensor_methods(kept, "add_", "addcdiv_", "addcmul_"):
+            yield
+    finally:
+        handlers[torch.addcdiv] = handler
+
+
+@contextmanager
+def _tensor_methods(changed: Callable[[Callable[..., Any]], Callable[..., Any]], *names: str) -> Iterator[None]:
+    """Context in which Dynamo traces these methods of tensors by what `changed` makes of its own functions for them.
+
+    Torch 2.15 reads them from a table that holds the functions; torch 2.13 looks them up by name in the class.
+    """
+    from torch._dynamo.variables import TensorVariable
+
+    owner: Any = TensorVariable
+    methods = {name: own for name in names if (own := getattr(owner, f"method_{name}", None)) is not None}
+    table: dict[str, Any] = getattr(owner, "tp_methods", {})
+    entries = {name: table[name] for name in methods if name in table}
+    for name, own in methods.items():
+        function = changed(own)
+        setattr(owner, f"method_{name}", function)
+        if name in entries:
+            table[name] = type(entries[name])(function)
+    try:
+        yield
+    finally:
+        for name, own in methods.items():
+            setattr(owner, f"method_{name}", own)
+        table.update(entries)
+
+
+_keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", default=False)
+
+
+@contextmanager
+def keeping_requires_grad() -> Iterator[None]:
+    """Context in which Dynamo writes `value.requires_grad_()` of an intermediate value into the graph, as a node that
+    nothing reads, and traces on with a value that requires a gradient.
+
+    Dynamo by itself breaks the graph there, since AOTAutograd would lose the gradient of such a value where the region
+    returns it. Whoever captures in this context removes the node and refuses a region that returns the value.
+    """
+
+    def changed(own: Callable[..., Any]) -> Callable[..., Any]:
+        def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+            value = self.as_proxy().node.meta["example_value"]
+            wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+            if not _keeps_requires_grad.get() or self.source or not wanted or value.requires_grad:
+                return own(self, tx, requires_grad)
+            tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(),), {})
+            value.requires_grad_()
+            self.requires_grad = True
+            return self
+
+        return method_requires_grad_
+
+    token = _keeps_requires_grad.set(True)
+    try:
+        with _tensor_methods(changed, "requires_grad_"):
+            yield
+    finally:
+        _keeps_requires_grad.reset(token)
