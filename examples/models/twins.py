@@ -85,17 +85,18 @@ class Twin:
             self.run.tensors[f"{name}: parameter {key}"] = parameter.detach().clone()
 
     def measured_bytes(self) -> int:
-        """The most that one more step holds, parameters, batch and the optimiser's state included."""
+        """The most that one more step holds, parameters, batch and the optimiser's state included. The caller keeps the
+        output until the optimiser has stepped, as a loop with `output = model(**batch)` does."""
         state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
         tensors = [leaf for leaf in tree_leaves(self.batch) if torch.is_tensor(leaf)]
         held = distinct_bytes([*self.model.parameters(), *self.model.buffers(), *tensors, *state])
         seed()
         gc.collect()
         with measure_peak("cpu") as peak:
-            loss = loss_of(self.call(**self.batch))
-            loss.backward()
-            del loss
+            output = self.call(**self.batch)
+            loss_of(output).backward()
             self.optimizer.step()
+            del output
             self.optimizer.zero_grad()
         return peak.allocated_bytes + held
 
