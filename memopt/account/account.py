@@ -69,6 +69,8 @@ class Account:
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
+    state_blocks: tuple[int, ...] = field(default=(), repr=False)
+    """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimiser makes them."""
     card_state: CardState | None = field(default=None, repr=False)
     """Where a step is planned for the card that this process uses, the blocks that torch's allocator held then: many of
     the bytes above lie there already. None otherwise."""
@@ -134,6 +136,7 @@ def account_of(
         reserve=BOOKKEEPING_BYTES + (card.context_bytes + sum(library_workspaces(card.major)) if on_cuda else 0),
         context=card.context_bytes if on_cuda else 0,
         trained=tuple(parameter.nbytes for parameter in trained),
+        state_blocks=optimizer_bytes.state_blocks,
     )
 
 

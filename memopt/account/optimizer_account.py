@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes, MetaBytes
+from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
@@ -34,6 +35,8 @@ class OptimizerAccount:
     """The most bytes alive at once that `step()` makes and frees again."""
     name: str
     """The optimiser's class and its implementation, as in "AdamW (foreach)"; "none" without an optimiser."""
+    state_blocks: tuple[int, ...] = ()
+    """The bytes of each tensor of the state on a GPU, in the order in which the first step makes them."""
 
 
 def optimizer_account(
@@ -168,7 +171,9 @@ def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: s
             return OptimizerAccount(0, 0, name)
         _run_steps(on_fakes, count, name)
         temporaries = max(0, count.peak_bytes - count.live_bytes) + SCALARS
-        return OptimizerAccount(count.live_bytes, temporaries, f"{name} ({_way(count.kernels)})")
+        name = f"{name} ({_way(count.kernels)})"
+        blocks = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if count.has_counted(tensor))
+        return OptimizerAccount(count.live_bytes, temporaries, name, blocks if device_type != "cpu" else ())
 
 
 def _refuse(on_fakes: Optimizer, name: str) -> None:

@@ -113,6 +113,7 @@ class Sharding:
             gradients=in_blocks((shard.nbytes for shard in trained), card),
             optimizer_state=state.state_bytes,
             optimizer_temporaries=state.step_temporary_bytes,
+            state_blocks=state.state_blocks,
             gathered=self.gathered_bytes,
             exchange=self.exchange_bytes,
         )

@@ -37,6 +37,8 @@ class ProposalSet:
     """One for each proposal, each priced on top of those before it."""
     stepping: Stepping | None = None
     """How parameters are stepped within the backward; None where they are stepped after it."""
+    state_blocks: tuple[int, ...] = ()
+    """The bytes of each tensor of the optimiser's state on a GPU, with all of the proposals."""
 
     @classmethod
     def of(
@@ -45,7 +47,7 @@ class ProposalSet:
         """Price `chosen`. `known` is as for `price_proposals`, and so are the errors."""
         known = {} if known is None else known
         priced = price_proposals(facts, chosen, known)
-        return cls(chosen, priced, known[chosen].stepping)
+        return cls(chosen, priced, known[chosen].stepping, known[chosen].state_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +73,7 @@ class ProposalSet:
         after = asdict(self.priced[-1].after)
         if self.stepping is not None:
             after.update(gradients=0, optimizer_temporaries=0)
-        return replace(account, **after)
+        return replace(account, **after, state_blocks=self.state_blocks)
 
     @property
     def narrows(self) -> bool:

@@ -32,6 +32,8 @@ class TrainingPrice:
     seconds: float
     stepping: Stepping | None = None
     """With the optimiser in the backward: the bytes that each parameter's step makes there."""
+    state_blocks: tuple[int, ...] = ()
+    """The bytes of each tensor of the optimiser's state on a GPU, in the order of the parameters."""
 
 
 def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
@@ -55,10 +57,11 @@ def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
     prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone)
     state, host_bytes, seconds = sum(price.state_bytes for price in prices), 0, sum(price.seconds for price in prices)
     temporaries = [price.temporary_bytes for price in prices]
+    blocks = tuple(nbytes for price in prices for nbytes in price.arrays)
     if proposals.offload_optimizer:
         prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, proposals, device="cpu")
         temporaries = [0 if on_host else price.temporary_bytes for price in prices]
-        state = 0 if on_host else _scalars(facts)
+        state, blocks = 0 if on_host else _scalars(facts), ()
         host_bytes = sum(_host_bytes(price, facts, proposals) for price in prices)
         host_bytes += max((price.temporary_bytes for price in prices), default=0) if on_host else 0
         seconds += sum(
@@ -69,7 +72,7 @@ def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
     parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
     stepped_alone = zip(facts.trained, learning, temporaries, strict=True)
     in_backward = Stepping.of(stepped_alone) if proposals.optimizer_in_backward else None
-    return TrainingPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds, in_backward)
+    return TrainingPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds, in_backward, blocks)
 
 
 def _dtype(parameter: torch.Tensor, facts: TrainingFacts, proposals: Proposals) -> torch.dtype:

@@ -26,7 +26,7 @@ SPARE = Spare(15)
 what a compiler changes."""
 SPARE_COMPILED = Spare(5)
 """Left for code that is compiled already, whose calls are known."""
-UNSPLIT = 1, 1000
+UNSPLIT = 3, 1000
 """The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
 
@@ -120,7 +120,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
             *_split_into(held.nbytes, trained),
             *_beyond(eager, there.other_bytes),
         ),
-        state=_for_each(state.nbytes, trained),
+        state=_split_into(state.nbytes, account.state_blocks or trained),
         temporaries=_split_into(account.optimizer_temporaries, trained),
         there=there.without([row.kind for row in (given, held, state) if row.is_freed]),
     )
@@ -174,13 +174,6 @@ def _with_overhead(bare: Account, asked: int, peaks: AllocatorPeaks, held: int) 
     allocated = max(asked, peaks.allocated_bytes)
     allocated += allocated * share // whole
     return replace(bare, rounding=allocated - asked, fragmentation=max(0, held - allocated))
-
-
-def _for_each(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`total` bytes as blocks of the positive `sizes`: as many of each size, one after the other, as the total has of
-    all of them. An optimiser makes the state of one parameter after that of the one before."""
-    copies = round(total / max(1, sum(sizes)))
-    return _split_into(total, [size for size in sizes for _ in range(max(1, copies))])
 
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -195,6 +195,15 @@ def test_on_cuda_the_count_of_steps_lies_with_the_host_unless_it_is_fused() -> N
     assert fused.state_bytes == 2 * whole + rounded_bytes(4) * len(SHAPES)
 
 
+def test_the_blocks_of_the_state_on_cuda_come_in_the_order_in_which_they_are_made() -> None:
+    moments = [nbytes for parameter in parameters() for nbytes in (parameter.nbytes, parameter.nbytes)]
+    assert optimizer_account("adamw", parameters(), "cuda").state_blocks == tuple(moments)
+    fused = optimizer_account(partial(optim.AdamW, fused=True), parameters(), "cuda")
+    assert sum(map(rounded_bytes, fused.state_blocks)) == fused.state_bytes
+    assert fused.state_blocks[:3] == (4, *moments[:2]), "the number of the step first"
+    assert optimizer_account("adamw", parameters(), "cpu").state_blocks == ()
+
+
 def test_what_is_compiled_around_it_changes_nothing() -> None:
     """The first planned call finds its account inside of Dynamo's backend."""
     found = []

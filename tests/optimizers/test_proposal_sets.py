@@ -72,3 +72,11 @@ def test_what_is_stepped_in_the_backward_leaves_no_gradients_behind() -> None:
     assert inside.stepping is not None
     assert (adjusted.gradients, adjusted.optimizer_temporaries) == (0, 0)
     assert replace(adjusted, gradients=account.gradients).parameters == account.parameters
+
+
+def test_moments_in_8_bits_are_blocks_of_codes_and_scales() -> None:
+    model = nn.Linear(2**11, 2**13, bias=False, device="meta")
+    chosen = ProposalSet.of(TrainingFacts.of(model, "adamw", H100), Proposals(low_bit_optimizer=True))
+    account = chosen.adjusted(account_of(model, [], "adamw", H100))
+    codes, scales = 2**24, 2**24 // 256 * 4
+    assert account.state_blocks == (codes, scales, codes, scales)

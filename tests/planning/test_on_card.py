@@ -17,7 +17,7 @@ from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured, Joined
 from memopt.planning.make_plan import make_plan
-from memopt.planning.on_card import _for_each, expandable_segments, on_card, within
+from memopt.planning.on_card import _step_blocks, expandable_segments, on_card, within
 from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
 from memopt.solver import Link, Portfolio, Schedule
 from tests.planned import captured, region
@@ -192,5 +192,9 @@ def test_the_allocators_setting(setting: str, expected: bool, monkeypatch: pytes
     assert expandable_segments() is expected
 
 
-def test_the_state_of_a_parameter_is_made_after_that_of_the_one_before() -> None:
-    assert _for_each(2 * (8 + 4) * MB, (8 * MB, 0, 4 * MB)) == (8 * MB, 8 * MB, 4 * MB, 4 * MB)
+def test_the_optimizer_makes_its_state_in_blocks_of_the_size_of_its_tensors(step: Captured) -> None:
+    codes = (PARAMETERS // 4, PARAMETERS // 256) * 2
+    account = replace(ACCOUNT, optimizer_state=sum(codes), state_blocks=codes)
+    assert _step_blocks(joined(step), account).state == codes
+    with_others = replace(account, optimizer_state=sum(codes) + MB)
+    assert _step_blocks(joined(step), with_others).state == (*codes, MB), "what no tensor is known of comes last"
