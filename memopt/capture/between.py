@@ -4,9 +4,9 @@ have room for them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,16 +41,26 @@ class EagerBytes:
 
 @dataclass(frozen=True)
 class Passed:
-    """The results of a region's halves that are gone by the end of the step."""
+    """The results of a region's halves that are gone by the end of the step, and what it is given by other regions."""
 
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""
     gradients: frozenset[int] = frozenset()
     """Numbers of the inputs whose gradients are passed on: those of values that other code computed."""
+    forward_only: Mapping[int, int] = field(default_factory=dict)
+    """Those among `outputs` that nobody holds once the forward is over, unless the backward of a region reads them: the
+    number of the last run that had begun while they were held."""
+    given: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Number of an input that lies in the memory of an earlier run's output → that run and the output's position."""
 
     def __and__(self, other: Passed) -> Passed:
-        """What both have."""
+        """What both have. What depends on the numbers of runs is left out: outputs then count as held until the
+        region's backward begins."""
         return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
+
+    def without_runs(self) -> Passed:
+        """The same without what depends on the numbers of runs."""
+        return self & self
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ class Rehearsal:
         self.real_ids, self.low = real_ids, low
         self.between = Between(gathered)
         self.runs: list[RegionRun] = []
-        self._passed: list[tuple[tuple[bool, ...], list[Any]]] = []
-        """For each run which inputs are values that other code computed, and weak references to its outputs' memory."""
+        self._handed: list[_Handed] = []
+        """For each run what it was given, and what became of its outputs."""
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
         self.eager: set[int] = set()
@@ -59,26 +59,28 @@ class Rehearsal:
         with observer or nullcontext():
             outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
         self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
-        passed_on = tuple(map(self.between.passes_on, inputs))
-        self._passed.append((passed_on, [_weak_storage(value, given) for value in outputs]))
+        passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
+        outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
+        self._handed.append(_Handed(len(self._handed), passed_on, self._given(inputs), outputs_memory))
         return outputs
 
-    def _passed_on(self) -> list[Passed]:
-        """What each run passed on, once the step is over."""
-        return [
-            Passed(
-                frozenset(
-                    position for position, storage in enumerate(outputs) if storage is not None and not storage()
-                ),
-                frozenset(number for number, computed in enumerate(inputs) if computed),
-            )
-            for inputs, outputs in self._passed
-        ]
+    def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """The inputs of a run that begins which lie in the memory of earlier runs' outputs; notes which of these are
+        held now."""
+        number = len(self._handed)
+        made = {
+            id(storage): (run, position)
+            for run, earlier in enumerate(self._handed)
+            for position, storage in earlier.held(number)
+        }
+        tensors = ((at, value) for at, value in enumerate(inputs) if _has_memory(value))
+        found = ((at, made.get(id(value.untyped_storage()))) for at, value in tensors)
+        return {at: place for at, place in found if place is not None}
 
     def captured(self, reason: str) -> CapturedCall:
-        """The call that was recorded."""
-        around = zip(self.runs, self.between.runs, self._passed_on(), strict=True)
-        runs = (replace(run, eager=eager, passed=passed) for run, eager, passed in around)
+        """The call that was recorded, once its step is over."""
+        around = zip(self.runs, self.between.runs, self._handed, strict=True)
+        runs = (replace(run, eager=eager, passed=handed.passed()) for run, eager, handed in around)
         return CapturedCall(tuple(runs), reason, self.held_bytes, self.between.peak_bytes, eager=frozenset(self.eager))
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
@@ -87,6 +89,8 @@ class Rehearsal:
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
         self.held_bytes = self.between.live_bytes
+        for handed in self._handed:
+            handed.forward_is_over()
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
         differentiable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -98,6 +102,45 @@ class Rehearsal:
             known = self.real_ids or {}
             pairs = zip(differentiable, found, strict=True)
             self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
+
+
+@dataclass
+class _Handed:
+    """What a run was given, and what becomes of its outputs."""
+
+    number: int
+    passed_on: frozenset[int]
+    """The numbers of the inputs that are values which other code computed."""
+    given: Mapping[int, tuple[int, int]]
+    """`Passed.given`."""
+    outputs: tuple[Any, ...]
+    """Weak references to the memory of each output; None for what has none of its own."""
+    held_in: dict[int, int] = field(default_factory=dict)
+    """By the position of an output the last run that began while it was held."""
+    forward_only: dict[int, int] = field(default_factory=dict)
+    """`Passed.forward_only`."""
+
+    def held(self, number: int) -> Iterator[tuple[int, Any]]:
+        """The positions and the memory of the outputs that are held now, as run `number` begins."""
+        for position, reference in enumerate(self.outputs):
+            storage = reference and reference()
+            if storage is not None:
+                self.held_in[position] = number
+                yield position, storage
+
+    def forward_is_over(self) -> None:
+        """Note which outputs are not held after the forward."""
+        gone = (at for at, reference in enumerate(self.outputs) if reference is not None and reference() is None)
+        self.forward_only = {at: self.held_in.get(at, self.number) for at in gone}
+
+    def passed(self) -> Passed:
+        """What the run passed on, once the step is over."""
+        gone = frozenset(at for at, reference in enumerate(self.outputs) if reference is not None and not reference())
+        return Passed(gone, self.passed_on, self.forward_only, self.given)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _weak_storage(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
+from memopt.capture.between import Passed
 from memopt.capture.data_sizes import most_observed
 from memopt.capture.region import CapturedCall, RegionRun, Sizes
 
@@ -21,6 +22,8 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     where `further` has runs of other regions on the same parameters in their place: a forward takes one of these ways
     and not both.
     """
+    if _numbered(known) != _numbered(further):
+        known, further = (replace(call, runs=_without_numbers(call.runs)) for call in (known, further))
     runs: list[RegionRun] = []
     for kind, begin, end, other_begin, other_end in _matched(known.runs, further.runs):
         ours, theirs = known.runs[begin:end], further.runs[other_begin:other_end]
@@ -30,7 +33,7 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
                 replace(
                     _as_observed(_larger(run, other, margin), run, other),
                     eager=run.eager | other.eager,
-                    passed=run.passed & other.passed,
+                    passed=run.passed if run.passed == other.passed else run.passed & other.passed,
                 )
                 for run, other in pairs
             ]
@@ -45,6 +48,16 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     return replace(
         known, runs=tuple(runs), held_bytes=held_bytes, after_bytes=after_bytes, input_bytes=input_bytes, eager=eager
     )
+
+
+def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
+    """The place of each run and what it passes on: runs of calls in which these are equal have the same numbers."""
+    return [(run.place, run.passed) for run in call.runs]
+
+
+def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
+    """The runs of a call whose numbers may change: what is passed on names no other run."""
+    return tuple(replace(run, passed=run.passed.without_runs()) for run in runs)
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:

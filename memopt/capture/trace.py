@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
@@ -215,6 +215,12 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
                 later = max(run.eager.before_backward, run.eager.during_backward)
                 found[-1] |= EagerBytes(before_backward=later)
     return (*found, EagerBytes(captured.after_bytes, captured.held_bytes))
+
+
+def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:
+    """What the runs that have a joint graph pass on; it names no other run where some have none."""
+    passed = tuple(run.passed for run in differentiated_runs(joints, captured))
+    return passed if len(passed) == len(captured.runs) else tuple(one.without_runs() for one in passed)
 
 
 def accumulating(

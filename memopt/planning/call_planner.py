@@ -26,8 +26,8 @@ from memopt.capture.shards import is_tensor_parallel
 from memopt.capture.trace import (
     Traces,
     accumulating,
-    differentiated_runs,
     eager_of_runs,
+    passed_of_runs,
     sizes_of_runs,
     trace_call,
     trained,
@@ -194,7 +194,7 @@ class CallPlanner(CallAccounts):
             solvers=self.options.solvers,
             run_sizes=() if captured.whole else sizes_of_runs(joints, captured),
             eager=() if captured.whole else eager_of_runs(joints, captured),
-            passed=() if captured.whole else tuple(run.passed for run in differentiated_runs(joints, captured)),
+            passed=() if captured.whole else passed_of_runs(joints, captured),
             sharded=self._sharded(captured),
             kept=captured.kept,
         )

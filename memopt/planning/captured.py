@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -128,7 +129,7 @@ class Captured:
         key = (accumulating, as_seen and self._seen_differs, left, reinplace)
         if key not in self._joined:
             self._joined[key] = replace(
-                join(self._prices(accumulating, key[1], left, reinplace=reinplace)),
+                join(self._prices(accumulating, key[1], left, reinplace=reinplace), self.passed),
                 recompute=self.recompute,
                 solvers=self.solvers,
                 link=self.link,
@@ -186,6 +187,8 @@ class Captured:
                     region.overwritten,
                     self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
                     region.receivers if region.places else None,
+                    self.passed[number].forward_only if self.passed else (),
+                    self.passed[number].given if self.passed and not region.places else (),
                 )
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
@@ -298,9 +301,9 @@ class Joined:
         self.solved.clear()
 
 
-def join(prices: Sequence[PricedGraph]) -> Joined:
+def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
     """One problem from those of the regions. A value that one region passes to the next is an output of the first, and
-    is saved."""
+    is never recomputed: it lives until the last op of any region that reads it, and as long as `passed` says."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]
@@ -323,7 +326,34 @@ def join(prices: Sequence[PricedGraph]) -> Joined:
     for region, priced in reversed(list(enumerate(prices))):
         add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
     storages = tuple(storage for priced in prices for storage in priced.problem.storages)
-    return Joined(RematProblem(tuple(ops), storages, forward_ops), tuple(owner), tuple(prices))
+    further = _reads_of_others(prices, passed)
+    linked = (
+        replace(op, reads=tuple(dict.fromkeys((*op.reads, *(starts[r] + s for r, s in further.get(place, ()))))))
+        for op, place in zip(ops, owner, strict=True)
+    )
+    return Joined(RematProblem(tuple(linked), storages, forward_ops), tuple(owner), tuple(prices))
+
+
+def _reads_of_others(
+    prices: Sequence[PricedGraph], passed: Sequence[Passed]
+) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """By an op, as `Joined.owner` names it, the outputs of regions that live until then at least: the number of the
+    region, and of the storage in its problem."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
+        for position, storage in priced.outputs.items():
+            last = mine.forward_only[position]
+            found[last, prices[last].problem.forward_ops - 1].append((region, storage))
+        for number, (maker, position) in mine.given.items():
+            if position not in prices[maker].outputs:
+                continue
+            own = priced.given.get(number)
+            readers = [at for at, op in enumerate(priced.problem.ops) if own in op.reads]
+            if own is None:  # written to, or a tensor that holds others
+                readers = [len(priced.problem.ops) - 1]
+            for at in readers:
+                found[region, at].append((maker, prices[maker].outputs[position]))
+    return found
 
 
 def _tangents(problem: RematProblem) -> int:

@@ -31,7 +31,7 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
 NO_STEPS = ParameterSteps()
-PASSED_OUTPUTS, PASSED_GRADIENTS = "passed_outputs", "passed_gradients"
+PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
 """The names of the ops to which results live that one of several regions passes on."""
 RETURN_OUTPUTS = "return_outputs"
 """The name of the op that keeps results which the caller lets go when the backward begins."""
@@ -52,6 +52,8 @@ def price(
     overwritten: Collection[int] = (),
     reductions: Collection[Reduction] = (),
     receivers: Mapping[int, int] | None = None,
+    forward_only: Collection[int] = (),
+    given: Collection[int] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -75,6 +77,9 @@ def price(
         reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
             is made, and of which one card's share takes the place.
         receivers: position among the gradients → number of the input whose gradient it is; None where these are equal.
+        forward_only: those among the `passed` outputs that nobody holds any more once the call's forward is over.
+        given: the numbers of the inputs that are outputs of earlier regions: each is a storage of no bytes here, so
+            that it is known which ops read it.
     """
     return _Pricer(
         joint,
@@ -91,6 +96,8 @@ def price(
         overwritten,
         reductions,
         receivers,
+        forward_only,
+        given,
     ).run()
 
 
@@ -112,6 +119,8 @@ class _Pricer:
     overwritten: Collection[int]
     reductions: Collection[Reduction]
     receivers: Mapping[int, int] | None
+    forward_only: Collection[int]
+    given: Collection[int]
     reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
@@ -119,7 +128,9 @@ class _Pricer:
     kept: set[int] = field(default_factory=set)
     """Storages that live to the end of the step."""
     lent: set[int] = field(default_factory=set)
-    """Storages of outputs that live until the backward begins."""
+    """Storages of outputs that are passed on."""
+    read_by_others: dict[int, int] = field(default_factory=dict)
+    """Position of an output that is held in the forward only → its storage of the graph."""
     given_on: set[int] = field(default_factory=set)
     """Storages of gradients that live to the end of the backward."""
     tangents: set[int] = field(default_factory=set)
@@ -161,9 +172,12 @@ class _Pricer:
         self.reduced = place_reductions(self.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
         self.lent = self.passed_results(range(self.forward_outputs))
+        held = self.passed_results(set(range(self.forward_outputs)).difference(self.forward_only))
+        self.read_by_others = self.storages_at(self.forward_only, self.lent - held)
         self.given_on = self.passed_results(range(self.forward_outputs, len(self.results)))
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
+        linked = self.add_given()
         for node in forward:
             if is_random(node):
                 self.add_generator_state(node)
@@ -171,7 +185,7 @@ class _Pricer:
         self.add_return()
         forward_ops = len(self.ops)
         self.add_tangents()
-        self.add_end(PASSED_OUTPUTS, self.lent)
+        self.add_end(PASSED_OUTPUTS, held)
         for node in backward:
             self.add(node, paths[node], -1, recomputable=False)
             for step in self.placed.get(node, ()):
@@ -183,9 +197,32 @@ class _Pricer:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps)
+        outputs = {at: self.number[index] for at, index in self.read_by_others.items() if index in self.number}
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps, outputs, linked)
 
-    def passed_results(self, positions: range) -> set[int]:
+    def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
+        """The storage of each of the results at these positions that lies in one of some storages."""
+        nodes = ((position, self.results[position]) for position in positions)
+        found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
+        return {at: index for at, indices in found for index in indices if index in among}
+
+    def add_given(self) -> dict[int, int]:
+        """Append the op that stands for the regions whose outputs are given to this one, if there are any; return the
+        storage of each by the input's number."""
+        nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        indices = ((number, index) for number in self.given for index in self.storages.of.get(nodes[number], ()))
+        linked = {number: index for number, index in indices if index not in self.mutated}
+        for number, index in linked.items():
+            self.number[index] = len(self.listed)
+            self.listed.append(Storage(f"given_{number}", 0, movable=False))
+            self.values.append("")
+            self.resident.discard(index)
+        if linked:
+            made = tuple(self.number[index] for index in linked.values())
+            self.append(Op(GIVEN, 0.0, (), made, recomputable=False))
+        return {number: self.number[index] for number, index in linked.items()}
+
+    def passed_results(self, positions: Collection[int]) -> set[int]:
         """Storages of the results at these positions that are passed on, and of none that is kept."""
         passed = set(self.passed or ()).intersection(positions)
         nodes = [self.results[position] for position in passed]

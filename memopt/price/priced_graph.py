@@ -49,3 +49,7 @@ class PricedGraph:
     """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
     steps: Mapping[int, PricedParameterStep] = field(default_factory=lambda: MappingProxyType({}))
     """The parameter steps, by the number of their op; read-only."""
+    outputs: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Of one of several regions, position of an output that is held in the call's forward only → its storage."""
+    given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Number of an input that is an output of another region → a storage of no bytes, read by the ops that read it."""

@@ -108,6 +108,17 @@ def test_two_captures_together() -> None:
     assert [run.sizes[at] for run in experts[-2:]] == [40, 4]
 
 
+def test_captures_whose_runs_have_other_numbers_say_nothing_that_depends_on_these() -> None:
+    model, calls = routed((20, 30, 14))
+    call = capture(model, calls, (20, 30, 14))
+    assert any(run.passed.given for run in call.runs)
+    assert any(run.passed.forward_only for run in call.runs)
+    assert [run.passed for run in together(call, call).runs] == [run.passed for run in call.runs]
+    both = together(call, replace(call, runs=(*call.runs[:1], *call.runs[2:])))
+    assert not any(run.passed.given or run.passed.forward_only for run in both.runs)
+    assert [run.passed.outputs for run in both.runs] == [run.passed.outputs for run in call.runs]
+
+
 def test_a_forward_takes_one_of_two_ways_over_the_same_parameters() -> None:
     model, calls = routed((20, 30, 14))
     call = capture(model, calls, (20, 30, 14))
