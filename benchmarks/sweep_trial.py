@@ -112,12 +112,14 @@ def planned(
 def accumulation(twin: Twin, untouched: nn.Module, batch: dict[str, Any], stage: str) -> dict[str, Any]:
     """A step of two forwards and backwards, beside one of the `untouched` model from the same state; a budget too small
     for it is no fault."""
+    plain = Twin(untouched, batch)
+    steps(plain)  # what a forward does only the first time is over for both
     state = {**dict(twin.model.named_parameters()), **dict(twin.model.named_buffers())}
     with torch.no_grad():
         for name, value in (*untouched.named_parameters(), *untouched.named_buffers()):
             value.copy_(state[name])
-    plain = Twin(untouched, batch)
     plain.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
+    plain.run = Run([], {}, [])
     plain.step("accumulated", 2)
     twin.run = Run([], {}, [])
     try:

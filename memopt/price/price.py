@@ -12,7 +12,7 @@ from torch import fx
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
 from memopt.price.parameter_steps import ParameterSteps, PlacedParameterStep, place_steps
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.priced_graph import GENERATOR_STATE_BYTES, HandedOn, NodePrice, PricedGraph, PricedParameterStep
 from memopt.price.reductions import PlacedReduction, Reduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
@@ -31,6 +31,7 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
 NO_STEPS = ParameterSteps()
+_KEEPS_ALL = HandedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
 """The names of the ops to which results live that one of several regions passes on."""
 RETURN_OUTPUTS = "return_outputs"
@@ -48,12 +49,10 @@ def price(
     steps: ParameterSteps = NO_STEPS,
     reuses: Collection[FoundReuse] = (),
     released: Collection[int] = (),
-    passed: Collection[int] | None = None,
+    handed_on: HandedOn | None = None,
     overwritten: Collection[int] = (),
     reductions: Collection[Reduction] = (),
     receivers: Mapping[int, int] | None = None,
-    forward_only: Collection[int] = (),
-    given: Collection[int] = (),
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -70,16 +69,12 @@ def price(
             where that is possible, the others at the end, one after the other.
         reuses: the calls of the backward whose results take an operand's memory.
         released: positions of the forward's results that its caller holds to the end of the forward only.
-        passed: for one of several regions, the positions among all results of those that are passed on: outputs that
-            are held until the region's backward begins, and gradients that belong to others once it ends.
+        handed_on: for one of several regions, what it hands to other code and is given by other regions.
         overwritten: the numbers of the inputs that are written over when the forward is done: nothing that reads one is
             recomputed.
         reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
             is made, and of which one card's share takes the place.
         receivers: position among the gradients → number of the input whose gradient it is; None where these are equal.
-        forward_only: those among the `passed` outputs that nobody holds any more once the call's forward is over.
-        given: the numbers of the inputs that are outputs of earlier regions: each is a storage of no bytes here, so
-            that it is known which ops read it.
     """
     return _Pricer(
         joint,
@@ -92,12 +87,10 @@ def price(
         steps,
         reuses,
         released,
-        passed,
+        handed_on,
         overwritten,
         reductions,
         receivers,
-        forward_only,
-        given,
     ).run()
 
 
@@ -115,12 +108,10 @@ class _Pricer:
     steps: ParameterSteps
     reuses: Collection[FoundReuse]
     released: Collection[int]
-    passed: Collection[int] | None
+    handed_on: HandedOn | None
     overwritten: Collection[int]
     reductions: Collection[Reduction]
     receivers: Mapping[int, int] | None
-    forward_only: Collection[int]
-    given: Collection[int]
     reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
@@ -128,8 +119,8 @@ class _Pricer:
     kept: set[int] = field(default_factory=set)
     """Storages that live to the end of the step."""
     lent: set[int] = field(default_factory=set)
-    """Storages of outputs that are passed on."""
-    read_by_others: dict[int, int] = field(default_factory=dict)
+    """Storages of outputs that are handed on."""
+    forward_only: dict[int, int] = field(default_factory=dict)
     """Position of an output that is held in the forward only → its storage of the graph."""
     given_on: set[int] = field(default_factory=set)
     """Storages of gradients that live to the end of the backward."""
@@ -171,13 +162,14 @@ class _Pricer:
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
         self.reduced = place_reductions(self.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
-        self.lent = self.passed_results(range(self.forward_outputs))
-        held = self.passed_results(set(range(self.forward_outputs)).difference(self.forward_only))
-        self.read_by_others = self.storages_at(self.forward_only, self.lent - held)
-        self.given_on = self.passed_results(range(self.forward_outputs, len(self.results)))
+        outputs, handed_on = range(self.forward_outputs), self.handed_on or _KEEPS_ALL
+        self.lent = self.handed_on_among(outputs)
+        held = self.handed_on_among(set(outputs).difference(handed_on.forward_only))
+        self.forward_only = self.storages_at(handed_on.forward_only, self.lent - held)
+        self.given_on = self.handed_on_among(range(self.forward_outputs, len(self.results)))
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
-        linked = self.add_given()
+        given = self.add_given(handed_on.given)
         for node in forward:
             if is_random(node):
                 self.add_generator_state(node)
@@ -193,12 +185,12 @@ class _Pricer:
             for reduction in self.reduced.get(node, ()):
                 self.add_reduction(reduction)
         self.add_hand_over()
-        if self.passed is not None:
+        if self.handed_on is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
-        outputs = {at: self.number[index] for at, index in self.read_by_others.items() if index in self.number}
-        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps, outputs, linked)
+        read = {at: self.number[index] for at, index in self.forward_only.items() if index in self.number}
+        return PricedGraph(problem, tuple(self.nodes), tuple(self.modules), tuple(self.values), steps, read, given)
 
     def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
         """The storage of each of the results at these positions that lies in one of some storages."""
@@ -206,11 +198,11 @@ class _Pricer:
         found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
         return {at: index for at, indices in found for index in indices if index in among}
 
-    def add_given(self) -> dict[int, int]:
-        """Append the op that stands for the regions whose outputs are given to this one, if there are any; return the
-        storage of each by the input's number."""
+    def add_given(self, numbers: Collection[int]) -> dict[int, int]:
+        """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any;
+        return the storage of each, which has no bytes: it says which ops read the input."""
         nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-        indices = ((number, index) for number in self.given for index in self.storages.of.get(nodes[number], ()))
+        indices = ((number, index) for number in numbers for index in self.storages.of.get(nodes[number], ()))
         linked = {number: index for number, index in indices if index not in self.mutated}
         for number, index in linked.items():
             self.number[index] = len(self.listed)
@@ -222,10 +214,10 @@ class _Pricer:
             self.append(Op(GIVEN, 0.0, (), made, recomputable=False))
         return {number: self.number[index] for number, index in linked.items()}
 
-    def passed_results(self, positions: Collection[int]) -> set[int]:
-        """Storages of the results at these positions that are passed on, and of none that is kept."""
-        passed = set(self.passed or ()).intersection(positions)
-        nodes = [self.results[position] for position in passed]
+    def handed_on_among(self, positions: Collection[int]) -> set[int]:
+        """Storages of the results at these positions that are handed on, and of none that is kept."""
+        handed_on = (self.handed_on or _KEEPS_ALL).results.intersection(positions)
+        nodes = [self.results[position] for position in handed_on]
         found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         return found - self.kept - self.resident
 
@@ -239,7 +231,7 @@ class _Pricer:
         gone = {
             *self.accumulated,
             *self.released,
-            *(self.passed or ()),
+            *(self.handed_on or _KEEPS_ALL).results,
             *(step.position for steps in self.placed.values() for step in steps),
             *(position for placed in self.reduced.values() for one in placed for position in one.reduction.positions),
         }
@@ -347,7 +339,7 @@ class _Pricer:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
         for node in self.graph.nodes:
             if is_tangent(node):
-                (self.kept if self.passed is None else self.tangents).update(self.storages.of[node])
+                (self.kept if self.handed_on is None else self.tangents).update(self.storages.of[node])
                 makes = tuple(self.list_storage(index) for index in self.storages.of[node])
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 

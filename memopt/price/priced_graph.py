@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -25,6 +25,19 @@ class NodePrice:
     calls: tuple[BlockCall, ...] = ()
     """The allocator's calls within the evaluation, the results' blocks numbered as the node returns them; empty where
     they are not known (`Op.calls`)."""
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """What one of the regions of a call hands to other code, and what it is given by other regions."""
+
+    results: frozenset[int]
+    """Positions, among all results of its joint graph, of outputs that are held until its backward begins at most, and
+    of gradients that belong to others once it ends."""
+    forward_only: Collection[int] = ()
+    """Those of the outputs that nobody holds any more once the call's forward is over."""
+    given: Collection[int] = ()
+    """The numbers of the inputs that are outputs of earlier regions."""
 
 
 @dataclass(frozen=True)
