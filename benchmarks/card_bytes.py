@@ -169,8 +169,6 @@ def run(job: Job) -> Iterator[Record]:
     memopt.optimize(model, ROOMY_GB, example_inputs=batch, optimizer=optimizer, **options)
     plain = memopt.plan_of(model).plain_peak_gb
     least = smallest_gb(model, batch, optimizer=optimizer, **options)
-    if way.microbatches > 1:
-        least = smallest_of_step_gb(model, optimizer, batch, least, options, way.microbatches)
     for share in job.shares:
         budget_gb = REFUSED * least if share is None else least + share * max(0.0, plain - least)
         found: dict[str, Any] = {"share": share, "budget_gb": budget_gb}
@@ -199,29 +197,6 @@ def smallest_gb(model: torch.nn.Module, batch: Any, **options: Any) -> float:
     except memopt.BudgetError as refusal:
         return refusal.smallest_gb
     raise AssertionError(f"a plan for {TINY_GB} GB")
-
-
-def smallest_of_step_gb(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    budget_gb: float,
-    options: dict[str, Any],
-    microbatches: int,
-) -> float:
-    """The smallest budget, from `budget_gb` on, with which a step of `TrainStep` is not refused: from the second
-    microbatch on, gradients are held."""
-    for _ in range(microbatches):
-        memopt.optimize(model, budget_gb, example_inputs=batch, optimizer=optimizer, **options)
-        try:
-            stepping(model, memopt.wrap_optimizer(model, optimizer), batch, microbatches)()
-        except memopt.BudgetError as refusal:
-            budget_gb = refusal.smallest_gb
-        else:
-            break
-        finally:
-            optimizer.zero_grad()
-    return budget_gb
 
 
 def trained(
