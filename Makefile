@@ -63,9 +63,10 @@ browser:
 	apt-get update -qq
 	apt-get install -y -qq --no-install-recommends chromium chromium-driver
 
-$(CARD_INSTALLED): pyproject.toml
+$(CARD_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(CARD)
-	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(CARD_TORCH) -e ".[dev]"
+	grep -v '^torch==' constraints.txt > $(CARD)/constraints.txt
+	$(CARD)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CARD)/constraints.txt torch==$(CARD_TORCH) -e ".[dev]"
 	touch $@
 
 # Goes on where it stopped; SWEEP="--stages smallest default --limit-minutes 60" takes its options.
