@@ -306,10 +306,13 @@ def main() -> None:
     for mine in product(names, chosen.optimizers, chosen.backends, [chosen.expandable], chosen.ways):
         done = {one.share for one in records if tuple(getattr(one, name) for name in JOB) == mine}
         shares = tuple(share for share in chosen.shares if share not in done)
-        for record in in_process(Job(*mine, size, shares)) if shares else ():
-            records.append(record)
-            write_result(chosen.to, as_document(records))
-            print(record, file=sys.stderr, flush=True)
+        # Once they have trained, parameters in bfloat16 stay so.
+        alone = mine[-1] == "bf16_parameters"
+        for some in [(one,) for one in shares] if alone else [shares] if shares else []:
+            for record in in_process(Job(*mine, size, some)):
+                records.append(record)
+                write_result(chosen.to, as_document(records))
+                print(record, file=sys.stderr, flush=True)
     show(records)
 
 
