@@ -18,6 +18,7 @@ from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
 from memopt.capture.dynamo import Backend, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.together import with_most_held
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.pytree import tree_leaves
@@ -189,7 +190,8 @@ def rehearse(
 
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
     """Capture a call with the regions that its later runs will pass through: `capture` is called a second time where
-    Dynamo may choose other compilations then, and the second capture is returned if its regions are others.
+    Dynamo may choose other compilations then, and the second capture is returned if its regions are others. Where they
+    are the same, code between them may hold more at the second call: what a model remembers of the first one.
 
     `backend` recorded the regions. The model must be the same before and after `capture`.
     """
@@ -197,7 +199,7 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
     if not may_run_other_regions(backend):
         return found
     again = capture()
-    return again if again.places != found.places else found
+    return again if again.places != found.places else with_most_held(found, again)
 
 
 @contextmanager
