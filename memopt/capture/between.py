@@ -54,13 +54,13 @@ class Passed:
     """Number of an input that lies in the memory of an earlier run's output → that run and the output's position."""
 
     def __and__(self, other: Passed) -> Passed:
-        """What both have. What depends on the numbers of runs is left out: outputs then count as held until the
-        region's backward begins."""
+        """What holds in both of two captures. References to other runs by number are dropped, as the numbers may
+        differ: outputs then count as held until the region's backward begins."""
         return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
 
     def without_runs(self) -> Passed:
-        """The same without what depends on the numbers of runs."""
-        return self & self
+        """A copy without references to other runs by number."""
+        return Passed(self.outputs, self.gradients)
 
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]

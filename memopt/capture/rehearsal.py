@@ -18,7 +18,7 @@ from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
 from memopt.capture.dynamo import Backend, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.capture.together import with_most_held
+from memopt.capture.together import together
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.pytree import tree_leaves
@@ -43,8 +43,8 @@ class Rehearsal:
         self.real_ids, self.low = real_ids, low
         self.between = Between(gathered)
         self.runs: list[RegionRun] = []
-        self._handed: list[_Handed] = []
-        """For each run what it was given, and what became of its outputs."""
+        self._values: list[_ValuesOfRun] = []
+        """The inputs and outputs of each run, in the order of the runs."""
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
         self.eager: set[int] = set()
@@ -62,16 +62,16 @@ class Rehearsal:
         self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
-        self._handed.append(_Handed(len(self._handed), passed_on, self._given(inputs), outputs_memory))
+        self._values.append(_ValuesOfRun(len(self._values), passed_on, self._given(inputs), outputs_memory))
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """The inputs of a run that begins which lie in the memory of earlier runs' outputs; notes which of these are
         held now."""
-        number = len(self._handed)
+        number = len(self._values)
         made = {
             id(storage): (run, position)
-            for run, earlier in enumerate(self._handed)
+            for run, earlier in enumerate(self._values)
             for position, storage in earlier.held(number)
         }
         tensors = ((at, value) for at, value in enumerate(inputs) if _has_memory(value))
@@ -80,8 +80,8 @@ class Rehearsal:
 
     def captured(self, reason: str) -> CapturedCall:
         """The call that was recorded, once its step is over."""
-        around = zip(self.runs, self.between.runs, self._handed, strict=True)
-        runs = (replace(run, eager=eager, passed=handed.passed()) for run, eager, handed in around)
+        around = zip(self.runs, self.between.runs, self._values, strict=True)
+        runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
         return CapturedCall(tuple(runs), reason, self.held_bytes, self.between.peak_bytes, eager=frozenset(self.eager))
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
@@ -90,8 +90,8 @@ class Rehearsal:
         roots = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
         self.held_bytes = self.between.live_bytes
-        for handed in self._handed:
-            handed.forward_is_over()
+        for values in self._values:
+            values.forward_is_over()
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
         differentiable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -106,8 +106,8 @@ class Rehearsal:
 
 
 @dataclass
-class _Handed:
-    """What a run was given, and what becomes of its outputs."""
+class _ValuesOfRun:
+    """The values that a run of a region took from earlier runs, and how long its own outputs stay in memory."""
 
     number: int
     passed_on: frozenset[int]
@@ -135,7 +135,7 @@ class _Handed:
         self.forward_only = {at: self.held_in.get(at, self.number) for at in gone}
 
     def passed(self) -> Passed:
-        """What the run passed on, once the step is over."""
+        """Which values the run shares with other code, and how long; to be asked for once the step is over."""
         gone = frozenset(at for at, reference in enumerate(self.outputs) if reference is not None and not reference())
         return Passed(gone, self.passed_on, self.forward_only, self.given)
 
@@ -191,7 +191,7 @@ def rehearse(
 def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> CapturedCall:
     """Capture a call with the regions that its later runs will pass through: `capture` is called a second time where
     Dynamo may choose other compilations then, and the second capture is returned if its regions are others. Where they
-    are the same, code between them may hold more at the second call: what a model remembers of the first one.
+    are the same, both captures are planned for: a model may keep a value of its first call and hold more in the second.
 
     `backend` recorded the regions. The model must be the same before and after `capture`.
     """
@@ -199,7 +199,7 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
     if not may_run_other_regions(backend):
         return found
     again = capture()
-    return again if again.places != found.places else with_most_held(found, again)
+    return again if again.places != found.places else together(found, again, margin=1.0)
 
 
 @contextmanager

@@ -73,14 +73,6 @@ def _matched(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> Sequence
     return SequenceMatcher(None, places, other_places, autojunk=False).get_opcodes()
 
 
-def with_most_held(call: CapturedCall, same: CapturedCall) -> CapturedCall:
-    """A copy of `call` with the most bytes that code between regions holds in it, or in a call of the same runs."""
-    pairs = zip(call.runs, same.runs, strict=True)
-    runs = tuple(replace(run, eager=run.eager | other.eager) for run, other in pairs)
-    held_bytes = max(call.held_bytes, same.held_bytes)
-    return replace(call, runs=runs, held_bytes=held_bytes, after_bytes=max(call.after_bytes, same.after_bytes))
-
-
 def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
     """A copy of `call` with the bytes of the code between regions multiplied by `factor`."""
     held_bytes, after_bytes = math.ceil(factor * call.held_bytes), math.ceil(factor * call.after_bytes)

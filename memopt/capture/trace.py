@@ -218,7 +218,8 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:
-    """What the runs that have a joint graph pass on; it names no other run where some have none."""
+    """`RegionRun.passed` of the runs that have a joint graph. Where some run has none, the numbers of the others
+    change, and references to runs by number are dropped."""
     passed = tuple(run.passed for run in differentiated_runs(joints, captured))
     return passed if len(passed) == len(captured.runs) else tuple(one.without_runs() for one in passed)
 

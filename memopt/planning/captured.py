@@ -25,7 +25,7 @@ from memopt.price.eager_ops import with_eager
 from memopt.price.node_prices import price_nodes
 from memopt.price.parameter_steps import ParameterSteps
 from memopt.price.price import price
-from memopt.price.priced_graph import HandedOn, NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.priced_graph import NodePrice, PassedOn, PricedGraph, PricedParameterStep
 from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution, Solver
 from passes.graphs.node_facts import is_tangent
@@ -183,7 +183,7 @@ class Captured:
                     self._steps(region, left),
                     region.reuses if reinplace else (),
                     region.released,
-                    self._handed_on(number),
+                    self._passed_on(number),
                     region.overwritten,
                     self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
                     region.receivers if region.places else None,
@@ -191,17 +191,18 @@ class Captured:
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
 
-    def _handed_on(self, number: int) -> HandedOn | None:
-        """What a region hands to other code; None for one region, whose results all stay to the end of the step."""
+    def _passed_on(self, number: int) -> PassedOn | None:
+        """The results of a region that other code takes, and its inputs that are other regions' outputs. None for a
+        call in one region, whose results all stay in memory to the end of the step."""
         if not self.passed:
             return None
         region, passed = self.regions[number], self.passed[number]
         (results,) = region.trace.region.graph_module.graph.output_node().args
         outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
         gradients = {region.forward_outputs + given for given in passed.gradients}
-        # Of an input that holds other tensors, the graph has these in its place.
+        # Where tensor subclasses are unwrapped, the numbers of the graph's inputs are others.
         given = () if region.places else tuple(passed.given)
-        return HandedOn(outputs | gradients, tuple(passed.forward_only), given)
+        return PassedOn(outputs | gradients, tuple(passed.forward_only), given)
 
     def _prices_of_nodes(self, number: int, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
         """The prices of the nodes of region `number`, made once for all runs of one graph with the same sizes."""

@@ -12,7 +12,7 @@ from torch import fx
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
 from memopt.price.parameter_steps import ParameterSteps, PlacedParameterStep, place_steps
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES, HandedOn, NodePrice, PricedGraph, PricedParameterStep
+from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PassedOn, PricedGraph, PricedParameterStep
 from memopt.price.reductions import PlacedReduction, Reduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
@@ -31,7 +31,7 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 
 NO_STEPS = ParameterSteps()
-_KEEPS_ALL = HandedOn(frozenset())
+_KEEPS_ALL = PassedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
 """The names of the ops to which results live that one of several regions passes on."""
 RETURN_OUTPUTS = "return_outputs"
@@ -49,7 +49,7 @@ def price(
     steps: ParameterSteps = NO_STEPS,
     reuses: Collection[FoundReuse] = (),
     released: Collection[int] = (),
-    handed_on: HandedOn | None = None,
+    passed_on: PassedOn | None = None,
     overwritten: Collection[int] = (),
     reductions: Collection[Reduction] = (),
     receivers: Mapping[int, int] | None = None,
@@ -69,7 +69,7 @@ def price(
             where that is possible, the others at the end, one after the other.
         reuses: the calls of the backward whose results take an operand's memory.
         released: positions of the forward's results that its caller holds to the end of the forward only.
-        handed_on: for one of several regions, what it hands to other code and is given by other regions.
+        passed_on: for one of several regions, the results that other code takes, and the inputs from other regions.
         overwritten: the numbers of the inputs that are written over when the forward is done: nothing that reads one is
             recomputed.
         reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
@@ -87,7 +87,7 @@ def price(
         steps,
         reuses,
         released,
-        handed_on,
+        passed_on,
         overwritten,
         reductions,
         receivers,
@@ -108,7 +108,7 @@ class _Pricer:
     steps: ParameterSteps
     reuses: Collection[FoundReuse]
     released: Collection[int]
-    handed_on: HandedOn | None
+    passed_on: PassedOn | None
     overwritten: Collection[int]
     reductions: Collection[Reduction]
     receivers: Mapping[int, int] | None
@@ -119,7 +119,7 @@ class _Pricer:
     kept: set[int] = field(default_factory=set)
     """Storages that live to the end of the step."""
     lent: set[int] = field(default_factory=set)
-    """Storages of outputs that are handed on."""
+    """Storages of outputs that are passed on."""
     forward_only: dict[int, int] = field(default_factory=dict)
     """Position of an output that is held in the forward only → its storage of the graph."""
     given_on: set[int] = field(default_factory=set)
@@ -162,14 +162,14 @@ class _Pricer:
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
         self.reduced = place_reductions(self.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
-        outputs, handed_on = range(self.forward_outputs), self.handed_on or _KEEPS_ALL
-        self.lent = self.handed_on_among(outputs)
-        held = self.handed_on_among(set(outputs).difference(handed_on.forward_only))
-        self.forward_only = self.storages_at(handed_on.forward_only, self.lent - held)
-        self.given_on = self.handed_on_among(range(self.forward_outputs, len(self.results)))
+        outputs, passed_on = range(self.forward_outputs), self.passed_on or _KEEPS_ALL
+        self.lent = self.passed_on_among(outputs)
+        held = self.passed_on_among(set(outputs).difference(passed_on.forward_only))
+        self.forward_only = self.storages_at(passed_on.forward_only, self.lent - held)
+        self.given_on = self.passed_on_among(range(self.forward_outputs, len(self.results)))
         paths = {node: module_path(node) for node in (*forward, *backward)}
         blocks = number_blocks([paths[node] for node in forward])
-        given = self.add_given(handed_on.given)
+        given = self.add_given(passed_on.given)
         for node in forward:
             if is_random(node):
                 self.add_generator_state(node)
@@ -185,7 +185,7 @@ class _Pricer:
             for reduction in self.reduced.get(node, ()):
                 self.add_reduction(reduction)
         self.add_hand_over()
-        if self.handed_on is not None:
+        if self.passed_on is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
@@ -214,10 +214,10 @@ class _Pricer:
             self.append(Op(GIVEN, 0.0, (), made, recomputable=False))
         return {number: self.number[index] for number, index in linked.items()}
 
-    def handed_on_among(self, positions: Collection[int]) -> set[int]:
-        """Storages of the results at these positions that are handed on, and of none that is kept."""
-        handed_on = (self.handed_on or _KEEPS_ALL).results.intersection(positions)
-        nodes = [self.results[position] for position in handed_on]
+    def passed_on_among(self, positions: Collection[int]) -> set[int]:
+        """Storages of the results at these positions that are passed on, and of none that is kept."""
+        passed_on = (self.passed_on or _KEEPS_ALL).results.intersection(positions)
+        nodes = [self.results[position] for position in passed_on]
         found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         return found - self.kept - self.resident
 
@@ -231,7 +231,7 @@ class _Pricer:
         gone = {
             *self.accumulated,
             *self.released,
-            *(self.handed_on or _KEEPS_ALL).results,
+            *(self.passed_on or _KEEPS_ALL).results,
             *(step.position for steps in self.placed.values() for step in steps),
             *(position for placed in self.reduced.values() for one in placed for position in one.reduction.positions),
         }
@@ -339,7 +339,7 @@ class _Pricer:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
         for node in self.graph.nodes:
             if is_tangent(node):
-                (self.kept if self.handed_on is None else self.tangents).update(self.storages.of[node])
+                (self.kept if self.passed_on is None else self.tangents).update(self.storages.of[node])
                 makes = tuple(self.list_storage(index) for index in self.storages.of[node])
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 

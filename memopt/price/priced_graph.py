@@ -28,8 +28,8 @@ class NodePrice:
 
 
 @dataclass(frozen=True)
-class HandedOn:
-    """What one of the regions of a call hands to other code, and what it is given by other regions."""
+class PassedOn:
+    """Of one of the regions of a call, the results that other code takes and the inputs that are outputs of others."""
 
     results: frozenset[int]
     """Positions, among all results of its joint graph, of outputs that are held until its backward begins at most, and

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memopt.capture.between import EagerBytes
+from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.region import CapturedCall
-from memopt.capture.together import known_places, together, with_most_held
+from memopt.capture.together import known_places, together
 from memopt.planning.extended import METHOD
 from memopt.run.training import TrainingCalls
 from memopt.run.ways import Ways
@@ -109,17 +109,19 @@ def test_two_captures_together() -> None:
     assert [run.sizes[at] for run in experts[-2:]] == [40, 4]
 
 
-def test_the_most_that_code_between_regions_holds_in_two_captures() -> None:
-    """A model may hold more from its second call on: what it remembers of the first one."""
+def test_two_captures_of_one_call_are_planned_for_the_more_that_is_held() -> None:
+    """A model may keep a value of its first call: it then holds more in the second, and an output for longer."""
     model, calls = routed((20, 30, 14))
     call = capture(model, calls, (20, 30, 14))
     more = EagerBytes(before=1 << 30, during_backward=1 << 20)
-    held = replace(call.runs[0], eager=more)
-    both = with_most_held(call, replace(call, runs=(held, *call.runs[1:]), held_bytes=call.held_bytes + 8))
+    held = replace(call.runs[0], eager=more, passed=Passed())
+    both = together(call, replace(call, runs=(held, *call.runs[1:]), held_bytes=call.held_bytes + 8), margin=1.0)
     assert both.runs[0].eager == call.runs[0].eager | more
     assert [run.eager for run in both.runs[1:]] == [run.eager for run in call.runs[1:]]
     assert both.held_bytes == call.held_bytes + 8
     assert both.after_bytes == call.after_bytes
+    assert [(run.most, run.sizes) for run in both.runs] == [(run.most, run.sizes) for run in call.runs]
+    assert not any(run.passed.forward_only for run in both.runs)
 
 
 def test_captures_whose_runs_have_other_numbers_say_nothing_that_depends_on_these() -> None:
