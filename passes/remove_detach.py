@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from passes.graph_pass import GraphKind
 from passes.graphs.node_facts import may_write
+from passes.graphs.op_kinds import is_view
 from passes.rewrite_pattern import RewritePattern
 
 _NO_OPERATIONS = frozenset(
@@ -19,7 +20,8 @@ _NO_OPERATIONS = frozenset(
 class RemoveDetach(RewritePattern[Node]):
     """Replaces detach, alias and lift_fresh by their input: after differentiation they compute nothing.
 
-    One that is returned is kept if its input is returned or an input of the graph: they must remain two tensors.
+    One that is returned, itself or by a view, is kept if its input is returned, an input of the graph, or a view: they
+    must remain two tensors. Autograd takes a view of a returned tensor that requires gradients to require them, too.
 
     Before:
         tanh: f32[4] = aten.tanh(primals_1)
@@ -37,13 +39,18 @@ class RemoveDetach(RewritePattern[Node]):
             return None
         (source,) = node.all_input_nodes
         returned = node.graph.output_node()
-        must_differ = source.op in ("placeholder", "get_attr") or returned in source.users
-        if (returned in node.users and must_differ) or _written_to(node) or _written_to(source):
+        must_differ = source.op in ("placeholder", "get_attr") or returned in source.users or is_view(source)
+        if (must_differ and _is_returned(node, returned)) or _written_to(node) or _written_to(source):
             return None
         return source
 
     def replace(self, node: Node, found: Node) -> Node:
         return found
+
+
+def _is_returned(node: Node, returned: Node) -> bool:
+    """Returns whether the graph returns the tensor or a view of it."""
+    return returned in node.users or any(_is_returned(user, returned) for user in node.users if is_view(user))
 
 
 def _written_to(node: Node) -> bool:

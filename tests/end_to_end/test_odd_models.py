@@ -184,3 +184,27 @@ def test_training_loss_is_one_region_with_the_loss() -> None:
     assert_same(trained, plain)
     assert trained.peak_bytes <= budget * GIB
     assert same(memopt.training_loss(model.eval(), pair).detach(), trained.returned)
+
+
+class ReturnsDetached(nn.Module):
+    """Its output beside a detached part of it, which a caller may turn into an array."""
+
+    def __init__(self, *, view_first: bool) -> None:
+        super().__init__()
+        self.lin, self.view_first = nn.Linear(8, 8), view_first
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.lin(h).sin()
+        return h, h[0].detach() if self.view_first else h.detach()[0]
+
+
+@pytest.mark.parametrize("view_first", [True, False])
+def test_a_detached_part_of_an_output_requires_no_gradient(view_first: bool) -> None:
+    model, h = ReturnsDetached(view_first=view_first), torch.randn(4, 8)
+    plain, _ = model(h)
+    memopt.optimize(model, 1.0, example_inputs=(h,), optimizer=None, precision="fp32", allow={"recompute"})
+    output, detached = model(h)
+    assert memopt.plan_of(model)
+    assert output.requires_grad
+    assert not detached.requires_grad
+    assert torch.equal(torch.from_numpy(detached.numpy()), plain.detach()[0])

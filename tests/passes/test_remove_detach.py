@@ -68,3 +68,12 @@ def test_what_is_written_to_stays() -> None:
 
 def test_nothing_detached_nothing_done() -> None:
     assert not diff_graphs(dynamic_mlp().graph_module, RemoveDetach()(dynamic_mlp().graph_module))
+
+
+def test_a_returned_view_keeps_the_detach_that_is_all_it_has_of_its_own() -> None:
+    sketch = Sketch()
+    tanh = sketch.call(aten.tanh.default, sketch.input("primals_1", 4, 4))
+    before_view = sketch.call(aten.select.int, sketch.call(aten.detach.default, tanh), 0, 0)
+    after_view = sketch.call(aten.detach.default, sketch.call(aten.select.int, tanh, 0, 1))
+    before = sketch.returns(tanh, before_view, after_view)
+    assert not diff_graphs(before, RemoveDetach()(before))
