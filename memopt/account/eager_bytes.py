@@ -14,9 +14,7 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in
-from memopt.device.workspace import call_workspace_bytes
-from memopt.device.workspace_rules import SCALARS
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import eager_workspace_bytes
 
 
 class ValueIsRead(Exception):
@@ -70,10 +68,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if next(tensors_in(result), None) is None:
             return 0
         call = describe(func, args, kwargs, result)
-        bound = estimate_workspace(call, self._kernels_of)
-        if bound > SCALARS and self.live_bytes + bound > self.peak_bytes and self._kernels_of == "cpu":
-            return call_workspace_bytes(call, "cpu")
-        return bound
+        return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
         """Raise the peak, and stop the count where it exceeds `most_bytes`."""

@@ -13,8 +13,12 @@ import torch
 from torch import fx
 
 from memopt.compat.autograd import hooks_left_out
+from memopt.compat.fakes import device_type_of
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
+from memopt.compat.subclasses import is_wrapper
 from memopt.device.live_bytes import LiveBytes
+from memopt.device.op_call import describe, tensors_in
+from memopt.device.workspace import eager_workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,15 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         self.live_bytes += self._waiting_bytes - before
         super().raise_peak(workspace_bytes)
 
+    def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """As large as that of a kernel in eager mode may be, outside of `planned()` blocks. It is not read off this run:
+        some depend on values, and the gradients that regions pass on have arbitrary ones."""
+        tensors = list(tensors_in((result, args, list(kwargs.values()))))
+        if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
+            return 0
+        call = describe(func, args, kwargs, result)
+        return eager_workspace_bytes(call, device_type_of(tensors[0]), self.peak_bytes - self.live_bytes)
+
     def passes_on(self, value: Any) -> bool:
         """Whether the gradient of a region's input is handed to other code: that which computed it, or reduces it."""
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -169,6 +182,11 @@ class _StandIn(torch.autograd.Function):
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
         return None, None, None, None, *made
+
+
+def _is_of_several(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others, on which its operators run: a tensor subclass, or a sparse one."""
+    return tensor.layout != torch.strided or is_wrapper(tensor)
 
 
 def _computing_in(low: torch.dtype | None, arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:

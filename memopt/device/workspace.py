@@ -21,6 +21,7 @@ from memopt.device.chip import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.op_flops import flop_formula
 from memopt.device.op_rehearsal import rehearse
+from memopt.device.workspace_rules import SCALARS
 from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE
 
@@ -97,6 +98,15 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
     if device_type != "cpu":
         return estimate_workspace(call, device_type, chip)
     return _measured([call])[call].workspace_bytes
+
+
+def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
+    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule; on the CPU, where that is more than
+    the `spare_bytes` below a peak, what a run of the kernel takes."""
+    bound = estimate_workspace(call, device_type)
+    if device_type == "cpu" and bound > max(SCALARS, spare_bytes):
+        return call_workspace_bytes(call, "cpu")
+    return bound
 
 
 def _measured(calls: Iterable[OpCall]) -> dict[OpCall, Measured]:
