@@ -48,7 +48,7 @@ from memopt.optimizers import (
     price_proposals,
     price_training,
 )
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.planner import smallest
 from memopt.solver import Schedule

@@ -117,8 +117,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         super().raise_peak(workspace_bytes)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """What the operator's kernel may hold, outside of `planned()` blocks. This run does not tell: with some kernels it
-        depends on values, and the gradients that regions pass on have arbitrary ones."""
+        """What the operator's kernel may hold, outside of `planned()` blocks. This run does not tell: with some kernels
+        it depends on values, and the gradients that regions pass on have arbitrary ones."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
         if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
             return 0

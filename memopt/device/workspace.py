@@ -101,8 +101,8 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
-    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule; on the CPU, where that bound exceeds
-    the `spare_bytes` below a peak, what a run of the kernel takes."""
+    """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule; on the CPU, where that bound
+    exceeds the `spare_bytes` below a peak, what a run of the kernel takes."""
     bound = estimate_workspace(call, device_type)
     if device_type == "cpu" and bound > max(SCALARS, spare_bytes):
         return call_workspace_bytes(call, "cpu")

@@ -13,7 +13,8 @@ from memopt.account.sharded import ParameterGroup, Sharding, block_of
 from memopt.capture.exchanges import is_exchange
 from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
+from memopt.planning.joined import Joined
 from memopt.show.cluster import COMPUTE, EXCHANGE, GATHER, MEMORY, REDUCE, ClusterStep
 from memopt.solver import Schedule
 

@@ -8,7 +8,7 @@ from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.errors import BudgetError
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.planning.planner import Request, smallest, solve_on_card
 from memopt.planning.situation import Situation
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memopt.account.account import Account
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
+from memopt.planning.joined import Joined
 from memopt.planning.make_plan import plan_by
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from memopt.account.breakdown import is_receipt, live_versions
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.show.rows import ModuleRow
 from memopt.solver import RematProblem, Schedule
 

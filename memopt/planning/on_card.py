@@ -17,7 +17,7 @@ from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
 from memopt.account.step_calls import step_ways
 from memopt.device.workspace_cuda import library_workspaces
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 

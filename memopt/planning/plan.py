@@ -32,7 +32,8 @@ from memopt.solver import Schedule
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-    from memopt.planning.captured import Captured, Joined
+    from memopt.planning.captured import Captured
+    from memopt.planning.joined import Joined
 
 
 class PlanSource(Protocol):

@@ -20,7 +20,8 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-    from memopt.planning.captured import Captured, Joined
+    from memopt.planning.captured import Captured
+    from memopt.planning.joined import Joined
 
 
 def joint_digraph(captured: Captured, joined: Joined, schedule: Schedule) -> DiGraph:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown, output_bytes
 from memopt.errors import GIB, BudgetError
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
 from memopt.planning.frontier import Recipe
+from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.region_schedule import RegionSchedule

@@ -21,7 +21,8 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 from passes.graphs.op_kinds import is_cast
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured, Joined
+    from memopt.planning.captured import Captured
+    from memopt.planning.joined import Joined
 
 
 def schedule_changes(

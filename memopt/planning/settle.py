@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memopt.account.breakdown import ANY_LINK
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.price.priced_graph import PricedParameterStep
 from memopt.solver import Offload, Schedule, Solution, simulate
 

@@ -22,7 +22,8 @@ from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured, Joined
+    from memopt.planning.captured import Captured
+    from memopt.planning.joined import Joined
 
 
 def step_of(captured: Captured, joined: Joined, schedule: Schedule, account: Account) -> Step:

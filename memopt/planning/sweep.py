@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from memopt.account.account import Account
 from memopt.errors import GIB
-from memopt.planning.captured import Joined
 from memopt.planning.frontier import Frontier, FrontierPoint
+from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan

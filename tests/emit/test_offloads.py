@@ -16,7 +16,7 @@ from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.device.storages import find_storages
 from memopt.emit.partition import partition
-from memopt.planning.captured import Joined, join
+from memopt.planning.joined import Joined, join
 from memopt.planning.planner import split
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.price.price import price

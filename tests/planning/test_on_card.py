@@ -15,7 +15,8 @@ from memopt.account.breakdown import breakdown
 from memopt.account.step_calls import step_calls
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import BudgetError
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
+from memopt.planning.joined import Joined
 from memopt.planning.make_plan import make_plan
 from memopt.planning.on_card import _step_blocks, expandable_segments, on_card, within
 from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled

@@ -17,7 +17,8 @@ import memopt
 from examples.models.problems import random_schedule
 from memopt.account.account import Account
 from memopt.errors import GIB, BudgetError
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
+from memopt.planning.joined import Joined
 from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import Effort

@@ -9,7 +9,8 @@ import torch
 
 from memopt.device import hardware
 from memopt.optimizers import Stepping
-from memopt.planning.captured import Captured, Joined
+from memopt.planning.captured import Captured
+from memopt.planning.joined import Joined
 from memopt.planning.planner import Request, smallest, solve_settled, split
 from memopt.planning.settle import settle, settled
 from memopt.solver import Offload, Schedule, Solution, simulate

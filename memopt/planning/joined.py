@@ -1,0 +1,146 @@
+"""The problem that the regions of a captured call make together, and what was solved for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from memopt.account.account import Account
+from memopt.account.breakdown import is_receipt
+from memopt.capture.between import Passed
+from memopt.price.priced_graph import PricedGraph, PricedParameterStep
+from memopt.solver import Link, OffloadPortfolio, Op, Portfolio, RematProblem, SaveAll, Solution, Solver
+
+
+@dataclass(eq=False)
+class Joined:
+    """The regions of a call as one problem: all forwards in order, then the backwards from the last to the first.
+
+    It owns the solutions that were found for it, one for each budget and effort that was asked for.
+    """
+
+    problem: RematProblem
+    owner: tuple[tuple[int, int], ...]
+    """By op the number of its region, and its index in that region's problem."""
+    prices: tuple[PricedGraph, ...]
+    recompute: bool = True
+    """Whether operators may be recomputed."""
+    link: Link | None = None
+    """The link over which activations may be offloaded to the host; None where they may not be."""
+    solvers: tuple[Solver, ...] = ()
+    """The user's own solvers, whose schedules compete with those of memopt's."""
+    given: tuple[int, ...] = ()
+    """The bytes of each tensor that the regions take as input."""
+    trained: tuple[int, ...] = ()
+    """The bytes of those among them that get a gradient: the parameters that are trained."""
+    major: int = 0
+    """The major number of the card's compute capability; 0 for other devices."""
+
+    left: frozenset[int] = frozenset()
+    """The numbers of the inputs that are stepped at the end of the backward only, since schedules read them late."""
+    leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
+    """Returns the same problem with further inputs stepped at the end of the backward only."""
+    on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
+    """The results of `on_card`, by its arguments."""
+    solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
+    """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
+    where no schedule fits."""
+
+    @property
+    def steps(self) -> Mapping[int, PricedParameterStep]:
+        """The ops that stand for steps of parameters within the backward, by their index; none for several regions."""
+        return self.prices[0].steps if len(self.prices) == 1 else {}
+
+    @cached_property
+    def portfolio(self) -> Portfolio | SaveAll:
+        """The solvers of schedules without offloads."""
+        return (Portfolio if self.recompute else SaveAll)(self.problem, self.solvers)
+
+    @cached_property
+    def offloads(self) -> OffloadPortfolio:
+        """The solvers of schedules with offloads. Where nothing may be recomputed, all ops are marked as such."""
+        if isinstance(self.portfolio, Portfolio):
+            return OffloadPortfolio(self.problem, self.portfolio)
+        once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
+        return OffloadPortfolio(replace(self.problem, ops=once))
+
+    @cached_property
+    def smallest(self) -> Solution:
+        """The solution with the smallest peak found. With offloads, solvers of its own find it: of several schedules
+        with that peak, those that have solved for other budgets would find another."""
+        return self.portfolio.smallest() if self.link is None else replace(self).offloads.smallest(self.link)
+
+    @property
+    def knows_smallest(self) -> bool:
+        """Whether the solution with the smallest peak has been asked for before."""
+        return "smallest" in vars(self)
+
+    def forget_solvers(self) -> None:
+        """Free the solvers, with their tables, and what they found for budgets: both are made again when they are asked
+        for. The solution with the smallest peak depends on no budget, and stays."""
+        for made in ("portfolio", "offloads"):
+            vars(self).pop(made, None)
+        self.solved.clear()
+
+
+def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
+    """One problem from those of the regions. A value that one region passes to the next is an output of the first, and
+    is never recomputed: it lives until the last op of any region that reads it, and as long as `passed` says."""
+    ops: list[Op] = []
+    owner: list[tuple[int, int]] = []
+    starts = [0]
+    for priced in prices:
+        starts.append(starts[-1] + len(priced.problem.storages))
+
+    def add(region: int, indices: range) -> None:
+        for index in indices:
+            op = prices[region].problem.ops[index]
+            path = prices[region].modules[index]
+            name = f"{op.name} of {path}" if path else op.name
+            reads, makes = (tuple(starts[region] + s for s in storages) for storages in (op.reads, op.makes))
+            ops.append(replace(op, name=name, reads=reads, makes=makes))
+            owner.append((region, index))
+
+    for region, priced in enumerate(prices):
+        add(region, range(priced.problem.forward_ops))
+    # The last region's tangents come between its forward and its backward: nothing runs before they are there.
+    forward_ops = len(ops) + _tangents(prices[-1].problem)
+    for region, priced in reversed(list(enumerate(prices))):
+        add(region, range(priced.problem.forward_ops, len(priced.problem.ops)))
+    storages = tuple(storage for priced in prices for storage in priced.problem.storages)
+    further = _reads_of_others(prices, passed)
+    linked = (
+        replace(op, reads=tuple(dict.fromkeys((*op.reads, *(starts[r] + s for r, s in further.get(place, ()))))))
+        for op, place in zip(ops, owner, strict=True)
+    )
+    return Joined(RematProblem(tuple(linked), storages, forward_ops), tuple(owner), tuple(prices))
+
+
+def _reads_of_others(
+    prices: Sequence[PricedGraph], passed: Sequence[Passed]
+) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """By an op, as `Joined.owner` names it, the outputs of regions that live until then at least: the number of the
+    region, and of the storage in its problem."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
+        for position, storage in priced.outputs.items():
+            last = mine.forward_only[position]
+            found[last, prices[last].problem.forward_ops - 1].append((region, storage))
+        for number, (maker, position) in mine.given.items():
+            if position not in prices[maker].outputs:
+                continue
+            own = priced.given.get(number)
+            readers = [at for at, op in enumerate(priced.problem.ops) if own in op.reads]
+            if own is None:  # written to, or a tensor that holds others
+                readers = [len(priced.problem.ops) - 1]
+            for at in readers:
+                found[region, at].append((maker, prices[maker].outputs[position]))
+    return found
+
+
+def _tangents(problem: RematProblem) -> int:
+    """The number of ops at the start of the backward that only receive the gradients of the outputs."""
+    backward = problem.ops[problem.forward_ops :]
+    return next((number for number, op in enumerate(backward) if not is_receipt(op)), len(backward))
