@@ -22,7 +22,7 @@ from examples.models.twins import REFUSALS, said, verdict_of, where
 from memopt.account.account import Account
 from memopt.compat.pytree import tree_leaves
 from memopt.planning import make_plan
-from memopt.planning.captured import Joined
+from memopt.planning.joined import Joined
 from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
 from memopt.solver.just_in_time import just_in_time
