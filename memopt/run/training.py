@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dynamic_shapes import Place, at_largest, declared_sizes
-from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, loss_call, training_call
-from memopt.capture.inputs import Call, call_signature, check_device, on_meta, tensors_in, with_zeros
-from memopt.capture.on_fakes import PASSED_OVER
-from memopt.capture.region import CapturedCall
-from memopt.capture.rehearsal import cannot_capture
+from memopt.capture.data_sizes import SizeOutgrown
+from memopt.capture.dynamic_shapes import at_largest
+from memopt.capture.dynamo import TooManyShapes, loss_call
+from memopt.capture.inputs import Call, check_device, on_meta, tensors_in
 from memopt.compat.modules import CurrentParts, plain_call
 from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
@@ -33,21 +30,17 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.planning.terms import terms_of
-from memopt.progress import stage
-from memopt.recent import Recent
-from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
-from memopt.run.calls_by_size import CallsBySize
-from memopt.run.ceilings import Ceilings
+from memopt.run.broken_calls import TookAnotherWay
 from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog
+from memopt.run.recorded_calls import RecordedCalls
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
 from memopt.run.surroundings import Surroundings
-from memopt.run.tensor_parallel import check_unbroken
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
@@ -73,7 +66,7 @@ class TrainingCalls:
     ) -> None:
         self.model, self.options, self.loss_fn, self.own_call = model, options, loss_fn, own_call
         self.watch, self.parallel, self.sharded = watch, parallel or DataParallel(model), Sharded(model)
-        self.keeping = Keeping(resharding or Resharding(model), self.sharded)
+        keeping = Keeping(resharding or Resharding(model), self.sharded)
         self.accumulation = Accumulation()
         self.planner = CallPlanner(model, options, loss_fn, self.plain)
         self.surroundings = Surroundings(
@@ -81,7 +74,7 @@ class TrainingCalls:
         )
         self.road = Road(self.planner, self.accumulation)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
-        self._ceilings = Ceilings(self._declared)
+        self.recorded = RecordedCalls(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
         self._latest: Plan | None = None
         self._ran_plain = False  # the latest call
@@ -92,9 +85,6 @@ class TrainingCalls:
         self._log, self._plans_logged = PlanningLog(), 0
         self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
-        self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
-        """The reason why a call breaks into regions, by its signature."""
-        self._recorders_by_dtype: dict[torch.dtype | None, tuple[CallsBySize, BrokenCalls]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None:
@@ -121,10 +111,10 @@ class TrainingCalls:
         parts = self._parts.now()
         situation = self.surroundings.situation(parts)
         beside = self.surroundings.beside(call, situation)
-        one_graph = not len(self._breaks)
+        one_graph = not self.recorded.breaks
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
             self._ran_plain = True
-            self._ceilings.see(call)
+            self.recorded.ceilings.see(call)
             self.planner.reached |= parts.parameter_ids  # which is not looked at
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
@@ -165,13 +155,16 @@ class TrainingCalls:
         """Run a call; one that could not be captured before is refused without trying again."""
         self._uncapturable.check(under_way.call)
         try:
-            return self._run_regions(under_way)
+            result = self.recorded.run(under_way)
         except (TookAnotherWay, TooManyShapes):
             raise
         except CaptureError as error:
             self._uncapturable.note(under_way.call, error)
-            self._breaks.clear()  # once the model has changed, it may be one region
+            self.recorded.forget_breaks()  # once the model has changed, it may be one region
             raise
+        if self.recorded.broken.ran_unplanned:
+            self._run_unplanned_from_now("its forward takes another way than when it was planned")
+        return result
 
     def _terms(self) -> Mapping[str, str]:
         return terms_of(self.model, self.options, self.loss_fn)
@@ -183,31 +176,11 @@ class TrainingCalls:
             stacklevel=2,
         )
 
-    def _run_regions(self, under_way: UnderWay) -> Any:
-        """Run a call as one region; region by region where it has graph breaks."""
-        call = under_way.call
-        reason = self._breaks.get(call_signature(call)) if len(self._breaks) else None
-        if reason is None:
-            try:
-                return self._whole.run(under_way)
-            except GraphBreak as broken:
-                check_unbroken(self.model, str(broken))
-                reason = self._breaks[call_signature(call)] = str(broken)
-        result = self._broken.run(under_way, partial(self._capture_broken, call, reason))
-        if self._broken.ran_unplanned:
-            self._run_unplanned_from_now("its forward takes another way than when it was planned")
-        return result
-
     def take_captures(self, earlier: TrainingCalls) -> None:
         """Plan from the graphs that `earlier` has, whose options differ in the budget alone; it captures again if it is
         called again."""
         self.planner.share_graphs(earlier.planner)
-        self._breaks, self._ceilings = earlier._breaks, earlier._ceilings
-        self._ceilings.declared = self._declared
-        self._recorders_by_dtype, earlier._recorders_by_dtype = earlier._recorders_by_dtype, {}
-        for whole, broken in self._recorders_by_dtype.values():
-            whole.travel_by(self.road)
-            broken.travel_by(self.road)
+        self.recorded.take(earlier.recorded)
 
     def plan_ahead(self, call: Call, *, gradients_held: bool = False, advise: bool = True) -> Plan:
         """Plan a call ahead of its first run; `gradients_held`: as one that adds to existing gradients; `advise`: a
@@ -219,8 +192,8 @@ class TrainingCalls:
             return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
-        if not self.options.kept or self._needs_fakes(call):
-            call = at_largest(call, self._declared(call))
+        if not self.options.kept or self.recorded.needs_fakes(call):
+            call = at_largest(call, self.recorded.declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
         buckets = self.parallel.buckets(gradients_held=gradients_held)
@@ -235,60 +208,11 @@ class TrainingCalls:
                 self._latest = self.road.asked(live, situation, whole=True)
                 self._log.planned(self._latest, call, time.perf_counter() - started)
                 return self._latest
-            captured = self._capture(call)
+            captured = self.recorded.capture(call)
             self._latest = self.road.plan(captured, call, situation, advise=advise)
             self._log.planned(self._latest, call, time.perf_counter() - started)
-        if captured.whole:
-            self._whole.planned(captured, call, situation, self._latest)
-        else:
-            self._broken.planned(captured, call, situation, self._latest)
+        self.recorded.planned(captured, call, situation, self._latest)
         return self._latest
-
-    def _capture(self, call: Call) -> CapturedCall:
-        """Record a call without running it, so that the first run of such a call finds it recorded.
-
-        Raises `CaptureError`.
-        """
-        if self._needs_fakes(call):
-            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
-        given = all(map(is_real, tensors_in(call)))
-        with stage("capturing"):
-            try:
-                captured = self._whole.capture(call if given else with_zeros(call, self.planner.device()))
-                if captured is not None:
-                    return captured
-                reason = PASSED_OVER
-            except GraphBreak as broken:
-                check_unbroken(self.model, str(broken))
-                reason = str(broken)
-        try:
-            return self._capture_broken(call, reason)
-        except ValueError:  # ours, CaptureError among them
-            raise
-        except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
-            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
-            raise CaptureError(cannot_capture(self.model, error)) from failure
-
-    def _needs_fakes(self, call: Call) -> bool:
-        """Whether a call is recorded on fake tensors: the model has no values, or will have another dtype, or the call
-        has none and will not run."""
-        if self.planner.proposing.narrowed is not None or not all(map(is_real, self.model.parameters())):
-            return True
-        runs_later = self.options.kept and not self.planner.screens
-        return not runs_later and not all(map(is_real, tensors_in(call)))
-
-    def _capture_broken(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call: on its values where the model and the call have any, without those where no
-        code between the regions needs them and plans are not kept."""
-        real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
-        if not real or not self.options.kept:
-            try:
-                return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
-            except CaptureError:
-                if not real or self.planner.proposing.narrowed is not None:
-                    raise
-        with stage("capturing"):
-            return self._broken.capture(call, reason)
 
     def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
         """A function that captures and traces, at its first call, the graphs that a plan from disk is for."""
@@ -323,35 +247,8 @@ class TrainingCalls:
         run: Any = self.own_call or plain_call(self.model)
         return loss_call(run, self.loss_fn, self.planner.proposing.floats)(*args, **kwargs)
 
-    @property
-    def _whole(self) -> CallsBySize:
-        return self._recorders[0]
-
-    @property
-    def _broken(self) -> BrokenCalls:
-        return self._recorders[1]
-
-    @property
-    def _recorders(self) -> tuple[CallsBySize, BrokenCalls]:
-        """The recorders of calls with one region and with several, for the dtype in which the model takes inputs; they
-        are made again when that dtype changes, which it does once at most."""
-        floats = self.planner.proposing.floats
-        if floats not in self._recorders_by_dtype:
-            to_capture = partial(training_call, self.model, self.loss_fn, floats)
-            all_outputs = self.planner.differentiate_all
-            whole = CallsBySize(to_capture, self.road, self._ceilings, differentiate_all=all_outputs)
-            unplanned_allowed = "plain" in self.options.allow
-            broken = BrokenCalls(self.model, to_capture, self.road, self.keeping, unplanned_allowed=unplanned_allowed)
-            self._recorders_by_dtype = {floats: (whole, broken)}
-        return self._recorders_by_dtype[floats]
-
-    def _declared(self, call: Call) -> dict[Place, int | None]:
-        """The places of a call whose sizes the user declares to change, and the largest size of each."""
-        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
-
     def _forget_plans(self) -> None:
-        self._whole.forget()
-        self._broken.forget()
+        self.recorded.forget()
         self.planner.forget_sizes()
 
     def _forget_plans_without_state(self) -> None:
@@ -359,8 +256,7 @@ class TrainingCalls:
         state of the optimiser for them from then on."""
         reached = self.planner.reached
         if self._reached and reached != self._reached:
-            self._whole.forget()
-            self._broken.forget_plans(but=self._latest)
+            self.recorded.forget_plans(but=self._latest)
         self._reached = reached
 
     def _begin(
@@ -376,7 +272,3 @@ class TrainingCalls:
         forward = self.surroundings.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
         return forward
-
-
-_MOST_BREAKS = 256
-"""The number of signatures that are remembered to break into regions."""

@@ -64,9 +64,8 @@ def plans(model: nn.Module) -> int:
 def regions_recorded(model: nn.Module) -> int:
     call = planned_call_of(model)
     assert call is not None
-    return len(
-        {way_run.region for ways in call.forward._broken._ways.items() for way in ways[1].calls for way_run in way.runs}
-    )
+    ways = [ways for _, ways in call.forward.recorded.broken._ways.items()]
+    return len({run.region for one in ways for captured in one.calls for run in captured.runs})
 
 
 @pytest.mark.parametrize("lengths", [(32, 32), (24, 48)])

@@ -21,7 +21,7 @@ CALL = ((X,), {})
 
 def test_the_capture_sees_both_regions_in_the_order_of_the_forward() -> None:
     model = make(breaks=True)
-    call = calls_of(model)._broken.capture(CALL, "a break")
+    call = calls_of(model).recorded.broken.capture(CALL, "a break")
     assert not call.whole
     first, second = (set(run.parameter_ids.values()) for run in call.runs)
     assert first == {id(parameter) for layer in model.layers[:2] for parameter in layer.parameters()}
@@ -53,9 +53,9 @@ class Hooked(nn.Module):
 def test_a_capture_has_the_regions_that_later_calls_run(on_fakes: bool) -> None:
     model = Hooked().train()
     calls = calls_of(model)
-    found = calls.planner.capture_on_fakes(CALL, None) if on_fakes else calls._broken.capture(CALL, "a break")
+    found = calls.planner.capture_on_fakes(CALL, None) if on_fakes else calls.recorded.broken.capture(CALL, "a break")
     for _ in range(2):
-        assert calls._broken.capture(CALL, "a break").places == found.places
+        assert calls.recorded.broken.capture(CALL, "a break").places == found.places
 
 
 def test_both_regions_run_by_one_plan_with_the_plain_gradients() -> None:
@@ -74,7 +74,7 @@ def test_a_plan_that_was_forgotten_is_made_again() -> None:
     calls(X)
     plan = calls.latest
     assert plan is not None
-    calls._broken.forget()
+    calls.recorded.broken.forget()
     calls(X)
     assert calls.latest is not plan  # planned again from the regions that are recorded
     assert calls.latest == plan
@@ -91,7 +91,7 @@ def test_a_call_that_is_refused_leaves_the_plans_of_smaller_ones() -> None:
 
 def test_sizes_that_another_model_of_the_class_was_called_with_are_no_symbols() -> None:
     for rows in (48, 64, 40):
-        call = calls_of(make(breaks=True))._broken.capture(((X[:rows],), {}), "a break")
+        call = calls_of(make(breaks=True)).recorded.broken.capture(((X[:rows],), {}), "a break")
         assert not any(region.changing for region in call.regions)
 
 

@@ -16,7 +16,7 @@ CALL = ((X,), {})
 
 
 def captured(calls: TrainingCalls) -> CapturedCall:
-    return calls._capture(CALL)
+    return calls.recorded.capture(CALL)
 
 
 def inputs(model: Blocks, call: CapturedCall) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ def routed(rows: Sequence[int], budget_gb: float = 1.0) -> tuple[Routed, Trainin
 
 def capture(model: Routed, calls: TrainingCalls, rows: Sequence[int]) -> CapturedCall:
     model.rows = rows
-    return calls._broken.capture(((X,), {}), "a break")
+    return calls.recorded.broken.capture(((X,), {}), "a break")
 
 
 def check(model: Routed, calls: TrainingCalls, rows: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ def test_where_margins_do_not_fit_sizes_are_planned_as_they_were_seen() -> None:
         check(tight, planned, rows)
         assert planned.latest is not None
         assert planned.latest.ceiling_bytes <= planned.latest.budget_bytes
-    (ways,) = (ways for _, ways in planned._broken._ways.items())
+    (ways,) = (ways for _, ways in planned.recorded.broken._ways.items())
     assert ways._margin == 1.0
 
 
@@ -155,4 +155,4 @@ def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
     model.rows = (20, 20, samples - 40)
     for _ in range(2):
         compare(model, calls, x)
-    assert len(calls._broken._ways) == 1
+    assert len(calls.recorded.broken._ways) == 1
