@@ -27,7 +27,7 @@ from examples.models.random_modules import Case, random_case
 from examples.models.random_reference import Reference, reference, steps_of, twin_of
 from examples.models.twins import EXACT, REFUSALS, Run, said, where
 from memopt.errors import GIB
-from memopt.planning import captured
+from memopt.planning import joined
 from memopt.run.plain_calls import NOT_SHOWN
 from memopt.solver import Portfolio, RematProblem, Solution, simulate
 
@@ -196,9 +196,9 @@ def random_schedules(draw: random.Random) -> Iterator[None]:
                 return super().solve(budget_bytes, *args, **options)
             return Solution(schedule, measured.peak_bytes, measured.added_seconds, 0.0, "random")
 
-    before = captured.Portfolio
-    captured.Portfolio = RandomSchedules  # type: ignore[misc]
+    before = joined.Portfolio
+    joined.Portfolio = RandomSchedules  # type: ignore[misc]
     try:
         yield
     finally:
-        captured.Portfolio = before  # type: ignore[misc]
+        joined.Portfolio = before  # type: ignore[misc]
