@@ -12,12 +12,9 @@ from torch import nn
 from examples.models.random_block import Block
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case
-from examples.models.twins import FLOOR, Run, Twin, difference, verdict_of
+from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, verdict_of
 from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
-FUSED_FLOOR = 0.1
-"""As `FLOOR`, for compiled code: sums that cancel, as in the gradient of a bias before a normalisation, leave rounding
-of their terms in another order."""
 STEPPED = 100.0
 """How much larger such rounding may be after the first two steps: optimisers divide gradients by their own size."""
 CONDITIONED = 10.0

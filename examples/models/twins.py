@@ -25,6 +25,9 @@ ROUNDING = 1e-5
 """The largest relative difference that rounding explains."""
 FLOOR = 1e-3
 """The smallest scale of a value for its relative difference, as a share of the largest of its kind."""
+FUSED_FLOOR = 0.1
+"""As `FLOOR`, for compiled code: sums that cancel, as in the gradient of a bias before a normalisation, leave rounding
+of their terms in another order."""
 
 
 @dataclass(frozen=True)
