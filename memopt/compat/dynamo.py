@@ -79,10 +79,11 @@ def capture_settings() -> ExitStack:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
     Sizes and scalars that depend on data become symbols of the graph. Hooks that are added after a capture are noticed,
-    and parameters that are thawed: torch 2.11 checks no guard of a parameter as long as its module's dict has not
-    changed, which `requires_grad_` leaves as it is, and the parameter would get no gradient. Past the limit of
-    recompilations there is an error instead of an eager run, which would exceed the budget. Dropout is recomputed from
-    saved generator states. The buckets of DistributedDataParallel do not split the forward.
+    and parameters that are thawed: torch 2.11 skips the guards of a parameter, and under Python 3.13 those of a module,
+    as long as the dicts of modules have not changed, which `requires_grad_` leaves as they are, and the parameter would
+    get no gradient. Past the limit of recompilations there is an error instead of an eager run, which would exceed the
+    budget. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split the
+    forward.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -97,6 +98,7 @@ def capture_settings() -> ExitStack:
             capture_dynamic_output_shape_ops=True,
             skip_nnmodule_hook_guards=False,
             skip_tensor_guards_with_matching_dict_tags=False,
+            use_recursive_dict_tags_for_guards=False,
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=16 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
