@@ -158,14 +158,18 @@ class RecordedCalls:
         return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
 
     def _in_regions(self, call: Call, reason: str) -> CapturedCall:
-        """Record the regions of a call: on its values where the model and the call have any, without those where no
-        code between the regions needs them and plans are not kept."""
+        """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
+        are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
         real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
+        only_fakes = not real or self.planner.proposing.narrowed is not None
         if not real or not self.options.kept:
             try:
-                return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+                on_fakes = self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
             except CaptureError:
-                if not real or self.planner.proposing.narrowed is not None:
+                if only_fakes:
                     raise
+            else:
+                if only_fakes or not on_fakes.whole:
+                    return on_fakes
         with stage("capturing"):
             return self.broken.capture(call, reason)

@@ -58,6 +58,29 @@ def test_a_capture_has_the_regions_that_later_calls_run(on_fakes: bool) -> None:
         assert calls.recorded.broken.capture(CALL, "a break").places == found.places
 
 
+class Cast(nn.Module):
+    """Assigns a buffer in its forward, where torch 2.13 breaks the graph; a fake tensor in its place is no `nn.Buffer`,
+    and does not break it. As CTRL of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.scale = nn.Buffer(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        self.scale = self.scale.to(x.dtype)
+        return self.second(hidden * self.scale).relu().sum()
+
+
+def test_a_model_that_breaks_on_values_alone_is_planned_as_it_trains() -> None:
+    model = Cast().train()
+    ahead = memopt.plan(model, 1, (X,), precision="fp32")
+    memopt.optimize(model, 1, example_inputs=(X,), precision="fp32")
+    assert len(ahead.regions) == len(memopt.plan_of(model).regions)
+    assert ahead.smallest_bytes() == memopt.plan_of(model).smallest_bytes()
+
+
 def test_both_regions_run_by_one_plan_with_the_plain_gradients() -> None:
     model = make(breaks=True)
     calls = calls_of(model)
