@@ -31,6 +31,7 @@ from benchmarks.stamp import stamp, write_result
 from memopt.capture.joint import JointGraph
 from memopt.emit.partition import partition
 from memopt.planning.region_schedule import RegionSchedule
+from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice
 from memopt.solver.just_in_time import just_in_time
@@ -61,7 +62,8 @@ def everything_recomputed(
     graph = JointGraph.of(joint, num_fwd_outputs, frozenset())
     # No receivers of gradients: their strides serve to price autograd's copies, which a schedule without a budget does
     # not need, and with tensor subclasses the gradients are not numbered as the inputs are.
-    priced = price(graph.module, num_fwd_outputs, lambda _: NodePrice(1.0, 0), overwritten=overwritten, receivers={})
+    use = GraphUse(overwritten=overwritten, receivers={})
+    priced = price(graph.module, num_fwd_outputs, lambda _: NodePrice(1.0, 0), use)
     evaluations = just_in_time(priced.problem, ()).evaluations
     names = [priced.nodes[op] for op in evaluations]
     forward = list(filter(None, names[: evaluations.index(priced.problem.forward_ops)]))

@@ -20,6 +20,7 @@ from memopt.optimizers import Stepping
 from memopt.planning.joined import Joined, join
 from memopt.planning.sharded_call import ShardedCall
 from memopt.price.eager_ops import with_eager
+from memopt.price.graph_use import GraphUse
 from memopt.price.node_prices import price_nodes
 from memopt.price.parameter_steps import ParameterSteps
 from memopt.price.price import price
@@ -170,22 +171,21 @@ class Captured:
         found: list[PricedGraph] = []
         for number, region in enumerate(self.regions):
             with known_sizes(self.sizes_of(number, as_seen=as_seen)):
-                priced = price(
-                    region.module,
-                    region.forward_outputs,
-                    self._prices_of_nodes(number, as_seen),
-                    region.parameter_gradients if accumulating and self.sharded is None else (),
-                    region.fused_away,
-                    self.hardware.least_moved_bytes,
-                    1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
-                    self._steps(region, left),
-                    region.reuses if reinplace else (),
-                    region.released,
-                    self._passed_on(number),
-                    region.overwritten,
-                    self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
-                    region.receivers if region.places else None,
+                use = GraphUse(
+                    accumulated=region.parameter_gradients if accumulating and self.sharded is None else (),
+                    fused=region.fused_away,
+                    least_moved_bytes=self.hardware.least_moved_bytes,
+                    block_bytes=1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
+                    steps=self._steps(region, left),
+                    reuses=region.reuses if reinplace else (),
+                    released=region.released,
+                    passed_on=self._passed_on(number),
+                    overwritten=region.overwritten,
+                    reductions=self.sharded.reductions(region, accumulating=accumulating) if self.sharded else (),
+                    receivers=region.receivers if region.places else None,
                 )
+                prices = self._prices_of_nodes(number, as_seen)
+                priced = price(region.module, region.forward_outputs, prices, use)
             found.append(with_eager(priced, number, self.eager) if self.eager else priced)
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,12 +11,13 @@ from torch import fx
 
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
-from memopt.price.parameter_steps import ParameterSteps, PlacedParameterStep, place_steps
+from memopt.price.graph_use import ALONE, GraphUse
+from memopt.price.parameter_steps import PlacedParameterStep, place_steps
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PassedOn, PricedGraph, PricedParameterStep
-from memopt.price.reductions import PlacedReduction, Reduction, place_reductions
+from memopt.price.reductions import PlacedReduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
-from passes import FoundReuse, is_pure, is_random
+from passes import is_pure, is_random
 from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import binds_new_symbols, is_tangent
 
@@ -29,8 +30,6 @@ _TRAINING_ARGUMENT = {
 # Draws of seeds are saved: they are a few bytes, and random values are recomputed from them.
 _DRAWS_SEEDS = "prims.inductor_seeds"
 
-
-NO_STEPS = ParameterSteps()
 _KEEPS_ALL = PassedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
 """The names of the ops to which results live that one of several regions passes on."""
@@ -39,20 +38,7 @@ RETURN_OUTPUTS = "return_outputs"
 
 
 def price(
-    joint: fx.GraphModule,
-    forward_outputs: int,
-    price_of: Callable[[fx.Node], NodePrice],
-    accumulated: Collection[int] = (),
-    fused: frozenset[fx.Node] = frozenset(),
-    least_moved_bytes: int = 0,
-    block_bytes: int = 1,
-    steps: ParameterSteps = NO_STEPS,
-    reuses: Collection[FoundReuse] = (),
-    released: Collection[int] = (),
-    passed_on: PassedOn | None = None,
-    overwritten: Collection[int] = (),
-    reductions: Collection[Reduction] = (),
-    receivers: Mapping[int, int] | None = None,
+    joint: fx.GraphModule, forward_outputs: int, price_of: Callable[[fx.Node], NodePrice], use: GraphUse = ALONE
 ) -> PricedGraph:
     """Price a canonical joint graph.
 
@@ -60,38 +46,9 @@ def price(
         joint: the graph, with fake tensors in `meta["val"]`.
         forward_outputs: how many of its results are the forward's; the others are gradients.
         price_of: the seconds and workspace of a node.
-        accumulated: positions, among all results, of the gradients that are added to an existing `.grad` as soon as
-            they are made. All other results are kept to the end of the step.
-        fused: nodes whose values never lie in memory; no schedule names them.
-        least_moved_bytes: smaller values cannot be offloaded.
-        block_bytes: memory is allocated in multiples of this.
-        steps: the parameters stepped within the backward: each as soon as neither it nor its gradient is read any more
-            where that is possible, the others at the end, one after the other.
-        reuses: the calls of the backward whose results take an operand's memory.
-        released: positions of the forward's results that its caller holds to the end of the forward only.
-        passed_on: for one of several regions, the results that other code takes, and the inputs from other regions.
-        overwritten: the numbers of the inputs that are written over when the forward is done: nothing that reads one is
-            recomputed.
-        reductions: the groups of gradients that are reduced over the cards of a cluster, each as soon as its last one
-            is made, and of which one card's share takes the place.
-        receivers: position among the gradients → number of the input whose gradient it is; None where these are equal.
+        use: what the step does with the graph's inputs and results.
     """
-    return _Pricer(
-        joint,
-        forward_outputs,
-        price_of,
-        accumulated,
-        fused,
-        least_moved_bytes,
-        block_bytes,
-        steps,
-        reuses,
-        released,
-        passed_on,
-        overwritten,
-        reductions,
-        receivers,
-    ).run()
+    return _Pricer(joint, forward_outputs, price_of, use).run()
 
 
 @dataclass
@@ -101,17 +58,7 @@ class _Pricer:
     joint: fx.GraphModule
     forward_outputs: int
     price_of: Callable[[fx.Node], NodePrice]
-    accumulated: Collection[int]
-    fused: frozenset[fx.Node]
-    least_moved_bytes: int
-    block_bytes: int
-    steps: ParameterSteps
-    reuses: Collection[FoundReuse]
-    released: Collection[int]
-    passed_on: PassedOn | None
-    overwritten: Collection[int]
-    reductions: Collection[Reduction]
-    receivers: Mapping[int, int] | None
+    use: GraphUse
     reduced: dict[fx.Node, list[PlacedReduction]] = field(default_factory=dict)
     placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
     stepped_by: set[int] = field(default_factory=set)
@@ -138,7 +85,7 @@ class _Pricer:
 
     def __post_init__(self) -> None:
         self.graph = self.joint.graph
-        self.storages: Storages = find_storages(self.graph, self.fused, self.reuses)
+        self.storages: Storages = find_storages(self.graph, self.use.fused, self.use.reuses)
         self.resident = {
             index
             for index, info in enumerate(self.storages.infos)
@@ -151,18 +98,20 @@ class _Pricer:
             for index in self.storages.of[node]
         }
         given = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-        self.mutated.update(index for number in self.overwritten for index in self.storages.of.get(given[number], ()))
+        self.mutated.update(
+            index for number in self.use.overwritten for index in self.storages.of.get(given[number], ())
+        )
         results = self.graph.output_node().args[0]
         assert isinstance(results, (tuple, list))
         self.results = results
 
     def run(self) -> PricedGraph:
-        forward, backward = split_halves(self.graph, self.fused)
-        self.placed = place_steps(self.graph, self.storages, self.steps, backward)
+        forward, backward = split_halves(self.graph, self.use.fused)
+        self.placed = place_steps(self.graph, self.storages, self.use.steps, backward)
         self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
-        self.reduced = place_reductions(self.reductions, self.results, self.storages, backward)
+        self.reduced = place_reductions(self.use.reductions, self.results, self.storages, backward)
         self.kept = self.kept_results()
-        outputs, passed_on = range(self.forward_outputs), self.passed_on or _KEEPS_ALL
+        outputs, passed_on = range(self.forward_outputs), self.use.passed_on or _KEEPS_ALL
         self.lent = self.passed_on_among(outputs)
         held = self.passed_on_among(set(outputs).difference(passed_on.forward_only))
         self.forward_only = self.storages_at(passed_on.forward_only, self.lent - held)
@@ -185,7 +134,7 @@ class _Pricer:
             for reduction in self.reduced.get(node, ()):
                 self.add_reduction(reduction)
         self.add_hand_over()
-        if self.passed_on is not None:
+        if self.use.passed_on is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
         problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
         steps = MappingProxyType(self.priced_steps)
@@ -216,7 +165,7 @@ class _Pricer:
 
     def passed_on_among(self, positions: Collection[int]) -> set[int]:
         """Storages of the results at these positions that are passed on, and of none that is kept."""
-        passed_on = (self.passed_on or _KEEPS_ALL).results.intersection(positions)
+        passed_on = (self.use.passed_on or _KEEPS_ALL).results.intersection(positions)
         nodes = [self.results[position] for position in passed_on]
         found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         return found - self.kept - self.resident
@@ -229,9 +178,9 @@ class _Pricer:
     def kept_results(self) -> set[int]:
         """Storages of the results that are alive to the end of the step."""
         gone = {
-            *self.accumulated,
-            *self.released,
-            *(self.passed_on or _KEEPS_ALL).results,
+            *self.use.accumulated,
+            *self.use.released,
+            *(self.use.passed_on or _KEEPS_ALL).results,
             *(step.position for steps in self.placed.values() for step in steps),
             *(position for placed in self.reduced.values() for one in placed for position in one.reduction.positions),
         }
@@ -303,7 +252,7 @@ class _Pricer:
         self.number[index] = len(self.listed)
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
         lent = index in self.lent or index in self.given_on  # a copy on the host frees nothing: eager code holds them
-        fixed = written or lent or info.bytes < self.least_moved_bytes
+        fixed = written or lent or info.bytes < self.use.least_moved_bytes
         value = "" if fixed else self.value_of(index)
         nbytes = self.rounded(info.bytes + surplus_bytes)
         self.listed.append(Storage(info.name, nbytes, kept=index in self.kept, movable=bool(value)))
@@ -330,7 +279,7 @@ class _Pricer:
 
     def add_return(self) -> None:
         """Append the op that keeps released results to the end of the forward, where there are any."""
-        nodes = (self.results[position] for position in self.released)
+        nodes = (self.results[position] for position in self.use.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):
             self.append(Op(RETURN_OUTPUTS, 0.0, reads, (), recomputable=False))
@@ -339,7 +288,7 @@ class _Pricer:
         """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
         for node in self.graph.nodes:
             if is_tangent(node):
-                (self.kept if self.passed_on is None else self.tangents).update(self.storages.of[node])
+                (self.kept if self.use.passed_on is None else self.tangents).update(self.storages.of[node])
                 makes = tuple(self.list_storage(index) for index in self.storages.of[node])
                 self.append(Op(node.name, 0.0, (), makes, recomputable=False))
 
@@ -352,7 +301,7 @@ class _Pricer:
         """
         inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         gradients = dict(enumerate(self.results[self.forward_outputs :]))
-        receivers = {number: number for number in gradients} if self.receivers is None else self.receivers
+        receivers = {number: number for number in gradients} if self.use.receivers is None else self.use.receivers
         pairs = [(inputs[number], gradients[position]) for position, number in receivers.items()]
         copied = [
             (self.rounded(self.storages.infos[index].bytes), self.rounded(storage_bytes(given.meta["val"])))
@@ -365,13 +314,13 @@ class _Pricer:
         largest = max((original for original, _ in copied), default=0)
         done = {step.number for step in self.priced_steps.values()}
         given = {number for position, number in receivers.items() if gradients[position] is not None}
-        workspaces = (nbytes for number, nbytes in self.steps.workspaces.items() if number in given - done)
+        workspaces = (nbytes for number, nbytes in self.use.steps.workspaces.items() if number in given - done)
         workspace = growth + largest + self.rounded(max(workspaces, default=0))
         self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=workspace, recomputable=False))
 
     def rounded(self, nbytes: int) -> int:
         """Bytes of the blocks that the allocator gives for `nbytes`."""
-        return -(-nbytes // self.block_bytes) * self.block_bytes
+        return -(-nbytes // self.use.block_bytes) * self.use.block_bytes
 
     def recomputable(self, node: fx.Node) -> bool:
         """Whether a second evaluation of a forward node gives the same values and changes nothing else."""

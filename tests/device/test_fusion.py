@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from memopt.device.fusion import fused_away
 from memopt.device.storages import find_storages
+from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice
 from passes import ApplySchedule
@@ -66,7 +67,7 @@ def test_who_reads_such_a_value_reads_what_it_is_computed_from() -> None:
     found = find_storages(module.graph, fused)
     assert fused == {square}
     assert found.of[square] == found.of[product]
-    priced = price(module, 1, lambda _: NodePrice(1.0, 0), (), fused)
+    priced = price(module, 1, lambda _: NodePrice(1.0, 0), GraphUse(fused=fused))
     assert [op.name for op in priced.problem.ops if op.seconds] == ["mm", "sum_1", "mul_1", "mm_1"]
     reads = {op.name: [priced.problem.storages[index].name for index in op.reads] for op in priced.problem.ops}
     assert reads["sum_1"] == ["mm"]

@@ -17,6 +17,7 @@ from memopt.device.storages import find_storages
 from memopt.emit.gradients import Accumulation
 from memopt.emit.partition import partition
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
+from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice, PricedGraph
 from memopt.price.scheduled_nodes import is_scheduled
@@ -32,7 +33,7 @@ def joint_of(captured: Captured, *, reinplace: bool = False) -> JointGraph:
 
 
 def priced(joint: JointGraph) -> PricedGraph:
-    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), reuses=joint.reuses)
+    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), GraphUse(reuses=joint.reuses))
 
 
 def region_schedule(graph: PricedGraph, schedule: Schedule) -> RegionSchedule:

@@ -8,6 +8,7 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
+from memopt.price.graph_use import GraphUse
 from memopt.price.parameter_steps import MemoryUses, ParameterSteps
 from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice, PricedGraph
@@ -23,7 +24,7 @@ def priced(joint: JointGraph, *numbers: int, workspace: int = 100) -> PricedGrap
     inside = {at: number for at, number in joint.parameter_gradients.items() if number in numbers}
     workspaces = dict.fromkeys(joint.parameter_inputs, workspace)
     steps = ParameterSteps(inside, workspaces) if numbers else ParameterSteps()
-    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), steps=steps)
+    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), GraphUse(steps=steps))
 
 
 def test_each_step_is_behind_the_last_op_that_reads_the_weight() -> None:

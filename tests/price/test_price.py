@@ -6,6 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import Graph, Node
 
+from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
 from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph
 from memopt.price.scheduled_nodes import is_scheduled, split_halves
@@ -46,7 +47,7 @@ def sketch_layer() -> Sketch:
 
 
 def priced(graph: Graph, forward_outputs: int = 1, **options: object) -> PricedGraph:
-    return price(torch.fx.GraphModule({}, graph), forward_outputs, lambda _: ONE, **options)
+    return price(torch.fx.GraphModule({}, graph), forward_outputs, lambda _: ONE, GraphUse(**options))
 
 
 def test_golden() -> None:
