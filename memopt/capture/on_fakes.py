@@ -80,7 +80,7 @@ def _capture_regions(
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with rehearsal.between.planned():
-            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
+            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, whole=False, real_ids=ids)
         return lambda *values: rehearsal.run(region, values)
 
     parts = compile_call(forward, record_part, whole=False)

@@ -36,6 +36,8 @@ class OperatorGraph:
     author_typed: frozenset[str] = frozenset()
     """Names of the nodes inside `torch.autocast` blocks that the model itself opens. Their dtypes are the author's
     choice, also in blocks that disable autocast."""
+    keeps_output_dtypes: bool = False
+    """Whether what it returns must have the dtypes that it has here, whatever it is computed in."""
 
 
 @dataclass(frozen=True)

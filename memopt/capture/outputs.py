@@ -37,6 +37,30 @@ def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
     return frozenset(large)
 
 
+def keep_dtypes(graph_module: fx.GraphModule) -> None:
+    """Cast the outputs to the dtypes that they have, for which nothing runs as long as nothing else in the graph is
+    computed in another dtype. Edits the graph.
+
+    It is for regions whose outputs go to code that runs as its author wrote it: outside of `torch.autocast`, most
+    operators refuse operands of two dtypes, and losses sum in that of their input.
+    """
+    output = graph_module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    with graph_module.graph.inserting_before(output):
+        cast: dict[Any, fx.Node] = {}
+        for node in dict.fromkeys(results):
+            if isinstance(node, fx.Node) and node.op != "placeholder" and _has_floats(node.meta.get("example_value")):
+                cast[node] = graph_module.graph.call_method("to", (node, node.meta["example_value"].dtype))
+                cast[node].meta.update(node.meta)
+    output.args = (tuple(cast.get(node, node) for node in results),)
+    graph_module.recompile()
+
+
+def _has_floats(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 

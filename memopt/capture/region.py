@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.nested_regions import inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_scalars
+from memopt.capture.outputs import detach_all_but_scalars, keep_dtypes
 from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
@@ -51,6 +51,9 @@ class RecordedRegion:
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
     withheld: Withheld | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
+    whole: bool = True
+    """Whether it is all of a call; else its outputs go to the code between regions, in the dtypes that they have in the
+    plain model."""
     autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
@@ -63,9 +66,10 @@ class RecordedRegion:
         inputs: Sequence[Any],
         *,
         differentiate_all: bool,
+        whole: bool = True,
         real_ids: Mapping[int, int] | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend.
+        """Record a region, in Dynamo's backend; `whole` says whether it is all of a call.
 
         Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
         `requires_grad_` are removed, and unless `differentiate_all`, all outputs but the loss are detached, and large
@@ -81,10 +85,12 @@ class RecordedRegion:
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
         withheld = None if check_shards(graph_module, inputs) else withhold(graph_module, undifferentiated)
+        if not whole:
+            keep_dtypes(graph_module)
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld)
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, whole)
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -175,7 +181,7 @@ class RecordedRegion:
         if key not in self._operator_graphs:
             with self.tracing():
                 graph = operator_graph(self.graph_module, self.inputs, self.parameters, planned_for)
-            self._operator_graphs[key] = graph
+            self._operator_graphs[key] = replace(graph, keeps_output_dtypes=not self.whole)
         return self._operator_graphs[key]
 
 

@@ -30,10 +30,14 @@ class RegionStub:
         return self.owner.run_region(self.region, inputs)
 
 
-def recording(owner: RunsRegions, *, differentiate_all: bool) -> Callable[[fx.GraphModule, Sequence[Any]], RegionStub]:
-    """A Dynamo backend that records each region and leaves a stub for it."""
+def recording(
+    owner: RunsRegions, *, differentiate_all: bool, whole: bool
+) -> Callable[[fx.GraphModule, Sequence[Any]], RegionStub]:
+    """A Dynamo backend that records each region and leaves a stub for it; the arguments are those of
+    `RecordedRegion.record`."""
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> RegionStub:
-        return RegionStub(RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all), owner)
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, whole=whole)
+        return RegionStub(region, owner)
 
     return backend

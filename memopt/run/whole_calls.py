@@ -189,7 +189,7 @@ class WholeCalls:
         return self._captured[key]
 
     def _compile(self) -> Callable[..., Any]:
-        backend = recording(self, differentiate_all=self.differentiate_all)
+        backend = recording(self, differentiate_all=self.differentiate_all, whole=True)
         return compile_call(self.to_capture(), backend, whole=True, symbols=self._symbols)
 
     def _call(self, call: Call) -> Any:

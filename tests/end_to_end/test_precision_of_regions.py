@@ -1,0 +1,73 @@
+"""Forwards that break into regions, computed in 16 bits: the code between regions gets the dtypes of the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memopt
+from tests.end_to_end.test_values_in_python import seed, wav2vec2
+from tests.marks import slow
+
+SIXTEEN_BITS: dict[str, Any] = {"precision": "bf16", "elsewhere_gb": 0}
+
+
+class Matched(nn.Module):
+    """Matches results in code that torch.compile breaks the graph for, by an operator that takes no 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        projected = self.before(x)
+        nearest = self.nearest(projected, places)
+        return self.after(projected[nearest]).pow(2).mean() + nn.functional.linear(projected, self.after.weight).mean()
+
+    @torch.compiler.disable
+    def nearest(self, projected: Tensor, places: Tensor) -> Tensor:
+        self.seen.append(projected.dtype)
+        return torch.cdist(projected, places).argmin(0)
+
+
+def matched() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Matched(), {"x": torch.randn(32, 64), "places": torch.randn(8, 64)}
+
+
+@pytest.mark.parametrize("make", [matched, slow(wav2vec2)])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_code_between_regions_gets_the_dtypes_of_the_plain_model(make: Any, ahead: bool) -> None:
+    seed(0)
+    model, batch = make()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, example_inputs=batch if ahead else None, **SIXTEEN_BITS)
+    losses: list[float] = []
+    for one in (model, plain):
+        seed(1)
+        out = one(**batch)
+        loss = out if isinstance(out, Tensor) else out.loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1]  # it did compute in 16 bits
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert set(getattr(model, "seen", ())) <= {torch.float32}
+    for name, parameter in plain.named_parameters():
+        assert (parameter.grad is None) == (model.get_parameter(name).grad is None)
+
+
+def test_a_smallest_budget_of_such_a_model_is_met() -> None:
+    seed(0)
+    model, batch = matched()
+    smallest = memopt.plan(copy.deepcopy(model), 1.0, batch, **SIXTEEN_BITS).smallest_gb()
+    memopt.optimize(model, smallest, example_inputs=batch, **SIXTEEN_BITS)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert memopt.plan_of(model).predicted_peak_gb <= smallest
