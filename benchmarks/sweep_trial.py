@@ -34,8 +34,9 @@ DEFAULT: dict[str, Any] = {"elsewhere_gb": 0}
 FUSED: dict[str, Any] = {**EXACT, "backend": "inductor"}
 STAGES = {"mid": (EXACT, 0.5), "smallest": (EXACT, 0.0), "default": (DEFAULT, 0.5), "inductor": (FUSED, 0.5)}
 """By name: options, and where the budget lies between the smallest that works (0) and the plain peak (1)."""
-DEFAULT_LOSS = 0.05
-"""How far the losses of the default options may be from the plain model's."""
+DEFAULT_LOSS, OF_AUTOCAST = 0.05, 1.5
+"""How far the losses of the default options may be from the plain model's, and in multiples of those under
+`torch.autocast`, where these are further off."""
 
 
 def trial(name: str, stages: list[str]) -> dict[str, Any]:
@@ -111,11 +112,26 @@ def planned(
     verdict, apart, at = judged(stage, twin.run, plain)
     if apart:
         found |= {"difference": apart, "at": at}
+    if stage == "default" and verdict == "wrong":
+        _, found["autocast_difference"], _ = judged(stage, under_autocast(copy.deepcopy(untouched), batch), plain)
+        verdict = "right" if apart < OF_AUTOCAST * found["autocast_difference"] else verdict
     if verdict != "wrong" and measured > budget:
         verdict = "over budget"
     if verdict in ("right", "rounding"):
         found |= accumulation(twin, untouched, batch, stage)
     return {"verdict": verdict, **found}
+
+
+def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
+    """The same steps of the plain model under `torch.autocast` in bf16."""
+
+    def call(**inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**inputs)
+
+    twin = Twin(model, batch, call)
+    steps(twin)
+    return twin.run
 
 
 def judged(stage: str, ours: Run, plain: Run) -> tuple[str, float, str]:

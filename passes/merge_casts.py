@@ -12,7 +12,7 @@ from passes.graphs.aliases import storages
 from passes.graphs.edit import new_call, replace_node
 from passes.graphs.node_facts import may_write
 from passes.graphs.op_kinds import is_cast, moves_data
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.propagate import on_stored_values, refresh, result_of, store, values_after
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class MergeCasts(Pass):
 
     A cast that changes nothing is removed, and so is widening followed by narrowing; narrowing followed by widening
     rounds, and stays. A cast moves past calls that only move data to the side with fewer elements: before `expand`,
-    after `embedding` and `slice`. Values that anything writes to are left alone.
+    after `embedding` and `slice`. Values that anything writes to are left alone, and so are casts to contiguous memory
+    which a view relies on, or whose strides the graph returns.
 
     Before:
         expand: f32[8, 4] = aten.expand(x, [8, 4])
@@ -79,8 +80,11 @@ def _remove_round_trips(graph: Graph, written: frozenset[Hashable]) -> bool:
             changed = True
         elif isinstance(inner, Node) and _exact(inner, source) and not storages(inner) & written:
             # Widening does not round: the second cast may read what the first one reads.
+            after = values_after({node: inner.meta["val"].to(dtype)})
+            if after is None:
+                continue
             node.replace_input_with(source, inner)
-            refresh(node)
+            store(after)
             changed = True
             if not source.users:
                 graph.erase_node(source)
@@ -117,6 +121,11 @@ def _hoist(graph: Graph, written: frozenset[Hashable]) -> bool:
         fewer_here = sum(map(_numel, group)) >= _numel(origin)
         if not fewer_here or origin.meta["val"].dtype == dtype:
             continue
+        cast_origin = {origin: origin.meta["val"].to(dtype)}
+        after = values_after({node: result_of(node.all_input_nodes[0], cast_origin) for node in group})
+        if after is None:
+            continue
+        store(after)
         with graph.inserting_after(_last_of_its_line(origin)):
             cast = new_call(group[0], torch.ops.aten.to.dtype, origin, dtype)
         for node in group:
@@ -141,6 +150,11 @@ def _sink(graph: Graph, written: frozenset[Hashable]) -> bool:
         fewer_behind = sum(map(_numel, movers)) < _numel(source)
         if not fewer_behind or source.meta["val"].dtype == dtype:
             continue
+        uncast = {node: source.meta["val"]}
+        after = values_after({mover: result_of(mover, uncast).to(dtype) for mover in movers})
+        if after is None:
+            continue
+        store(after)
         for mover in movers:
             mover.replace_input_with(node, source)
             refresh(mover)

@@ -1,7 +1,8 @@
 """Recomputes the stored values of calls that a pass has changed, from the stored values of their arguments."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,13 +41,54 @@ def refresh(node: Node) -> None:
     """
     if node.op != "call_function" or any("val" not in given.meta for given in node.all_input_nodes):
         return
+    node.meta["val"] = result_of(node)
+
+
+def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) -> Any:
+    """Returns what a call returns for the stored values of its arguments, or those `instead` of them; see `refresh`."""
     if binds_new_symbols(node):
-        source = next(tensors(node.all_input_nodes[0].meta["val"]))
-        node.meta["val"] = _retyped(node.meta["val"], source.dtype)
-        return
-    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        first = node.all_input_nodes[0]
+        return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
+    args, kwargs = map_arg(
+        (node.args, node.kwargs), lambda argument: instead[argument] if argument in instead else argument.meta["val"]
+    )
     target: Any = node.target
-    node.meta["val"] = target(*args, **kwargs)
+    return target(*args, **kwargs)
+
+
+def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
+    """Returns the stored values that a graph would have if some of its nodes had other strides: those of these nodes,
+    with the values in `changes`, and of their readers, as far as strides change. None where an operator does not take
+    them, as a view may not, where its value cannot be computed, or where an output of the graph would change. Needs
+    `on_stored_values`."""
+    changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
+    if not changed:
+        return dict(changes)
+    for node in next(iter(changed)).graph.nodes:
+        if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
+            continue
+        if node.op != "call_function" or any("val" not in given.meta for given in node.all_input_nodes):
+            return None
+        if binds_new_symbols(node):
+            return None
+        try:
+            value = result_of(node, changed)
+        except (RuntimeError, ValueError):  # of kernels, and of fake ones
+            return None
+        if strides(value) != strides(node.meta["val"]):
+            changed[node] = value
+    return {**changes, **changed}
+
+
+def store(values: Mapping[Node, Any]) -> None:
+    """Sets the stored values of nodes."""
+    for node, value in values.items():
+        node.meta["val"] = value
+
+
+def strides(value: Any) -> list[str]:
+    """Returns the strides of each tensor in a stored value, as text, so that symbols in them leave no guards."""
+    return [str(tensor.stride()) for tensor in tensors(value)]
 
 
 def _retyped(value: Any, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import memopt
@@ -125,3 +126,21 @@ def test_what_is_wished_in_fp32_is_not_rounded_for_the_backward_either() -> None
         readers = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.native_layer_norm_backward.default)
         counts.append(sum(node.args[1].name.startswith("wide") for node in readers))
     assert counts == [len(readers) - 1, 0], "the norm of the head reads 16 bits anyway"
+
+
+def test_a_rotation_of_parts_of_a_fused_projection() -> None:
+    """ModernBERT widens queries and keys, which are strided views of one product, and narrows them into new memory."""
+    config = transformers.ModernBertConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    ids = torch.randint(3, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = transformers.ModernBertForMaskedLM(config).train()
+    with torch.no_grad():
+        exact = float(model(input_ids=ids, labels=ids).loss)
+    memopt.optimize(model, 1.0, optimizer=None, precision="bf16")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(exact, rel=0.02)
+    assert all(parameter.grad is not None for parameter in model.parameters())

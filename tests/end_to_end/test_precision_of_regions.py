@@ -1,4 +1,4 @@
-"""Forwards that break into regions, computed in 16 bits: the code between regions gets the dtypes of the plain model."""
+"""Forwards that break into regions, in 16 bits: the code between regions gets the dtypes of the plain model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from passes import EliminateDeadCode, MergeCasts, Pipeline, diff_graphs, format_graph
 from tests.passes.capture import Sketch, assert_bitwise_equal, aten, with_inputs
@@ -92,3 +96,35 @@ def test_symbolic_sizes_end() -> None:
     from tests.passes.capture import dynamic_mlp
 
     assert not diff_graphs(dynamic_mlp().graph_module, MergeCasts()(dynamic_mlp().graph_module))
+
+
+def fused(read: Callable[[Sketch, Node], Node]) -> GraphModule:
+    """Widens a part of a fused projection, which is not contiguous, and narrows it again into memory that is."""
+    sketch = Sketch()
+    part = sketch.call(aten.select.int, sketch.input("x", 4, 3, 6, dtype=BF16), 1, 0)
+    low = sketch.call(aten.to.dtype, sketch.call(aten.to.dtype, part, FP32), BF16)
+    return sketch.returns(read(sketch, low))
+
+
+def test_what_reads_a_narrowed_value_in_other_memory_has_its_strides() -> None:
+    def halves(sketch: Sketch, low: Node) -> Node:
+        half = sketch.call(aten.slice.Tensor, low, 1, 0, 3)
+        return sketch.call(aten.cat.default, [sketch.call(aten.neg.default, half), half], 1)
+
+    before = fused(halves)
+    assert casts(MERGE(before)) == 0
+    assert_bitwise_equal(with_inputs(before), before, MERGE(before))
+
+
+@pytest.mark.parametrize("read", [lambda sketch, low: sketch.call(aten.view.default, low, [24]), lambda _, low: low])
+def test_a_cast_to_contiguous_memory_stays_for_a_view_and_for_the_caller(read: Any) -> None:
+    before = fused(read)
+    assert casts(MERGE(before)) == 2
+    assert_bitwise_equal(with_inputs(before), before, MERGE(before))
+
+
+def test_a_cast_of_an_expanded_value_stays_where_a_view_needs_it() -> None:
+    sketch = Sketch()
+    low = sketch.call(aten.to.dtype, sketch.call(aten.expand.default, sketch.input("x", 1, 4), [8, 4]), BF16)
+    before = sketch.returns(sketch.call(aten.view.default, low, [32]))
+    assert not diff_graphs(before, MERGE(before))
