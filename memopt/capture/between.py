@@ -4,8 +4,8 @@ have room for them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -145,18 +145,18 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 def stand_in(
-    region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, arguments: tuple[Any, ...]
+    region: fx.GraphModule, forward: Callable[..., Any], between: Between, number: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run a region as one opaque autograd function; of what its forward and backward make, the gradients that it
-    passes on are counted. `number` is that of the run."""
+    passes on are counted. `forward` computes it, and `number` is that of the run."""
     run: Any = _StandIn.apply
-    return run(region, between, number, low, *arguments)
+    return run(region, forward, between, number, *arguments)
 
 
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, region: fx.GraphModule, between: Between, number: int, low: torch.dtype | None, *arguments: Any
+        ctx: Any, region: fx.GraphModule, run: Callable[..., Any], between: Between, number: int, *arguments: Any
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
@@ -168,8 +168,8 @@ class _StandIn(torch.autograd.Function):
                 (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None
                 for argument in arguments
             ]
-            with _computing_in(low, arguments), hooks_left_out():
-                outputs = region.forward(*arguments)
+            with hooks_left_out():
+                outputs = run(*arguments)
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
             # An output without a gradient in the model has none here either: later regions are captured as they run.
@@ -187,12 +187,6 @@ class _StandIn(torch.autograd.Function):
 def _is_of_several(tensor: torch.Tensor) -> bool:
     """Whether a tensor is made of others, on which its operators run: a tensor subclass, or a sparse one."""
     return tensor.layout != torch.strided or is_wrapper(tensor)
-
-
-def _computing_in(low: torch.dtype | None, arguments: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Autocast to a dtype, on the device of the arguments; nothing where it is on already, or `low` is None."""
-    device = next((value.device.type for value in arguments if isinstance(value, torch.Tensor)), "cpu")
-    return nullcontext() if low is None or torch.is_autocast_enabled(device) else torch.autocast(device, dtype=low)
 
 
 def _undifferentiated(region: fx.GraphModule) -> list[int]:

@@ -31,11 +31,10 @@ def capture_on_fakes(
     *,
     differentiate_all: bool,
     narrowed: Narrowed | None = None,
-    low: torch.dtype | None = None,
 ) -> CapturedCall:
     """Capture one training call on fake tensors on `device`; no memory is allocated and the model does not change.
 
-    `low` is as for `Rehearsal`. With `narrowed`, parameters and inputs are captured in another dtype than they have.
+    With `narrowed`, parameters and inputs are captured in another dtype than they have.
     Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
@@ -58,7 +57,7 @@ def capture_on_fakes(
             reason = str(broken)
         else:
             reason = PASSED_OVER
-        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode, low)
+        return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
 PASSED_OVER = "torch.compile passes it over"
@@ -71,7 +70,6 @@ def _capture_regions(
     ids: dict[int, int],
     reason: str,
     mode: FakeTensorMode,
-    low: torch.dtype | None,
 ) -> CapturedCall:
     """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code."""
     args, kwargs = call
@@ -87,7 +85,7 @@ def _capture_regions(
 
     def capture() -> CapturedCall:
         nonlocal rehearsal
-        rehearsal = Rehearsal(ids, low)
+        rehearsal = Rehearsal(ids)
         attributes, generators = Attributes(model), generator_states(cpu)
         try:
             return rehearse(lambda: parts(*args, **kwargs), rehearsal, model, reason, mode)

@@ -31,16 +31,17 @@ class Rehearsal:
 
     Each region runs as one opaque function, forward and backward: its values come from Dynamo's graph, run without
     gradients, and the gradients that it returns have arbitrary values. Operators between regions run as they are.
-    With `low`, regions compute in that dtype, so that what they pass on has the dtype that it will have.
+    With `forward_of`, the values come from the forward that it returns for a region: those by which the model's code
+    will choose its way, if the plan computes other ones.
     """
 
     def __init__(
         self,
         real_ids: Mapping[int, int] | None = None,
-        low: torch.dtype | None = None,
+        forward_of: Callable[[RecordedRegion], Callable[..., Any]] | None = None,
         gathered: Gathered = NOTHING_GATHERED,
     ) -> None:
-        self.real_ids, self.low = real_ids, low
+        self.real_ids, self.forward_of = real_ids, forward_of
         self.between = Between(gathered)
         self.runs: list[RegionRun] = []
         self._values: list[_ValuesOfRun] = []
@@ -55,10 +56,12 @@ class Rehearsal:
         if not region.differentiable:
             return region.graph_module(*inputs)
         run = RegionRun.of(region, inputs, self.real_ids)
+        with self.between.planned():
+            forward = self.forward_of(region) if self.forward_of else region.graph_module.forward
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
         observer = Observer() if region.depends_on_data and all(map(is_real, given)) else None
         with observer or nullcontext():
-            outputs = stand_in(region.graph_module, self.between, self.between.begin_run(), self.low, inputs)
+            outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         self.runs.append(replace(run, observed=tuple(observer.observed)) if observer else run)
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)

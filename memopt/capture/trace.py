@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,13 +61,29 @@ class RegionTrace:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """No autocast around a graph that has its casts written out; the plan's autocast around one that has not."""
-        if self.rewritten:
-            return without_autocast()
-        if self.autocast is None or autocast_is_on():
-            return nullcontext()
-        tensors = (value for value in self.region.inputs if isinstance(value, torch.Tensor))
-        device = next((tensor.device.type for tensor in tensors), "cpu")
-        return torch.autocast(device, dtype=self.autocast)
+        return without_autocast() if self.rewritten else _autocast_to(self.autocast, self.region)
+
+
+def _autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractContextManager[Any]:
+    """Autocast to a dtype on the device of a region; nothing where it is on already, or the dtype is None."""
+    if dtype is None or autocast_is_on():
+        return nullcontext()
+    tensors = (value for value in region.inputs if isinstance(value, torch.Tensor))
+    return torch.autocast(next((tensor.device.type for tensor in tensors), "cpu"), dtype=dtype)
+
+
+def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
+    """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
+    with region.autocast.restored():
+        operators = _rewritten_operators(region, replace(rewriting, needed=""))
+    rewritten = operators is not None and bool(operators.stages)
+    module = operators.stages[-1] if operators is not None and rewritten else region.graph_module
+
+    def forward(*inputs: Any) -> Any:
+        with without_autocast() if rewritten else _autocast_to(rewriting.autocast, region):
+            return module.forward(*inputs)
+
+    return forward
 
 
 def backend_of(region: RecordedRegion, wanted: str) -> str:

@@ -263,7 +263,6 @@ class CallPlanner(CallAccounts):
                 self.device(),
                 differentiate_all=self.differentiate_all,
                 narrowed=narrowed,
-                low=self.rewriting.autocast,
             )
 
     def job(self, call: Call, situation: Situation) -> Job:

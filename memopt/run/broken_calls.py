@@ -19,6 +19,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.capture.together import known_places
+from memopt.capture.trace import forward_as_planned
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
 from memopt.emit.emitted import Emitted
@@ -98,7 +99,8 @@ class BrokenCalls:
 
     def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
         gathered = Gathered(self.model)
-        self._rehearsal = Rehearsal(low=self.road.planner.rewriting.autocast, gathered=gathered)
+        forward_of = partial(forward_as_planned, rewriting=self.road.planner.rewriting)
+        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
             with undone(self.model), inputs_kept, gathered.without_exchange():

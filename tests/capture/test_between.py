@@ -36,7 +36,7 @@ def test_a_region_runs_as_one_function_whose_memory_is_not_counted() -> None:
         leaf = torch.ones(100, requires_grad=True)
         with between:
             x = leaf * 2
-            (y,) = stand_in(region, between, between.begin_run(), None, (x,))
+            (y,) = stand_in(region, region.forward, between, between.begin_run(), (x,))
             before = between.peak_bytes
             assert before == between.live_bytes == x.nbytes
             y.sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import memopt
@@ -39,7 +40,22 @@ def matched() -> tuple[nn.Module, dict[str, Tensor]]:
     return Matched(), {"x": torch.randn(32, 64), "places": torch.randn(8, 64)}
 
 
-@pytest.mark.parametrize("make", [matched, slow(wav2vec2)])
+def informer() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Informer, which writes a product into a sum: under `torch.autocast` these have two dtypes, and the write fails."""
+    config = transformers.InformerConfig(
+        prediction_length=16, context_length=32, lags_sequence=[1, 2, 3], scaling="mean", num_time_features=2,
+        d_model=64, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+    )  # fmt: skip
+    batch = {
+        "past_values": torch.randn(4, 35), "past_time_features": torch.randn(4, 35, 2),
+        "past_observed_mask": torch.ones(4, 35), "future_values": torch.randn(4, 16),
+        "future_time_features": torch.randn(4, 16, 2),
+    }  # fmt: skip
+    return transformers.InformerForPrediction(config).train(), batch
+
+
+@pytest.mark.parametrize("make", [matched, slow(wav2vec2), slow(informer)])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_code_between_regions_gets_the_dtypes_of_the_plain_model(make: Any, ahead: bool) -> None:
     seed(0)
