@@ -35,8 +35,9 @@ FUSED: dict[str, Any] = {**EXACT, "backend": "inductor"}
 STAGES = {"mid": (EXACT, 0.5), "smallest": (EXACT, 0.0), "default": (DEFAULT, 0.5), "inductor": (FUSED, 0.5)}
 """By name: options, and where the budget lies between the smallest that works (0) and the plain peak (1)."""
 DEFAULT_LOSS, OF_AUTOCAST = 0.05, 1.5
-"""How far the losses of the default options may be from the plain model's, and in multiples of those under
-`torch.autocast`, where these are further off."""
+"""How far the losses of the default options may be from the plain model's; where they are further off, how far the
+gradients of the first step may be, in multiples of the difference under `torch.autocast`: a rounding there may change
+the second step's loss by much, where a model matches its results to labels."""
 
 
 def trial(name: str, stages: list[str]) -> dict[str, Any]:
@@ -113,8 +114,9 @@ def planned(
     if apart:
         found |= {"difference": apart, "at": at}
     if stage == "default" and verdict == "wrong":
-        _, found["autocast_difference"], _ = judged(stage, under_autocast(copy.deepcopy(untouched), batch), plain)
-        verdict = "right" if apart < OF_AUTOCAST * found["autocast_difference"] else verdict
+        autocast = gradients_apart(under_autocast(copy.deepcopy(untouched), batch), plain)
+        found |= {"gradients": gradients_apart(twin.run, plain), "autocast_gradients": autocast}
+        verdict = "right" if found["gradients"] < OF_AUTOCAST * autocast else verdict
     if verdict != "wrong" and measured > budget:
         verdict = "over budget"
     if verdict in ("right", "rounding"):
@@ -132,6 +134,17 @@ def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     twin = Twin(model, batch, call)
     steps(twin)
     return twin.run
+
+
+def gradients_apart(ours: Run, plain: Run) -> float:
+    """The norm of the difference of all gradients of the first step, over that of the plain ones."""
+    squares = [
+        (float((ours.tensors[name] - value).double().square().sum()), float(value.double().square().sum()))
+        for name, value in plain.tensors.items()
+        if name.startswith("step 1: gradient") and value is not None
+    ]
+    apart, whole = map(sum, zip(*squares, strict=True))
+    return float((apart / whole) ** 0.5)
 
 
 def judged(stage: str, ours: Run, plain: Run) -> tuple[str, float, str]:

@@ -10,6 +10,7 @@ from torch import fx
 
 from memopt.compat.autograd import keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
+from passes import copy_graph_module
 
 
 def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
@@ -37,24 +38,25 @@ def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
     return frozenset(large)
 
 
-def keep_dtypes(graph_module: fx.GraphModule) -> None:
-    """Cast the outputs to the dtypes that they have, for which nothing runs as long as nothing else in the graph is
-    computed in another dtype. Edits the graph.
+def keeping_dtypes(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph which casts its outputs to the dtypes that they have, for where it runs under autocast.
 
-    It is for regions whose outputs go to code that runs as its author wrote it: outside of `torch.autocast`, most
-    operators refuse operands of two dtypes, and losses sum in that of their input.
+    It is for regions whose outputs go to code that runs as its author wrote it: outside of autocast, most operators
+    refuse operands of two dtypes, and losses sum in the dtype of their input.
     """
-    output = graph_module.graph.output_node()
+    copied = copy_graph_module(graph_module)
+    output = copied.graph.output_node()
     results = output.args[0]
     assert isinstance(results, (tuple, list))
-    with graph_module.graph.inserting_before(output):
+    with copied.graph.inserting_before(output):
         cast: dict[Any, fx.Node] = {}
         for node in dict.fromkeys(results):
             if isinstance(node, fx.Node) and node.op != "placeholder" and _has_floats(node.meta.get("example_value")):
-                cast[node] = graph_module.graph.call_method("to", (node, node.meta["example_value"].dtype))
+                cast[node] = copied.graph.call_method("to", (node, node.meta["example_value"].dtype))
                 cast[node].meta.update(node.meta)
     output.args = (tuple(cast.get(node, node) for node in results),)
-    graph_module.recompile()
+    copied.recompile()
+    return copied
 
 
 def _has_floats(value: Any) -> bool:

@@ -18,7 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.nested_regions import inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_scalars, keep_dtypes
+from memopt.capture.outputs import detach_all_but_scalars, keeping_dtypes
 from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
@@ -85,8 +85,6 @@ class RecordedRegion:
         undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
         withheld = None if check_shards(graph_module, inputs) else withhold(graph_module, undifferentiated)
-        if not whole:
-            keep_dtypes(graph_module)
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
@@ -103,6 +101,12 @@ class RecordedRegion:
         (results,) = self.graph_module.graph.output_node().args
         values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+    @cached_property
+    def for_autocast(self) -> fx.GraphModule:
+        """The graph to run under autocast that the model does not have: it returns what goes to the code between
+        regions in the dtypes that it has in the plain model."""
+        return self.graph_module if self.whole else keeping_dtypes(self.graph_module)
 
     @cached_property
     def wrapped(self) -> frozenset[int]:

@@ -72,12 +72,17 @@ def _autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractC
     return torch.autocast(next((tensor.device.type for tensor in tensors), "cpu"), dtype=dtype)
 
 
+def _as_it_is(region: RecordedRegion, rewriting: Rewriting) -> fx.GraphModule:
+    """The graph of a region that passes do not rewrite."""
+    return region.graph_module if rewriting.autocast is None or autocast_is_on() else region.for_autocast
+
+
 def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
     """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
     with region.autocast.restored():
         operators = _rewritten_operators(region, replace(rewriting, needed=""))
     rewritten = operators is not None and bool(operators.stages)
-    module = operators.stages[-1] if operators is not None and rewritten else region.graph_module
+    module = operators.stages[-1] if operators is not None and rewritten else _as_it_is(region, rewriting)
 
     def forward(*inputs: Any) -> Any:
         with without_autocast() if rewritten else _autocast_to(rewriting.autocast, region):
@@ -107,7 +112,7 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
     """As `trace`, under the region's autocast and with a backend that is for it."""
     operators = _rewritten_operators(region, rewriting)
     rewritten = operators is not None and bool(operators.stages)
-    module = to_differentiate(operators) if operators is not None and rewritten else region.graph_module
+    module = to_differentiate(operators) if operators is not None and rewritten else _as_it_is(region, rewriting)
     traced = RegionTrace(region, module, backend, rewriting.autocast, rewritten)
     decide_joint = None if autocast_is_on() else rewriting.joint
     with traced.active():

@@ -41,7 +41,7 @@ def matched() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def informer() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Informer, which writes a product into a sum: under `torch.autocast` these have two dtypes, and the write fails."""
+    """Informer, which writes a product into a sum: these have two dtypes under `torch.autocast`, and that fails."""
     config = transformers.InformerConfig(
         prediction_length=16, context_length=32, lags_sequence=[1, 2, 3], scaling="mean", num_time_features=2,
         d_model=64, encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layers=2, decoder_layers=2,
@@ -71,6 +71,7 @@ def test_code_between_regions_gets_the_dtypes_of_the_plain_model(make: Any, ahea
         losses.append(float(loss.detach()))
     assert losses[0] != losses[1]  # it did compute in 16 bits
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] != float(torch.tensor(losses[0]).bfloat16())  # the loss itself is in fp32
     assert set(getattr(model, "seen", ())) <= {torch.float32}
     for name, parameter in plain.named_parameters():
         assert (parameter.grad is None) == (model.get_parameter(name).grad is None)
