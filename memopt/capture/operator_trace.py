@@ -18,6 +18,7 @@ from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
+_REGISTER_HOOK = "register_hook"
 _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 
 
@@ -89,7 +90,8 @@ class _Interpreter(fx.Interpreter):
 
     def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inline the author's activation checkpoints; trace other higher-order operators as one opaque node. Raises
-        `Untraceable` under autocast and `no_grad`."""
+        `Untraceable` under autocast and `no_grad`, and for hooks: of a value that is cast, they would see a part of the
+        gradient."""
         if is_checkpoint(target):
             # The plan decides what is recomputed, so the author's checkpoint is inlined.
             inner, *rest = args
@@ -99,6 +101,8 @@ class _Interpreter(fx.Interpreter):
             raise Untraceable(f"{target} runs under autocast, whose casts inside of it cannot be written out")
         if not torch.is_grad_enabled():
             raise Untraceable(f"{target} runs under no_grad")
+        if str(target) == _REGISTER_HOOK:
+            raise Untraceable("it calls Tensor.register_hook, whose hook is to see the gradient of that very value")
         return opaque_call(target, args, kwargs, self.mode)
 
 

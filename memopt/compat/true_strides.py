@@ -1,8 +1,9 @@
-"""Strides of fake results as the kernels give them, where torch's own rules for fake tensors differ.
+"""Strides and dtypes of fake results as the kernels give them, where torch's own rules for fake tensors differ.
 
 Torch works out many fake results by Python decompositions, which may lay memory out in another order than the kernel
 does: `batch_norm` and the backward of `softplus` on a transposed input. A trace then holds a `view` that fails when it
-runs, or a copy that eager mode does not make.
+runs, or a copy that eager mode does not make. Results of operands in two dtypes may have another dtype than the
+kernel's: the statistics of a `batch_norm` in bfloat16 with weights in float32, on the CPU.
 
 Only operators that have such a decomposition are tried, and none that reads indices: others might not survive made-up
 operands.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -32,10 +33,11 @@ sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """Have a fake mode give the results of operators the strides that their kernels give them, from now on.
+    """Have a fake mode give the results of operators the strides and dtypes that their kernels give them, from now on.
 
-    An operator with an input that is not contiguous is run once on small tensors of the same layouts, real and fake;
-    where these disagree, the order of the real dimensions is taken.
+    An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
+    tensors of the same layouts, real and fake; where these disagree, the dtype and the order of the real dimensions are
+    taken.
     """
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
@@ -46,14 +48,18 @@ def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
     return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
 
 
+_Layout: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""The dimensions of a tensor from the outermost to the innermost in memory, and its dtype."""
+
+
 class _Corrected:
-    """The dispatch of a fake mode, with corrected strides."""
+    """The dispatch of a fake mode, with corrected strides and dtypes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode, self.fake = mode, mode.dispatch
-        self._orders: dict[Hashable, list[tuple[int, ...] | None]] = {}
-        """For each kind of call the order of the dimensions of each result, or None where the fake one is right. A mode
-        belongs to one region, which bounds its size."""
+        self._layouts: dict[Hashable, list[_Layout | None]] = {}
+        """For each kind of call the layout of each result, or None where the fake one is right. A mode belongs to one
+        region, which bounds its size."""
 
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.fake(func, types, args, kwargs)
@@ -62,17 +68,17 @@ class _Corrected:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not _is_doubtful(inputs, result):
             return result
-        key = func, *map(_layout, tree_leaves((args, kwargs)))
-        if key not in self._orders:
-            self._orders[key] = []  # for the calls made meanwhile
-            self._orders[key] = self._tried(func, types, args, kwargs or {})
-        if not self._orders[key]:
+        key = func, *map(_key, tree_leaves((args, kwargs)))
+        if key not in self._layouts:
+            self._layouts[key] = []  # for the calls made meanwhile
+            self._layouts[key] = self._tried(func, types, args, kwargs or {})
+        if not self._layouts[key]:
             return result
-        orders = iter(self._orders[key])
-        return tree_map(lambda leaf: self._ordered(leaf, next(orders, None)), result)
+        layouts = iter(self._layouts[key])
+        return tree_map(lambda leaf: self._laid(leaf, next(layouts, None)), result)
 
-    def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[tuple[int, ...] | None]:
-        """The order of each result of a call on small real tensors, None where it is that of small fakes."""
+    def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
+        """The layout of each result of a call on small real tensors, None where it is that of small fakes."""
         sizes = {size for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
         numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(sorted(size for size in sizes if size > _SMALL))}
 
@@ -100,15 +106,18 @@ class _Corrected:
                 guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
         except Exception:  # an operator may refuse made-up values and sizes with any error
             return []
-        orders = [None if _same(*pair) else _order(pair[0]) for pair in zip(true, guessed, strict=True)]
-        return orders if any(orders) else []
+        layouts = [
+            None if _same(*pair) else (_order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
+        ]
+        return layouts if any(layouts) else []
 
-    def _ordered(self, result: Any, order: tuple[int, ...] | None) -> Any:
-        """A fake result laid out in this order of dimensions, outermost first."""
-        if order is None or not isinstance(result, FakeTensor):
+    def _laid(self, result: Any, layout: _Layout | None) -> Any:
+        """A fake result in this dtype, and with its dimensions in this order in memory."""
+        if layout is None or not isinstance(result, FakeTensor):
             return result
+        order, dtype = layout
         with self.mode:
-            laid = torch.empty([result.shape[dim] for dim in order], dtype=result.dtype, device=result.device)
+            laid = torch.empty([result.shape[dim] for dim in order], dtype=dtype, device=result.device)
             return laid.permute([order.index(dim) for dim in range(len(order))])
 
 
@@ -132,25 +141,25 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
     numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
     if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
         return False
-    if all(tensor.is_contiguous() for tensor in inputs):
-        return False
-    return any(
-        isinstance(leaf, FakeTensor) and leaf.dim() > 1 and not is_symbolic(leaf) for leaf in tree_leaves(result)
+    in_order, floats = (
+        all(tensor.is_contiguous() for tensor in inputs),
+        {tensor.dtype for tensor in inputs} - {torch.bool},
     )
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not is_symbolic(leaf)]
+    return (not in_order and any(leaf.dim() > 1 for leaf in results)) or (len(floats) > 1 and bool(results))
 
 
 def _is_number(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype == torch.bool
 
 
-def _layout(leaf: Any) -> Hashable:
+def _key(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
     return type(leaf), repr(leaf)
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions from the outermost to the innermost in memory."""
     strides: tuple[int, ...] = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
@@ -159,7 +168,7 @@ def _same(real: Any, fake: Any) -> bool:
     if not isinstance(real, torch.Tensor) or real.shape != fake.shape:
         return True
     moves = [dim for dim, size in enumerate(real.shape) if size > 1]
-    return all(real.stride(dim) == fake.stride(dim) for dim in moves)
+    return real.dtype == fake.dtype and all(real.stride(dim) == fake.stride(dim) for dim in moves)
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:

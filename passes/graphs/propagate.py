@@ -1,6 +1,7 @@
 """Recomputes the stored values of calls that a pass has changed, from the stored values of their arguments."""
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -36,10 +37,9 @@ def propagating(mode: Any) -> Iterator[None]:
 def refresh(node: Node) -> None:
     """Sets a call's stored value to what its operator returns for those of its arguments; needs `on_stored_values`.
 
-    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument. A call
-    that runs graphs of its own, as `torch.autograd.Function` does, keeps its value: its arguments keep their dtypes.
+    Where sizes depend on data they keep their symbols, and only the dtype is set, to that of the first argument.
     """
-    if node.op != "call_function" or any("val" not in given.meta for given in node.all_input_nodes):
+    if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
         return
     node.meta["val"] = result_of(node)
 
@@ -50,10 +50,19 @@ def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) ->
         first = node.all_input_nodes[0]
         return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
     args, kwargs = map_arg(
-        (node.args, node.kwargs), lambda argument: instead[argument] if argument in instead else argument.meta["val"]
+        (node.args, node.kwargs), lambda source: instead[source] if source in instead else _of(source)
     )
     target: Any = node.target
     return target(*args, **kwargs)
+
+
+def _is_known(node: Node) -> bool:
+    return "val" in node.meta or node.op == "get_attr"
+
+
+def _of(node: Node) -> Any:
+    """Returns a node's stored value; of a graph that an operator runs, as that of a custom function, the graph."""
+    return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
@@ -67,7 +76,7 @@ def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
     for node in next(iter(changed)).graph.nodes:
         if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
             continue
-        if node.op != "call_function" or any("val" not in given.meta for given in node.all_input_nodes):
+        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
             return None
         if binds_new_symbols(node):
             return None

@@ -42,6 +42,10 @@ def fake(call: Callable[[Tensor], Any], x: Tensor, mode: FakeTensorMode) -> list
         return [leaf for leaf in tree_leaves(call(value)) if isinstance(leaf, Tensor)]
 
 
+def normalised_backward(x: Tensor) -> Any:
+    return aten.native_batch_norm_backward(x, x, ONES, ONES, ONES, ONES, ONES, True, 1e-5, [True, True, True])
+
+
 @pytest.mark.parametrize("call", [normalised, softplus_backward, layer_norm, summed, torch.sin, torch.clone])
 @pytest.mark.parametrize(
     "x", [WIDE, TURNED, TURNED[:, ::2], WIDE[:1].expand(12, 16, 9)], ids=["wide", "turned", "gaps", "rows"]
@@ -56,6 +60,12 @@ def test_strides_are_those_of_the_kernel(call: Callable[[Tensor], Any], x: Tenso
             assert found.shape == real.shape
             assert found.stride() == real.stride()
             assert found.dtype == real.dtype
+
+
+@pytest.mark.parametrize("call", [normalised, normalised_backward, softplus_backward])
+@pytest.mark.parametrize("x", [WIDE.bfloat16(), TURNED.bfloat16()], ids=["wide", "turned"])
+def test_dtypes_are_those_of_the_kernel_where_operands_have_two(call: Callable[[Tensor], Any], x: Tensor) -> None:
+    test_strides_are_those_of_the_kernel(call, x)
 
 
 def test_an_operator_with_a_workspace_is_not_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +145,70 @@ def test_a_rotation_of_parts_of_a_fused_projection() -> None:
     loss.backward()
     assert float(loss.detach()) == pytest.approx(exact, rel=0.02)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class HookedValue(nn.Module):
+    """Halves the gradient of a value by a hook, one that was read before the hook was there, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.first(x)
+        before = value.sigmoid()
+        value.register_hook(lambda gradient: gradient / 2)
+        return (self.last(value.relu()) * before).pow(2).mean()
+
+
+class Halves(torch.autograd.Function):
+    """Returns its input, and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+class OwnFunction(nn.Module):
+    """Gives a function of its own a value with other strides once that is computed in 16 bits and cast back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.first(x).chunk(2, dim=-1)[0]
+        return self.last(Halves.apply(part)).pow(2).mean()  # type: ignore[no-untyped-call]
+
+
+class Turned(nn.Module):
+    """Normalises a value over its last dimension but one, in a kernel that lays its results out anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.scale = nn.Linear(64, 64), nn.InstanceNorm1d(64, affine=True), nn.Linear(64, 64)
+        self.batch_norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.first(x).view(4, 4, 64)
+        for norm in (self.batch_norm, self.norm):
+            value = self.first(norm(value.transpose(1, 2)).transpose(1, 2) * self.scale.weight[0])
+        return self.scale(value).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", [HookedValue, OwnFunction, Turned])
+def test_gradients_in_bf16_are_near_those_in_fp32(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().train(), torch.randn(16, 64)
+    model(x).backward()
+    exact = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+    memopt.optimize(model, 1.0, optimizer=None, precision="bf16")
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - exact[name]).norm() <= 0.05 * max(exact[name].norm(), torch.tensor(1e-3))
