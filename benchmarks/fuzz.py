@@ -1,12 +1,14 @@
 """Random models, budgets, optimisers and schedules, each trained plain and planned side by side.
 
-    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--cases 1] [--again]
+    python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--low] [--cases 1]
+        [--again]
 
 A seed draws a model, a batch and an optimiser; its inputs may require gradients, be the results of other operators, or
 be written to. Each of its cases draws a schedule for it: a budget for the solvers or a random schedule, planned ahead
 or at the first call, there also only where the plain step does not fit. It trains two steps, then one that accumulates,
 from the same state as the plain model, and compares all losses, gradients, buffers, parameters and random numbers;
-within a budget, the memory of one more step is measured. One capture serves the cases of a seed
+within a budget, the memory of one more step is measured. With `--low` the plan computes in bf16, with all levers that
+are on by default, and the first step's gradients are to be near the plain ones. One capture serves the cases of a seed
 (`examples/models/random_trials.py`).
 
 Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.
@@ -52,9 +54,10 @@ EXPLAINED = ("refused", "rounding, named", "plain fails")
 def main() -> None:
     arguments = _arguments()
     if arguments.child:
-        _run_here(arguments.child, arguments.backend, arguments.cases)
+        _run_here(arguments)
         return
-    record = _Record(RESULTS / ("fuzz.json" if arguments.backend == "aten" else f"fuzz_{arguments.backend}.json"))
+    ways = [way for way in (arguments.backend, "low" * arguments.low) if way not in ("aten", "")]
+    record = _Record(RESULTS / ("_".join(["fuzz", *ways]) + ".json"))
     again = record.take_back() if arguments.again else {}
     wanted = sorted(again) if arguments.again else range(*arguments.seeds)
     end = time.time() + 60 * arguments.minutes
@@ -68,7 +71,7 @@ def main() -> None:
             if not seeds:
                 return
             began = time.time()
-            for results in _in_a_process(seeds, arguments.backend, arguments.cases):
+            for results in _in_a_process(seeds, arguments):
                 with adding:
                     record.add(results, again.get(results[0]["seed"]))
                     record.seconds, began = record.seconds + time.time() - began, time.time()
@@ -152,12 +155,12 @@ def _reason(result: dict[str, Any]) -> str:
     return f"{result['verdict']}: {cause}"
 
 
-def _in_a_process(seeds: list[int], backend: str, cases: int) -> Iterator[list[dict[str, Any]]]:
+def _in_a_process(seeds: list[int], arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """The results of these seeds, those of all its cases for each; where the process dies or hangs, the seed at which
     it did is the last one."""
-    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", backend, "--cases", str(cases), "--child"]
-    command += map(str, seeds)
-    limit = LIMIT_SECONDS[backend]
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--backend", arguments.backend, "--cases", str(arguments.cases)]
+    command += [*["--low"] * arguments.low, "--child", *map(str, seeds)]
+    limit = LIMIT_SECONDS[arguments.backend]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
@@ -185,13 +188,14 @@ def _pass_on(output: Iterable[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _run_here(seeds: list[int], backend: str, cases: int) -> None:
+def _run_here(arguments: argparse.Namespace) -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models or compilers print
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for number, seed in enumerate(seeds):
-        print(json.dumps([one.record() for one in trials(seed, backend, cases)]), file=results, flush=True)
+    for number, seed in enumerate(arguments.child):
+        found = trials(seed, arguments.backend, arguments.cases, low=arguments.low)
+        print(json.dumps([one.record() for one in found]), file=results, flush=True)
         if number == 0:
             gc.freeze()  # what all seeds share need not be looked through for garbage at each
 
@@ -202,6 +206,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--backend", choices=("aten", "inductor"), default="aten")
+    parser.add_argument("--low", action="store_true", help="plans that compute in bf16")
     parser.add_argument("--cases", type=int, default=CASES, help="cases of each seed")
     parser.add_argument("--again", action="store_true", help="repeat the seeds that were not right")
     parser.add_argument("--child", nargs="*", type=int, help=argparse.SUPPRESS)

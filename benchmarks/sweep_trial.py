@@ -24,6 +24,7 @@ from examples.models.twins import (
     Run,
     Twin,
     difference,
+    gradients_apart,
     said,
     verdict_of,
     where,
@@ -134,17 +135,6 @@ def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     twin = Twin(model, batch, call)
     steps(twin)
     return twin.run
-
-
-def gradients_apart(ours: Run, plain: Run) -> float:
-    """The norm of the difference of all gradients of the first step, over that of the plain ones."""
-    squares = [
-        (float((ours.tensors[name] - value).double().square().sum()), float(value.double().square().sum()))
-        for name, value in plain.tensors.items()
-        if name.startswith("step 1: gradient") and value is not None
-    ]
-    apart, whole = map(sum, zip(*squares, strict=True))
-    return float((apart / whole) ** 0.5)
 
 
 def judged(stage: str, ours: Run, plain: Run) -> tuple[str, float, str]:

@@ -12,7 +12,7 @@ from torch import nn
 from examples.models.random_block import Block
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case
-from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, verdict_of
+from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, gradients_apart, verdict_of
 from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
 STEPPED = 100.0
@@ -20,6 +20,9 @@ STEPPED = 100.0
 CONDITIONED = 10.0
 """How many times as far from the plain numbers a step may be whose plan names an operator that rounds, as plain steps
 are from weights that are one unit in the last place larger."""
+LOW, OF_ROUNDED = 0.05, 4.0
+"""How far the gradients of a first step in 16 bits may be from the plain ones; and where a model is ill-conditioned, in
+multiples of how far those are that weights rounded to bfloat16 give."""
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -33,6 +36,8 @@ class Reference:
     """The same where blocks under `torch.utils.checkpoint` run once, without it; None for a model that has none."""
     nudge: Callable[[], tuple[Run, ...]] | None = None
     """Trains the same from weights that are one unit in the last place larger: how ill-conditioned the model is."""
+    rounded: Callable[[], tuple[Run, ...]] | None = None
+    """Trains the same from weights that are rounded to bfloat16."""
 
     def judge(self, ours: Run, number: int, notes: Collection[str], *, fused: bool = False) -> tuple[str, str]:
         """The verdict on the numbers of a planned run, and where they are farthest apart, by the notes of its plan.
@@ -51,15 +56,22 @@ class Reference:
             verdict = "rounding, named" if verdict == "rounding" else verdict
         return verdict, f"{apart:.1e} apart: {at}" if apart else ""
 
+    def judge_low(self, ours: Run) -> tuple[str, str]:
+        """The verdict on a first step in 16 bits, and how far its gradients are from the plain ones."""
+        apart = gradients_apart(ours, self.runs[0])
+        if apart > LOW and self.rounded is not None:
+            apart /= max(1.0, OF_ROUNDED * gradients_apart(self.rounded()[0], self.runs[0]) / LOW)
+        return "wrong" if apart > LOW or apart != apart else "right", f"gradients {apart:.1e} apart"
+
 
 def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
     """Train the plain model of a case. Raises `ValueError` where it gives other numbers each time."""
 
-    def train(*, directly: bool = False, nudged: bool = False) -> tuple[Run, ...]:
+    def train(*, directly: bool = False, change: Callable[[nn.Module], None] | None = None) -> tuple[Run, ...]:
         model = copy.deepcopy(case.model)
         hook_parameters(model)
-        if nudged:
-            _nudge(model)
+        if change is not None:
+            change(model)
         for block in _checkpointed(model):
             block.direct = directly
         return tuple(steps_of(twin_of(model, case, make_optimizer)))
@@ -68,7 +80,7 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
     if any(difference(again, first)[0] for again, first in zip(train(), runs, strict=True)):
         raise ValueError("the plain model gives other numbers each time")
     written_once = train(directly=True) if _checkpointed(case.model) else None
-    return Reference(runs, written_once, lambda: train(nudged=True))
+    return Reference(runs, written_once, lambda: train(change=_nudge), lambda: train(change=_round))
 
 
 def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
@@ -93,6 +105,13 @@ def _nudge(model: nn.Module) -> None:
         for parameter in model.parameters():
             real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             real.copy_(torch.nextafter(real, torch.full_like(real, torch.inf)))
+
+
+def _round(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            real.copy_(real.bfloat16())
 
 
 def _checkpointed(model: nn.Module) -> list[Block]:

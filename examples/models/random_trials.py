@@ -42,6 +42,8 @@ JUST_BELOW = 0.99
 BUDGETS = (0.0, 0.0, 0.1, 0.3, 0.6, 0.9)
 """Where budgets lie between the smallest that works and the plain peak."""
 ROOMY_GB = 1000.0
+LOW: dict[str, Any] = {"precision": "bf16", "elsewhere_gb": 0}
+"""The options in 16 bits: all levers that are on by default."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
@@ -69,9 +71,9 @@ class Trial:
         return asdict(self)
 
 
-def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Trial]:
-    """Train the model of a seed plain, and planned in several cases. Numbers of the backend "inductor" are right to
-    rounding."""
+def trials(seed: int, backend: str = "aten", cases: int = CASES, *, low: bool = False) -> Iterator[Trial]:
+    """Train the model of a seed plain, and planned in several cases, with `low` in 16 bits. Numbers of the backend
+    "inductor" are right to rounding; in 16 bits, the gradients of the first step are compared."""
     torch.compiler.reset()
     draw = random.Random(f"trial {seed}")
     optimizer = draw.choice(list(OPTIMIZERS))
@@ -85,7 +87,7 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
             Trial(seed, number, "plain fails", f"{optimizer}: {blocks}", said(error)) for number in range(cases)
         )
         return
-    model = _Planned(case, plain, optimizer, backend)
+    model = _Planned(case, plain, optimizer, backend, low=low)
     for number in range(cases):
         forced, share, ahead = draw.random() < FORCED, draw.choice(BUDGETS), draw.random() < 0.7
         if_needed = not (forced or ahead) and random.Random(f"if needed {seed} {number}").random() < IF_NEEDED
@@ -108,11 +110,12 @@ def trials(seed: int, backend: str = "aten", cases: int = CASES) -> Iterator[Tri
 class _Planned:
     """The model of a seed, planned again for each case, beside the plain model's numbers."""
 
-    def __init__(self, case: Case, plain: Reference, optimizer: str, backend: str) -> None:
+    def __init__(self, case: Case, plain: Reference, optimizer: str, backend: str, *, low: bool) -> None:
         self.case, self.plain, self.optimizer = case, plain, OPTIMIZERS[optimizer]
         self.model = copy.deepcopy(case.model)
         hook_parameters(self.model)
-        self.options = EXACT | {"backend": backend, "optimizer": self.optimizer}
+        self.low = low
+        self.options = (LOW if low else EXACT) | {"backend": backend, "optimizer": self.optimizer}
         self._limits_gb: tuple[float, float] | None = None
 
     def train(self, share: float | None, *, ahead: bool, of_plain: bool = False) -> tuple[str, str]:
@@ -125,7 +128,9 @@ class _Planned:
         twin = twin_of(self.model, self.case, self.optimizer)
         verdict, message = "right", ""
         for number, run in enumerate(steps_of(twin) if share is None else _unless_refused(steps_of(twin))):
-            if verdict == "right":  # steps make any rounding before them larger
+            if self.low:
+                verdict, message = (verdict, message) if number else self.plain.judge_low(run)
+            elif verdict == "right":  # steps make any rounding before them larger
                 notes = _notes(self.model)
                 verdict, message = self.plain.judge(run, number, notes, fused=self.options["backend"] == "inductor")
         self.model.zero_grad()  # as may an accumulated step that is refused

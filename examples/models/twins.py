@@ -104,6 +104,24 @@ class Twin:
         return peak.allocated_bytes + held
 
 
+def gradients_apart(ours: Run, plain: Run) -> float:
+    """The norm of the difference of all gradients of the first step, over that of the plain ones; infinite where one of
+    the two has a gradient that the other has not."""
+    mine, reference = (
+        {
+            name: value
+            for name, value in run.tensors.items()
+            if name.startswith("step 1: gradient") and value is not None
+        }
+        for run in (ours, plain)
+    )
+    if mine.keys() != reference.keys():
+        return float("inf")
+    apart = sum(float((mine[name] - value).abs().double().square().sum()) for name, value in reference.items())
+    whole = sum(float(value.abs().double().square().sum()) for value in reference.values())
+    return float((apart / whole) ** 0.5) if whole else float(apart > 0)
+
+
 def difference(ours: Run, plain: Run, floor: float = FLOOR) -> tuple[float, str]:
     """Return the largest difference over the plain value's largest magnitude, and where it is; 0 if bitwise equal. That
     magnitude is taken to be at least the share `floor` of the largest among all values of its kind.

@@ -28,6 +28,14 @@ def test_a_random_module_trains_as_the_plain_one(seed: int, monkeypatch: pytest.
     assert all(verdict == "right" for verdict, _ in verdicts), verdicts
 
 
+@pytest.mark.parametrize("seed", [slow(72), slow(77), 93])
+def test_a_random_module_trains_in_16_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always")
+    monkeypatch.setenv("MEMOPT_CACHE", "0")
+    verdicts = [(found.verdict, found) for found in trials(seed, low=True)]
+    assert all(verdict == "right" for verdict, _ in verdicts), verdicts
+
+
 def test_a_case_after_one_that_failed_starts_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are held need more than the smallest budget: each case after a failed one was refused."""
     held = []
