@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,9 @@ STEPPED = 100.0
 CONDITIONED = 10.0
 """How many times as far from the plain numbers a step may be whose plan names an operator that rounds, as plain steps
 are from weights that are one unit in the last place larger."""
-LOW, OF_ROUNDED = 0.05, 4.0
+LOW, OF_LOWERED = 0.05, 3.0
 """How far the gradients of a first step in 16 bits may be from the plain ones; and where a model is ill-conditioned, in
-multiples of how far those are that weights rounded to bfloat16 give."""
+multiples of how far those under autocast are, or those from weights rounded to bfloat16."""
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -36,8 +37,8 @@ class Reference:
     """The same where blocks under `torch.utils.checkpoint` run once, without it; None for a model that has none."""
     nudge: Callable[[], tuple[Run, ...]] | None = None
     """Trains the same from weights that are one unit in the last place larger: how ill-conditioned the model is."""
-    rounded: Callable[[], tuple[Run, ...]] | None = None
-    """Trains the same from weights that are rounded to bfloat16."""
+    lowered: Callable[[], Iterator[tuple[Run, ...]]] | None = None
+    """Trains the same from weights that are rounded to bfloat16, and under autocast if it runs there."""
 
     def judge(self, ours: Run, number: int, notes: Collection[str], *, fused: bool = False) -> tuple[str, str]:
         """The verdict on the numbers of a planned run, and where they are farthest apart, by the notes of its plan.
@@ -59,28 +60,38 @@ class Reference:
     def judge_low(self, ours: Run) -> tuple[str, str]:
         """The verdict on a first step in 16 bits, and how far its gradients are from the plain ones."""
         apart = gradients_apart(ours, self.runs[0])
-        if apart > LOW and self.rounded is not None:
-            apart /= max(1.0, OF_ROUNDED * gradients_apart(self.rounded()[0], self.runs[0]) / LOW)
-        return "wrong" if apart > LOW or apart != apart else "right", f"gradients {apart:.1e} apart"
+        near = apart <= LOW
+        if not near and self.lowered is not None:
+            near = apart <= OF_LOWERED * max(gradients_apart(runs[0], self.runs[0]) for runs in self.lowered())
+        return "right" if near else "wrong", f"gradients {apart:.1e} apart"
 
 
 def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
     """Train the plain model of a case. Raises `ValueError` where it gives other numbers each time."""
 
-    def train(*, directly: bool = False, change: Callable[[nn.Module], None] | None = None) -> tuple[Run, ...]:
+    def train(
+        *, directly: bool = False, change: Callable[[nn.Module], None] | None = None, low: bool = False
+    ) -> tuple[Run, ...]:
         model = copy.deepcopy(case.model)
         hook_parameters(model)
         if change is not None:
             change(model)
         for block in _checkpointed(model):
             block.direct = directly
-        return tuple(steps_of(twin_of(model, case, make_optimizer)))
+        twin = twin_of(model, case, make_optimizer)
+        twin.call = torch.autocast("cpu", torch.bfloat16, enabled=low)(twin.call)
+        return tuple(steps_of(twin))
+
+    def lowered() -> Iterator[tuple[Run, ...]]:
+        yield train(change=_round)
+        with suppress(Exception):
+            yield train(low=True)
 
     runs = train()
     if any(difference(again, first)[0] for again, first in zip(train(), runs, strict=True)):
         raise ValueError("the plain model gives other numbers each time")
     written_once = train(directly=True) if _checkpointed(case.model) else None
-    return Reference(runs, written_once, lambda: train(change=_nudge), lambda: train(change=_round))
+    return Reference(runs, written_once, lambda: train(change=_nudge), lowered)
 
 
 def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
