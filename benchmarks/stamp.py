@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-LINE = 700
+LINE = 1400
 """Characters of a record that is written on one line."""
 
 
