@@ -127,12 +127,7 @@ def planned(
 
 def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     """The same steps of the plain model under `torch.autocast` in bf16."""
-
-    def call(**inputs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(**inputs)
-
-    twin = Twin(model, batch, call)
+    twin = Twin(model, batch, torch.autocast("cpu", torch.bfloat16)(model.__call__))
     steps(twin)
     return twin.run
 

@@ -112,17 +112,19 @@ def steps_of(twin: Twin) -> Iterator[Run]:
 
 
 def _nudge(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-            real.copy_(torch.nextafter(real, torch.full_like(real, torch.inf)))
+    _change(model, lambda weight: torch.nextafter(weight, torch.full_like(weight, torch.inf)))
 
 
 def _round(model: nn.Module) -> None:
+    _change(model, torch.Tensor.bfloat16)
+
+
+def _change(model: nn.Module, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Set each parameter to its changed value; complex ones by their real and imaginary parts."""
     with torch.no_grad():
         for parameter in model.parameters():
             real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-            real.copy_(real.bfloat16())
+            real.copy_(changed(real))
 
 
 def _checkpointed(model: nn.Module) -> list[Block]:

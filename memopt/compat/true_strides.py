@@ -141,10 +141,8 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
     numbers = (number for tensor in inputs for number in (*tensor.shape, *tensor.stride()))
     if any(map(is_symbolic, inputs)) or any(isinstance(number, torch.SymInt) for number in numbers):
         return False
-    in_order, floats = (
-        all(tensor.is_contiguous() for tensor in inputs),
-        {tensor.dtype for tensor in inputs} - {torch.bool},
-    )
+    in_order = all(tensor.is_contiguous() for tensor in inputs)
+    floats = {tensor.dtype for tensor in inputs} - {torch.bool}
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and not is_symbolic(leaf)]
     return (not in_order and any(leaf.dim() > 1 for leaf in results)) or (len(floats) > 1 and bool(results))
 

@@ -1,4 +1,4 @@
-"""What a step does with the inputs and results of a joint graph, by which the graph is priced."""
+"""What a step does with the inputs and results of a joint graph: how long they stay in memory depends on it."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class OwnFunction(nn.Module):
 
 
 class Turned(nn.Module):
-    """Normalises a value over its last dimension but one, in a kernel that lays its results out anew."""
+    """Normalises transposed values; the kernels return contiguous ones, whatever the strides of their input."""
 
     def __init__(self) -> None:
         super().__init__()
