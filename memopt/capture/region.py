@@ -58,6 +58,8 @@ class RecordedRegion:
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """By the device type that is planned for and the active autocast: two or three entries at most."""
+    failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)
+    """By autocast dtype under which it was tried: the error of `for_autocast`, empty where it runs."""
 
     @classmethod
     def record(

@@ -13,6 +13,7 @@ from torch import fx
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
+from memopt.capture.dynamo import in_brief
 from memopt.capture.inductor_trace import trace_by_inductor
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import (
@@ -25,7 +26,9 @@ from memopt.capture.operators import (
 )
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.dispatch import without_autocast
+from memopt.compat.fakes import fresh_fakes
 from memopt.compat.joint_trace import AotTrace, trace_region
+from memopt.compat.refused_dtypes import RaisingForRefusedDtypes
 from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from memopt.recent import Recent
@@ -44,10 +47,10 @@ class RegionTrace:
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
     """The differentiated module: Dynamo's graph, or the operator graph after the passes."""
-    backend: str
-    """"aten" or "inductor": whose decompositions the joint graph has."""
     autocast: torch.dtype | None
     """The autocast dtype that the region runs under where casts could not be inserted by passes."""
+    backend: str
+    """"aten" or "inductor": whose decompositions the joint graph has."""
     rewritten: bool
     """Whether `module` is an operator graph, with all casts written out."""
     aot: AotTrace | None = field(default=None, repr=False)
@@ -72,20 +75,45 @@ def _autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractC
     return torch.autocast(next((tensor.device.type for tensor in tensors), "cpu"), dtype=dtype)
 
 
-def _as_it_is(region: RecordedRegion, rewriting: Rewriting) -> fx.GraphModule:
-    """The graph of a region that passes do not rewrite."""
-    return region.graph_module if rewriting.autocast is None or autocast_is_on() else region.for_autocast
+def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
+    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under: none where its
+    author's code fails under autocast."""
+    if autocast_is_on() or rewriting.autocast is None or _fails_under_autocast(region, rewriting.autocast):
+        return region.graph_module, None
+    return region.for_autocast, rewriting.autocast
+
+
+def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:
+    """The error of a region's code under autocast and not without it, such as an operator that has no kernel for the
+    dtype; else empty."""
+    known = region.failures_under_autocast
+    if dtype not in known:
+        failure = _failure(region, dtype)
+        known[dtype] = failure if failure and not _failure(region, None) else ""
+    return known[dtype]
+
+
+def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
+    """The error of a region's code on fakes; empty where it has none."""
+    with region.tracing(), _autocast_to(autocast, region):
+        mode, fakes = fresh_fakes(region.inputs)
+        try:
+            with mode, RaisingForRefusedDtypes():
+                region.for_autocast(*fakes)
+        except RuntimeError as failure:
+            return in_brief(failure)
+    return ""
 
 
 def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
     """A region's forward without gradients, which computes in the dtypes that the rewriting gives it."""
     with region.autocast.restored():
         operators = _rewritten_operators(region, replace(rewriting, needed=""))
-    rewritten = operators is not None and bool(operators.stages)
-    module = operators.stages[-1] if operators is not None and rewritten else _as_it_is(region, rewriting)
+        stages = operators.stages if operators is not None else ()
+        module, low = (stages[-1], None) if stages else _not_rewritten(region, rewriting)
 
     def forward(*inputs: Any) -> Any:
-        with without_autocast() if rewritten else _autocast_to(rewriting.autocast, region):
+        with without_autocast() if stages else _autocast_to(low, region):
             return module.forward(*inputs)
 
     return forward
@@ -112,14 +140,16 @@ def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointG
     """As `trace`, under the region's autocast and with a backend that is for it."""
     operators = _rewritten_operators(region, rewriting)
     rewritten = operators is not None and bool(operators.stages)
-    module = to_differentiate(operators) if operators is not None and rewritten else _as_it_is(region, rewriting)
-    traced = RegionTrace(region, module, backend, rewriting.autocast, rewritten)
+    if operators is not None and rewritten:
+        traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten)
+    else:
+        traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten)
     decide_joint = None if autocast_is_on() else rewriting.joint
     with traced.active():
         if backend == INDUCTOR:
-            found = trace_by_inductor(module, region.inputs)
+            found = trace_by_inductor(traced.module, region.inputs)
         else:
-            aot = trace_region(module, region.inputs)
+            aot = trace_region(traced.module, region.inputs)
             traced, found = replace(traced, aot=aot), (aot.module, aot.forward_outputs)
         joint, forward_outputs = found
         if joint is None:
@@ -281,9 +311,19 @@ def _rewritten_operators(region: RecordedRegion, rewriting: Rewriting) -> Operat
     try:
         graph = region.operator_graph(rewriting.planned_for)
     except Untraceable as reason:
-        instead = f"; it runs under torch.autocast with {rewriting.autocast}" if rewriting.autocast else ""
-        operators = Operators(notes=(f"a region is not rewritten by passes, since {reason}{instead}",))
+        note = f"a region is not rewritten by passes, since {reason}{_instead(region, rewriting.autocast)}"
+        operators = Operators(notes=(note,))
     else:
         operators = rewrite(graph, rewriting.deciders, rewriting.needed)
     operators.check_needed(rewriting.needed)
     return operators
+
+
+def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
+    """How a region that passes do not rewrite gets its dtypes, as the end of a sentence."""
+    if low is None or autocast_is_on():
+        return ""
+    failure = _fails_under_autocast(region, low)
+    if failure:
+        return f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
+    return f"; it runs under torch.autocast with {low}"

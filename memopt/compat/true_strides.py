@@ -13,7 +13,7 @@ Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -23,10 +23,9 @@ from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.small_operands import SmallOperands, order
 from memopt.compat.symbols import is_symbolic
 
-_SMALL = 4
-"""Sizes up to this one are kept when an operator is tried on small tensors."""
 _TRUSTED = ("mm", "conv", "empty", "new_", "as_strided", "attention", "set_", "_like", "lift", "rng")
 """Parts of the names of operators whose fake results are laid out as their kernels' are, or whose layout depends on
 sizes."""
@@ -79,15 +78,7 @@ class _Corrected:
 
     def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
         """The layout of each result of a call on small real tensors, None where it is that of small fakes."""
-        sizes = {size for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) for size in leaf.shape}
-        numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(sorted(size for size in sizes if size > _SMALL))}
-
-        def small(make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            def shrunk(leaf: Any) -> Any:
-                return make(_small_like(leaf, numbers)) if isinstance(leaf, torch.Tensor) else leaf
-
-            positional, named = tree_map(shrunk, (args, kwargs))
-            return [_shrunk_sizes(argument, numbers) for argument in positional], named
+        operands = SmallOperands(args, kwargs)
 
         def real(meta: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
@@ -100,14 +91,14 @@ class _Corrected:
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         try:
             with plain_tensors(), without_torch_functions(), torch.no_grad():
-                positional, named = small(real)
+                positional, named = operands.made(real)
                 true = tree_leaves(func(*positional, **named))
-                positional, named = small(fake)
+                positional, named = operands.made(fake)
                 guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
         except Exception:  # an operator may refuse made-up values and sizes with any error
             return []
         layouts = [
-            None if _same(*pair) else (_order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
+            None if _same(*pair) else (order(pair[0]), pair[0].dtype) for pair in zip(true, guessed, strict=True)
         ]
         return layouts if any(layouts) else []
 
@@ -115,10 +106,10 @@ class _Corrected:
         """A fake result in this dtype, and with its dimensions in this order in memory."""
         if layout is None or not isinstance(result, FakeTensor):
             return result
-        order, dtype = layout
+        dimensions, dtype = layout
         with self.mode:
-            laid = torch.empty([result.shape[dim] for dim in order], dtype=dtype, device=result.device)
-            return laid.permute([order.index(dim) for dim in range(len(order))])
+            laid = torch.empty([result.shape[dim] for dim in dimensions], dtype=dtype, device=result.device)
+            return laid.permute([dimensions.index(dim) for dim in range(len(dimensions))])
 
 
 @lru_cache(maxsize=4096)
@@ -157,32 +148,8 @@ def _key(leaf: Any) -> Hashable:
     return type(leaf), repr(leaf)
 
 
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    strides: tuple[int, ...] = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
-
-
 def _same(real: Any, fake: Any) -> bool:
     if not isinstance(real, torch.Tensor) or real.shape != fake.shape:
         return True
     moves = [dim for dim, size in enumerate(real.shape) if size > 1]
     return real.dtype == fake.dtype and all(real.stride(dim) == fake.stride(dim) for dim in moves)
-
-
-def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
-    """A tensor on "meta" with fewer elements and its dimensions in the same order; expanded ones stay so."""
-    strides = [0] * tensor.dim()
-    step = 1
-    for dim in reversed(_order(tensor)):
-        if tensor.stride(dim) > 0:
-            strides[dim] = step
-            step *= numbers.get(tensor.shape[dim], tensor.shape[dim])
-    shape = [numbers.get(size, size) for size in tensor.shape]
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-
-
-def _shrunk_sizes(argument: Any, numbers: dict[int, int]) -> Any:
-    """An argument with its sizes replaced where it is a list of numbers."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
-    return argument

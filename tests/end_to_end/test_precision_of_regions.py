@@ -47,6 +47,39 @@ class MatchedWithHook(Matched):
         return self.after(projected[nearest]).pow(2).mean()
 
 
+class SpectrumWithHook(nn.Module):
+    """Has a region that passes cannot rewrite, and that fails under `torch.autocast`: no complex number has 16 bits."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.breaks, self.seen = breaks, list[torch.dtype]()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.before(x)
+        projected.register_hook(lambda gradient: gradient / 2)
+        spectrum = torch.complex(projected, projected).abs()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.after(spectrum).pow(2).mean()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_region_that_fails_under_autocast_keeps_its_dtypes(breaks: bool, ahead: bool) -> None:
+    seed(0)
+    model, x = SpectrumWithHook(breaks), torch.randn(32, 64)
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, example_inputs=x if ahead else None, **SIXTEEN_BITS)
+    losses = [one(x) for one in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses) is not breaks  # where it breaks, the second region computes in 16 bits
+    assert any("fails under torch.autocast" in note for note in memopt.plan_of(model).notes)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=0.02, atol=1e-4)
+
+
 def matched_with_hook() -> tuple[nn.Module, dict[str, Tensor]]:
     return MatchedWithHook(), matched()[1]
 
