@@ -16,7 +16,7 @@ from memopt.compat.symbols import is_symbolic
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class RaisingForRefusedDtypes(TorchDispatchMode):
+class RaisingForRefusedDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode for calls on fakes which raises the kernel's own error where an operator takes no 16-bit operands.
 
     Each kind of call with such operands is run once on small real tensors, and where that fails, once more in fp32: an
@@ -25,7 +25,7 @@ class RaisingForRefusedDtypes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tried: set[Hashable] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
