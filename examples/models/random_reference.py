@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ CONDITIONED = 10.0
 are from weights that are one unit in the last place larger."""
 LOW, OF_LOWERED = 0.05, 3.0
 """How far the gradients of a first step in 16 bits may be from the plain ones; and where a model is ill-conditioned, in
-multiples of how far those under autocast are, or those from weights rounded to bfloat16."""
+multiples of how far those under autocast are, or those from weights that differ by a rounding to bfloat16."""
+DRAWS = 4
+"""How many such weights are tried: in models this small, one ReLU or one choice that turns out otherwise is seen."""
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -38,7 +41,8 @@ class Reference:
     nudge: Callable[[], tuple[Run, ...]] | None = None
     """Trains the same from weights that are one unit in the last place larger: how ill-conditioned the model is."""
     lowered: Callable[[], Iterator[tuple[Run, ...]]] | None = None
-    """Trains the same from weights that are rounded to bfloat16, and under autocast if it runs there."""
+    """Trains the same from several weights that differ by a rounding to bfloat16, and under autocast if it runs
+    there."""
 
     def judge(self, ours: Run, number: int, notes: Collection[str], *, fused: bool = False) -> tuple[str, str]:
         """The verdict on the numbers of a planned run, and where they are farthest apart, by the notes of its plan.
@@ -83,7 +87,8 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
         return tuple(steps_of(twin))
 
     def lowered() -> Iterator[tuple[Run, ...]]:
-        yield train(change=_round)
+        for number in range(DRAWS):
+            yield train(change=partial(_round, generator=torch.Generator().manual_seed(number)))
         with suppress(Exception):
             yield train(low=True)
 
@@ -115,8 +120,10 @@ def _nudge(model: nn.Module) -> None:
     _change(model, lambda weight: torch.nextafter(weight, torch.full_like(weight, torch.inf)))
 
 
-def _round(model: nn.Module) -> None:
-    _change(model, torch.Tensor.bfloat16)
+def _round(model: nn.Module, generator: torch.Generator) -> None:
+    """Change weights at random, by as much as a rounding to bfloat16 may."""
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    _change(model, lambda weight: weight * (1 + unit * torch.randn(weight.shape, generator=generator)))
 
 
 def _change(model: nn.Module, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
