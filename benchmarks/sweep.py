@@ -173,9 +173,7 @@ def main() -> None:
             break
         source_of(name)
         found = isolated(name, stages)
-        before = (
-            {} if "verdict" in found else {key: value for key, value in records.get(name, {}).items() if key in STAGES}
-        )
+        before = {stage: value for stage, value in records.get(name, {}).items() if stage in STAGES}
         records[name] = {**before, **found}
         write(records)
         print(f"{name}: {verdict(found)}", json.dumps(found)[:600], flush=True)
