@@ -32,7 +32,7 @@ from benchmarks.sweep_trial import STAGES, trial
 
 RESULT = Path(__file__).parent / "results" / "sweep.json"
 PAGE = Path(__file__).parent.parent / "docs" / "sweep.md"
-LIMIT_SECONDS = {"mid": 240, "smallest": 240, "default": 240, "inductor": 1200}
+LIMIT_SECONDS = {"mid": 240, "smallest": 240, "default": 480, "inductor": 1200}
 """The time limit for each stage of one architecture: inductor calls a C++ compiler."""
 ORDER = ("not built", "error not ours", "wrong", "over budget", "refused", "rounding", "right")
 """Verdicts, the worst first."""
