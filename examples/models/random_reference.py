@@ -14,7 +14,7 @@ from torch import nn
 from examples.models.random_block import Block
 from examples.models.random_habits import hook_parameters
 from examples.models.random_modules import Case
-from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, gradients_apart, verdict_of
+from examples.models.twins import FLOOR, FUSED_FLOOR, Run, Twin, difference, gradients_apart, scale_weights, verdict_of
 from memopt.capture.departures import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WRITTEN_ONCE
 
 STEPPED = 100.0
@@ -88,7 +88,7 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
 
     def lowered() -> Iterator[tuple[Run, ...]]:
         for number in range(DRAWS):
-            yield train(change=partial(_round, generator=torch.Generator().manual_seed(number)))
+            yield train(change=partial(scale_weights, share=torch.finfo(torch.bfloat16).eps / 2, number=number))
         with suppress(Exception):
             yield train(low=True)
 
@@ -118,12 +118,6 @@ def steps_of(twin: Twin) -> Iterator[Run]:
 
 def _nudge(model: nn.Module) -> None:
     _change(model, lambda weight: torch.nextafter(weight, torch.full_like(weight, torch.inf)))
-
-
-def _round(model: nn.Module, generator: torch.Generator) -> None:
-    """Change weights at random, by as much as a rounding to bfloat16 may."""
-    unit = torch.finfo(torch.bfloat16).eps / 2
-    _change(model, lambda weight: weight * (1 + unit * torch.randn(weight.shape, generator=generator)))
 
 
 def _change(model: nn.Module, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:

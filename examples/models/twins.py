@@ -104,6 +104,17 @@ class Twin:
         return peak.allocated_bytes + held
 
 
+def scale_weights(model: nn.Module, share: float, number: int) -> None:
+    """Multiply each weight by a factor near one: normal, with `share` as its deviation, from a generator with the seed
+    `number`. Complex weights change by their real and imaginary parts."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            if real.is_floating_point():
+                real.mul_(1 + share * torch.randn(real.shape, generator=generator))
+
+
 def gradients_apart(ours: Run, plain: Run) -> float:
     """The norm of the difference of all gradients of the first step, over that of the plain ones; infinite where one of
     the two has a gradient that the other has not."""

@@ -139,11 +139,10 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
 def _trace(region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
     """As `trace`, under the region's autocast and with a backend that is for it."""
     operators = _rewritten_operators(region, rewriting)
-    rewritten = operators is not None and bool(operators.stages)
-    if operators is not None and rewritten:
-        traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten)
+    if operators is not None and operators.stages:
+        traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten=True)
     else:
-        traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten)
+        traced = RegionTrace(region, *_not_rewritten(region, rewriting), backend, rewritten=False)
     decide_joint = None if autocast_is_on() else rewriting.joint
     with traced.active():
         if backend == INDUCTOR:

@@ -1,4 +1,4 @@
-"""What a step does with the inputs and results of a joint graph: how long they stay in memory depends on it."""
+"""How a step uses the inputs and results of a joint graph, which determines when their memory is freed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class SpectrumWithHook(nn.Module):
 
     def __init__(self, breaks: bool) -> None:
         super().__init__()
-        self.breaks, self.seen = breaks, list[torch.dtype]()
+        self.breaks = breaks
         self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
