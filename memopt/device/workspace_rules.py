@@ -108,6 +108,7 @@ COMMON: dict[str, Rule] = {
         lambda call: chunked_loss(call) + class_vectors(call),
     ),
     "fp8_delayed_scale": lambda call: 4 * KB,
+    **for_each("copy_out copy_back", nothing),  # of passes.ops.offload_ops: the stretch of memory as it lies
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "

@@ -9,6 +9,7 @@ import torch
 
 from memopt.device.op_call import describe
 from memopt.device.workspace_table import estimate_workspace
+from passes.ops.offload_ops import COPY_BACK, COPY_OUT
 
 aten = torch.ops.aten
 X = torch.zeros(64, 64)
@@ -24,6 +25,13 @@ def test_pointwise_operators_convert_on_the_cpu_only() -> None:
     call = describe(aten.add.Tensor, (X, X.double()), {}, X.double())
     assert estimate_workspace(call, "cuda") == 0
     assert estimate_workspace(call, "cpu") >= X.numel() * 8
+
+
+@pytest.mark.parametrize("laid_out", [X, X.t()])
+def test_copies_to_the_host_and_back_hold_nothing_beside_their_results(laid_out: torch.Tensor) -> None:
+    out = describe(COPY_OUT, (laid_out,), {}, COPY_OUT(laid_out))
+    back = describe(COPY_BACK, (laid_out, torch.device("cuda")), {}, laid_out)
+    assert estimate_workspace(out, "cuda") == estimate_workspace(back, "cuda") == 0
 
 
 def test_an_operator_without_a_rule_copies_all_its_tensors() -> None:
