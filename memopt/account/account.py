@@ -12,7 +12,7 @@ from torch import nn
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.card_state import CardState
 from memopt.account.live_optimizer import LiveOptimizer
-from memopt.account.optimizer_account import optimizer_account
+from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.compat.storages import storage_key
 from memopt.compat.subclasses import is_replicated, shard_of, with_memory
 from memopt.device.hardware_table import Hardware
@@ -99,6 +99,10 @@ class Account:
         return resident + outputs + self.optimizer_temporaries
 
 
+Count = Callable[[Any, Iterable[torch.Tensor], str], OptimizerAccount]
+"""Counts what an optimiser of these parameters holds on a type of device, as `optimizer_account`."""
+
+
 def account_of(
     model: nn.Module,
     inputs: Iterable[torch.Tensor],
@@ -106,11 +110,12 @@ def account_of(
     card: Hardware,
     trains: Callable[[torch.Tensor], bool] = lambda parameter: True,
     live: LiveOptimizer | None = None,
+    count: Count = optimizer_account,
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
     `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others. `live` is
-    the optimiser of that class that will step them, where it is there already.
+    the optimiser of that class that will step them, where it is there already. `count` counts what an optimiser holds.
 
     On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
     once there is a schedule (`memopt.planning.on_card`).
@@ -123,7 +128,7 @@ def account_of(
     ]  # fmt: skip
     if live is not None:
         optimizer, trained = live.like(optimizer), live.in_order(trained)
-    optimizer_bytes = optimizer_account(optimizer, trained, "cuda" if on_cuda else "cpu")
+    optimizer_bytes = count(optimizer, trained, "cuda" if on_cuda else "cpu")
     home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Around, Elsewhere
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
+from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fsdp import is_fully_sharded
@@ -40,6 +42,9 @@ class CallAccounts(ModelTerms):
         """The bytes that plans leave free since an allocation failed in a planned step."""
         self._card_state: CardState | None = None
         """What torch's allocator held when the planning that is under way began; None where that does not matter."""
+        self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
+        """What the optimiser holds, by the type of device and the `id`s of the parameters that it steps, as long as a
+        planning is under way; None otherwise."""
 
     def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
         """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
@@ -52,6 +57,7 @@ class CallAccounts(ModelTerms):
             self.card,
             self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
             self.live_optimizer,
+            self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
         if self.sharding is not None:
@@ -72,14 +78,27 @@ class CallAccounts(ModelTerms):
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
         """A block that plans a call: what lies on the device is looked for when it begins only, since planning adds
-        nothing that stays."""
+        nothing that stays, and the optimiser's steps are tried once, since nothing else steps it meanwhile."""
         before, self._card_state = self._card_state, self._card_state_now(call)
+        counted, self._counted = self._counted, {}
         still = self.elsewhere.held_still(self.around(call)) if situation.elsewhere is None else nullcontext()
         try:
             with still:
                 yield
         finally:
-            self._card_state = before
+            self._card_state, self._counted = before, counted
+
+    def _optimizer_account(
+        self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str
+    ) -> OptimizerAccount:
+        """As `optimizer_account`, for the one optimiser of this planning."""
+        stepped = list(parameters)
+        if self._counted is None:
+            return optimizer_account(optimizer, stepped, device_type)
+        key = (device_type, tuple(map(id, stepped)))
+        if key not in self._counted:
+            self._counted[key] = optimizer_account(optimizer, stepped, device_type)
+        return self._counted[key]
 
     def _card_state_now(self, call: Call) -> CardState | None:
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the

@@ -121,6 +121,24 @@ def test_a_budget_too_small_is_found_at_the_first_training_call() -> None:
     assert_same(trained(memopt.remove(model)), trained(make()))
 
 
+def test_the_steps_of_an_optimizer_are_tried_once_for_all_lever_sets() -> None:
+    """With a thousand parameters a trial takes a second."""
+    tried: list[int] = []
+
+    class Counted(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            tried.append(len(self.param_groups))
+            return super().step(closure)
+
+    model = make()
+    optimizer = Counted(model.parameters())
+    with pytest.raises(memopt.BudgetError) as refusal:
+        memopt.optimize(model, 0.0001, example_inputs=BATCH, optimizer=optimizer)
+    tried.clear()
+    memopt.optimize(model, 1.01 * refusal.value.smallest_gb, example_inputs=BATCH, optimizer=optimizer)
+    assert len(tried) == 3  # one trial
+
+
 @pytest.mark.parametrize("gb", [1.0, 7.5, 0.123456789, 3.21e-5, 123.4567891, 9.9999999e-3])
 def test_the_printed_figure_is_never_below_the_one_meant(gb: float) -> None:
     error = memopt.BudgetError(1, int(gb * GIB), "parameters")
