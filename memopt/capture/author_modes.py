@@ -20,6 +20,7 @@ from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.storages import is_view, storage_key
+from passes.ops.data_attribute import DATA
 
 aten = torch.ops.aten
 _DEVICES = ("cpu", "cuda")
@@ -113,7 +114,7 @@ class AuthorModes:
     def _without_gradients(self, trace: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a call under `no_grad`, with every tensor that requires a gradient detached. Raises
         `Untraceable` where the call writes into such a tensor."""
-        if func is aten.detach.default:
+        if func in (aten.detach.default, DATA):
             return args, kwargs
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:

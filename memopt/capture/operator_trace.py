@@ -12,10 +12,11 @@ from memopt.capture.author_modes import AuthorModes, Untraceable, autocast_is_on
 from memopt.compat.dispatch import without_torch_functions
 from memopt.compat.dynamo import copy_source
 from memopt.compat.fakes import FakeTensorMode, fresh_fakes
-from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, sets_grad_mode
+from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_autocast, reads_data, sets_grad_mode
 from memopt.compat.operators import HigherOrderOperator
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
+from passes.ops.data_attribute import DATA
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 _REGISTER_HOOK = "register_hook"
@@ -86,6 +87,8 @@ class _Interpreter(fx.Interpreter):
             return self.modes.enter_autocast(*args)
         if leaves_autocast(target):
             return self.modes.leave_autocast()
+        if reads_data(target):  # no operator: its result would be a constant of the trace
+            return DATA(*args)
         return super().call_function(target, args, kwargs)
 
     def call_higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

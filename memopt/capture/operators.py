@@ -12,6 +12,7 @@ from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
+from memopt.compat.fakes import FakeTensor
 from memopt.compat.graph_calls import enters_autocast
 from memopt.compat.operators import HigherOrderOperator
 from passes import Pass, Pipeline, copy_graph_module
@@ -184,6 +185,7 @@ def operator_graph(
     _check_transforms(graph_module.graph)
     module = trace_operators(graph_module, inputs, planned_for)
     _check_targets(module.graph)
+    _check_constants(module)
     return OperatorGraph(module, parameter_inputs, author_typed=_take_marks(module.graph))
 
 
@@ -257,6 +259,13 @@ def _check_targets(graph: fx.Graph) -> None:
         if node.op == "call_function" and not _is_operator(node):
             name = getattr(node.target, "__name__", str(node.target))
             raise Untraceable(f"it calls {name}, which is no operator")
+
+
+def _check_constants(module: fx.GraphModule) -> None:
+    """Raise `Untraceable` for a value that a call made without an operator: the trace took it for a constant."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, str(node.target), None), FakeTensor):
+            raise Untraceable(f"it uses a tensor that no operator made ({node.name})")
 
 
 def _is_operator(node: fx.Node) -> bool:

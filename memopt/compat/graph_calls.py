@@ -1,7 +1,7 @@
 """The private functions that Dynamo writes as calls in its graphs.
 
 Private names, in torch 2.11 to 2.15: `torch._C._set_grad_enabled`, `torch.amp.autocast_mode._enter_autocast` and
-`_exit_autocast`.
+`_exit_autocast`, `torch._C._autograd._get_data_attr`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["enters_autocast", "is_checkpoint", "is_nested_region", "leaves_autocast", "sets_grad_mode"]
+__all__ = ["enters_autocast", "is_checkpoint", "is_nested_region", "leaves_autocast", "reads_data", "sets_grad_mode"]
 
 
 def sets_grad_mode(target: Any) -> bool:
@@ -26,6 +26,11 @@ def enters_autocast(target: Any) -> bool:
 def leaves_autocast(target: Any) -> bool:
     """Whether a node's target closes a `torch.autocast` block."""
     return target is torch.amp.autocast_mode._exit_autocast
+
+
+def reads_data(target: Any) -> bool:
+    """Whether a node's target is the attribute `data` of a tensor."""
+    return target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def is_checkpoint(target: Any) -> bool:

@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from passes.compat import schema_of
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
+from passes.ops.data_attribute import DATA
 
 _CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision"})
 
@@ -69,17 +70,17 @@ def is_cast(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """True for a call whose result is a view of its first argument, or may be one."""
-    return op_name(node) in _VIEWS
+    return op_name(node) in _VIEWS or node.target is DATA
 
 
 def moves_data(node: Node) -> bool:
     """True for a call that only rearranges, copies or picks elements of its first argument: exact in any dtype."""
-    return op_name(node) in _VIEWS | _COPIES
+    return is_view(node) or op_name(node) in _COPIES
 
 
 def follows_input(node: Node) -> bool:
     """True for a call whose result has its first argument's dtype and is as exact in 16 bits as in 32."""
-    return op_name(node) in _VIEWS | _COPIES | _SELECTS
+    return moves_data(node) or op_name(node) in _SELECTS
 
 
 def is_new(node: Node) -> bool:

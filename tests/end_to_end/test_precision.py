@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -200,15 +201,37 @@ class Turned(nn.Module):
         return self.scale(value).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [HookedValue, OwnFunction, Turned])
+class WritesBehindAutograd(nn.Module):
+    """Writes a parameter and a value through `data`, and reads both there (Gemma 3n clamps a weight so)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.data.clamp_(-0.1, 0.1)
+        self.last.weight.data.mul_(0.9)
+        value = self.first(x)
+        early = self.last(value)  # saves `value`, and computes its gradient with what is written below
+        value.data.mul_(2)
+        return (self.last(value.tanh()) * value.data * self.first.weight.data.abs().mean() + early).pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", [HookedValue, OwnFunction, Turned, WritesBehindAutograd])
 def test_gradients_in_bf16_are_near_those_in_fp32(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = kind().train(), torch.randn(16, 64)
+    before = copy.deepcopy(model.state_dict())
     model(x).backward()
     exact = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    written = copy.deepcopy(model.state_dict())
     model.zero_grad()
-    memopt.optimize(model, 1.0, optimizer=None, precision="bf16")
+    model.load_state_dict(before)
+    memopt.optimize(model, 1.0, example_inputs=x, optimizer=None, precision="bf16")
     model(x).backward()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, written[name], rtol=0.02, atol=1e-3)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert (parameter.grad - exact[name]).norm() <= 0.05 * max(exact[name].norm(), torch.tensor(1e-3))
