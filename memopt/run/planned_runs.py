@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
-from memopt.compat.symbols import known_sizes
-from memopt.device.storages import find_storages
 from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
-from passes import is_pure
+from memopt.run.same_values import Value, names_in, values_of
 
 Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
-Values = Sequence[tuple[str, str, int]]
-"""For each node that allocates memory or has effects, in order: its name, its operator, and the bytes it allocates."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class PlannedRuns:
     plan: Plan
     runs: tuple[RegionRun, ...]
     """The runs that have a schedule, in the order of the plan's regions."""
-    _planned_values: dict[int, Values] = field(default_factory=dict, repr=False)
+    _planned_values: dict[int, tuple[Value, ...]] = field(default_factory=dict, repr=False)
     """What the planned runs make at the largest sizes, by their number."""
     _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
         default_factory=dict, repr=False
@@ -90,39 +86,27 @@ class PlannedRuns:
         return None
 
     def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
-        """Planned node → node of a run with the same operators, in the same order, on values that are not larger; None
-        for other runs."""
+        """Planned node → node of a run with the same operators on values that are not larger; None for other runs."""
         key = run.region, run.sizes, number
         if key not in self._names:
             if len(self._names) >= _MOST:
                 self._names.clear()
             try:
-                ours = _values(joint, run.data_sizes.seen)
+                ours = values_of(joint, run.data_sizes.seen)
             except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
                 self._names[key] = None
                 return None
             planned = self._values(number)
-            pairs = list(zip(planned, ours, strict=False))
-            same = len(planned) == len(ours) and all(one[1] == own[1] and own[2] <= one[2] for one, own in pairs)
-            names = {one[0]: own[0] for one, own in pairs}
+            names = names_in(ours, planned)
             schedule = self.plan.regions[number]
-            known = same and names.keys() >= set(schedule.evaluations) and not schedule.offloads
+            known = names is not None and names.keys() >= set(schedule.evaluations) and not schedule.offloads
             self._names[key] = names if known else None
         return self._names[key]
 
-    def _values(self, number: int) -> Values:
+    def _values(self, number: int) -> tuple[Value, ...]:
         if number not in self._planned_values:
-            self._planned_values[number] = _values(self.step.regions[number], self.step.sizes_of(number))
+            self._planned_values[number] = values_of(self.step.regions[number], self.step.sizes_of(number))
         return self._planned_values[number]
-
-
-def _values(joint: JointGraph, sizes: Mapping[str, int]) -> Values:
-    with known_sizes(sizes):
-        made = {info.maker: info.bytes for info in find_storages(joint.module.graph).infos}
-    calls = (node for node in joint.module.graph.nodes if node.op == "call_function")
-    return [
-        (node.name, str(node.target), made.get(node, 0)) for node in calls if node in made or not is_pure(node)
-    ]  # fmt: skip
 
 
 def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
