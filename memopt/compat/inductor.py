@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from memopt.compat.inductor_fallbacks import make_fallbacks_known
+from memopt.compat.inductor_fallbacks import FALLBACKS, make_fallbacks_known
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -81,10 +81,10 @@ def _partitioner(
             return partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
-            return plan_hash()
+            return f"{plan_hash()}, {FALLBACKS}"
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return str, (plan_hash(),)  # inductor pickles its settings, with this object, into the cache's key
+            return str, (self.uuid(),)  # inductor pickles its settings, with this object, into the cache's key
 
     return Partitioner()
 

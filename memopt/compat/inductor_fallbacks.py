@@ -8,6 +8,8 @@ graph later on, which holds other bytes.
 Private names, in torch 2.11 to 2.15:
 `torch._inductor.lowering.lowerings`, `decompositions`, `make_fallback`, `require_contiguous`,
 `tag_to_layout_constraint` and `FALLBACK_ALLOW_LIST`, `torch._inductor.config.implicit_fallbacks`,
+`torch._inductor.ir.ExternKernel.require_exact_strides` and `FlexibleLayout.stride_ordered_for_memory_format`,
+`torch._inductor.virtualized.V.graph` with `nodes_prefer_channels_last`,
 `torch._library.utils.get_layout_constraint_tag` and `is_builtin`.
 """
 
@@ -16,10 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
-__all__ = ["make_fallbacks_known"]
+from passes.ops.offload_ops import COPY_OUT, TRANSFERS
+
+__all__ = ["FALLBACKS", "make_fallbacks_known"]
+
+FALLBACKS = "copies to the host laid out as results"
+"""What code for the same graph depends on here, in words: a part of the keys of inductor's cache."""
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
@@ -48,10 +56,26 @@ def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
 
 def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
     """The layout that inductor gives to the inputs of an operator without a lowering: contiguous ones for an operator
-    of torch in a backward, where its tags do not say otherwise."""
+    of torch in a backward, where its tags do not say otherwise. A copy on the host is never laid out anew."""
     from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag, is_builtin
 
+    if op in TRANSFERS:
+        return _as_returned if op is COPY_OUT else None
     if get_layout_constraint_tag(op, with_default=False) is None and is_builtin(op) and is_backward:
         return require_contiguous
     return tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
+
+
+def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `memopt::copy_out`: the value laid out as inductor lays out a result of the graph, since the
+    copy on the host is one. Inductor would otherwise give that other strides in further host memory, where nothing
+    finds it again."""
+    from torch._inductor import ir as untyped
+    from torch._inductor.virtualized import V
+
+    ir: Any = untyped
+    strides = node.meta["val"].stride()
+    if len(value.get_size()) == 4 and node in V.graph.nodes_prefer_channels_last:
+        strides = ir.FlexibleLayout.stride_ordered_for_memory_format(value.get_size(), torch.channels_last)
+    return (ir.ExternKernel.require_exact_strides(value, strides, allow_padding=True),), {}

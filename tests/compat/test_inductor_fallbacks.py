@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import memopt
 import memopt.emit.inductor as backend
 from memopt.compat.inductor_fallbacks import make_fallbacks_known
+from passes.ops.offload_ops import AWAIT_OUT, COPY_OUT, host_memory
 
 
 def unknown_operator(name: str) -> Any:
@@ -83,3 +85,30 @@ def test_operators_that_inductor_lowers_keep_their_lowering() -> None:
     before = dict(lowering.lowerings)
     make_fallbacks_known(fx.GraphModule(nn.Module(), graph), is_backward=True)
     assert lowering.lowerings == before
+
+
+def pooled_and_offloaded(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Two convolutions with a pooling between them, whose positions go to the host."""
+    pool: Any = torch.ops.prims._low_memory_max_pool_with_offsets.default
+    values, positions = pool(torch.relu(torch.conv2d(x, weight)), [3, 3], [2, 2], [1, 1], [1, 1], False)
+    return [torch.conv2d(values, weight), AWAIT_OUT(COPY_OUT(positions), positions)]
+
+
+def test_what_is_copied_to_the_host_is_laid_out_there_as_inductor_lays_out_results() -> None:
+    """Where inductor makes convolutions channels-last, it wants results with their strides. The memory of a result that
+    it lays out anew on the host is not known as that of an offloaded value."""
+    import torch._inductor.inductor_prims
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    inputs = [torch.randn(2, 8, 16, 16), torch.randn(8, 8, 3, 3)]
+    module = make_fx(pooled_and_offloaded, tracing_mode="fake")(*inputs)
+    make_fallbacks_known(module, is_backward=False)
+    fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = fakes[0].fake_mode
+    settings = torch._inductor.config.patch(force_layout_optimization=True, force_disable_caches=True)
+    with settings, mode, tracing(TracingContext(mode)):
+        compiled: Any = compile_fx_inner(module, fakes)
+    _, positions = compiled(list(inputs))
+    assert positions.is_contiguous(memory_format=torch.channels_last)
+    assert host_memory("cpu").block(positions)
