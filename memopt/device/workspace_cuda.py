@@ -257,7 +257,8 @@ CUDA: dict[str, Rule] = {
     **for_each("sort argsort", _cuda_sort),
     "topk": _cuda_topk,
     **for_each("cumsum cumprod", _cuda_scan),
-    **for_each("_grouped_mm histc", lambda call: MB),
+    # The last two are transformers', in Python: products of slices, written into the result.
+    **for_each("_grouped_mm histc grouped_mm_fallback grouped_mm_fallback_backward", lambda call: MB),
 }
 
 CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {

@@ -46,3 +46,18 @@ def test_16_bit_matmuls_may_sum_in_float32() -> None:
     assert estimate_workspace(call, "cpu") >= X.nbytes
     assert estimate_workspace(call, "cuda") == 0
     assert estimate_workspace(describe(aten.mm.default, (X, X), {}, X), "cpu") == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_by_expert_of_transformers_hold_nothing_of_the_size_of_their_tensors(transposed: bool) -> None:
+    pytest.importorskip("transformers.integrations.moe")  # makes the operators
+    rows, ends = torch.empty(64, 128, device="meta"), torch.empty(2, device="meta", dtype=torch.int32)
+    weight = torch.empty(2, 512, 128, device="meta").mT if transposed else torch.empty(2, 128, 512, device="meta")
+    results = torch.empty(64, 512, device="meta")
+    product, gradients = (
+        torch.ops.transformers.grouped_mm_fallback.default,
+        torch.ops.transformers.grouped_mm_fallback_backward.default,
+    )
+    forward = describe(product, (rows, weight, ends), {}, results)
+    backward = describe(gradients, (rows, weight, ends, results), {}, (rows, weight))
+    assert max(estimate_workspace(call, "cuda") for call in (forward, backward)) <= 1024**2
