@@ -27,7 +27,8 @@ from passes.ops.offload_ops import COPY_OUT, TRANSFERS
 __all__ = ["FALLBACKS", "make_fallbacks_known"]
 
 FALLBACKS = "copies to the host laid out as results"
-"""What code for the same graph depends on here, in words: a part of the keys of inductor's cache."""
+"""Describes the layout rules of this module. It is part of the key of inductor's cache, so that code compiled under
+other rules is not reused."""
 
 
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
@@ -56,7 +57,7 @@ def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
 
 def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
     """The layout that inductor gives to the inputs of an operator without a lowering: contiguous ones for an operator
-    of torch in a backward, where its tags do not say otherwise. A copy on the host is never laid out anew."""
+    of torch in a backward, where its tags do not say otherwise. Host copies keep their strides."""
     from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag, is_builtin
 
@@ -69,8 +70,8 @@ def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
 
 def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `memopt::copy_out`: the value laid out as inductor lays out a result of the graph, since the
-    copy on the host is one. Inductor would otherwise give that other strides in further host memory, where nothing
-    finds it again."""
+    copy on the host is one. Otherwise inductor would copy it to a second host tensor with other strides, whose memory
+    the offloading operators do not know."""
     from torch._inductor import ir as untyped
     from torch._inductor.virtualized import V
 

@@ -95,8 +95,8 @@ def pooled_and_offloaded(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Te
 
 
 def test_what_is_copied_to_the_host_is_laid_out_there_as_inductor_lays_out_results() -> None:
-    """Where inductor makes convolutions channels-last, it wants results with their strides. The memory of a result that
-    it lays out anew on the host is not known as that of an offloaded value."""
+    """Where inductor makes convolutions channels-last, it wants results with their strides. If it copied
+    an offloaded value to a second host tensor for that, the backward could not find the value's memory."""
     import torch._inductor.inductor_prims
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
