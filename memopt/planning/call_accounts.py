@@ -43,8 +43,8 @@ class CallAccounts(ModelTerms):
         self._card_state: CardState | None = None
         """What torch's allocator held when the planning that is under way began; None where that does not matter."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
-        """The optimiser's memory by device type and the `id`s of the parameters that it steps, kept while a call is being
-        planned; None at other times."""
+        """The optimiser's memory by device type and the `id`s of the parameters that it steps, kept while a call is
+        being planned; None at other times."""
 
     def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
         """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
