@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from memopt.compat.inductor_fallbacks import FALLBACKS, make_fallbacks_known
+from memopt.compat.inductor_random import order_of_random_kernels
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -61,6 +62,7 @@ def compile_by_inductor(
         patches = {
             "custom_partitioner_fn": _partitioner(partition, plan_hash),
             "inductor_choices_class": _nearby_fusions(),
+            "_pre_fusion_custom_pass": order_of_random_kernels(),
             "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
         }
         try:

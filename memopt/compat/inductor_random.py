@@ -1,0 +1,75 @@
+"""Random kernels run in the order of the graph in the code that inductor writes.
+
+Inductor (from torch 2.13 on) has such an order for operators with `fallback_random`. It takes it away where nobody
+reads a result (the last dropout of a branch that the loss does not reach), and has none for an operator that saves the
+generator's state for the backward. Later draws then get other numbers than in eager mode.
+
+Private names, in torch 2.11 to 2.15:
+`torch._inductor.config._pre_fusion_custom_pass`, `torch._inductor.custom_graph_pass.CustomSchedulerPass` (from 2.13 on)
+or `CustomGraphPass`, `torch._inductor.dependencies.WeakDep`, `torch._inductor.scheduler.NodeUser`, the `Scheduler` with
+`topological_sort_schedule` and `compute_ancestors`, its nodes with `add_fake_dep`, and
+`torch._inductor.virtualized.V.graph.operations`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+__all__ = ["keep_random_order", "order_of_random_kernels"]
+
+
+def order_of_random_kernels() -> Any:
+    """What inductor's setting `_pre_fusion_custom_pass` is set to; a pass that the user has set there runs first."""
+    from torch._inductor import config as untyped
+    from torch._inductor import custom_graph_pass
+
+    config: Any = untyped
+    users = config._pre_fusion_custom_pass
+    if users is not None:
+        return lambda nodes: keep_random_order(users(nodes))
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class RandomOrder(base):  # type: ignore[misc]
+        """A pass with a name for the keys of inductor's caches."""
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return keep_random_order(nodes)
+
+        def uuid(self) -> str:
+            return "memopt: random kernels in the order of the graph"
+
+    return RandomOrder()
+
+
+def keep_random_order(nodes: list[Any]) -> list[Any]:
+    """Make each random kernel depend on the one before it in the graph, and return the scheduler's nodes sorted anew.
+
+    A kernel that only redraws from a saved state leaves the generator as it was, and may run at any time."""
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import NodeUser
+    from torch._inductor.virtualized import V
+
+    places = {id(operation): place for place, operation in enumerate(V.graph.operations)}
+    random = sorted((node for node in nodes if _draws(node.node)), key=lambda node: places[id(node.node)])
+    if len(random) < 2:
+        return nodes
+    for before, after in zip(random, random[1:], strict=False):
+        buffer = before.get_outputs()[0]
+        after.add_fake_dep(WeakDep(buffer.get_name(), after.get_name(), is_fake=True))
+        buffer.users.append(NodeUser(after, is_weak=True))
+    scheduler: Any = random[0].scheduler
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()
+    sorted_nodes: list[Any] = scheduler.nodes
+    return sorted_nodes
+
+
+def _draws(kernel: Any) -> bool:
+    """True if a node of inductor's graph draws from the generator."""
+    operator = getattr(kernel, "op_overload", None)
+    if operator is torch.ops.higher_order.run_and_save_rng_state:
+        return True
+    return isinstance(operator, OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags
