@@ -13,6 +13,7 @@ or `CustomGraphPass`, `torch._inductor.dependencies.WeakDep`, `torch._inductor.s
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def keep_random_order(nodes: list[Any]) -> list[Any]:
     random = sorted((node for node in nodes if _draws(node.node)), key=lambda node: places[id(node.node)])
     if len(random) < 2:
         return nodes
-    for before, after in zip(random, random[1:], strict=False):
+    for before, after in pairwise(random):
         buffer = before.get_outputs()[0]
         after.add_fake_dep(WeakDep(buffer.get_name(), after.get_name(), is_fake=True))
         buffer.users.append(NodeUser(after, is_weak=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_each_random_kernel_depends_on_the_one_before(program: Any) -> None:
     def noting(nodes: list[Any]) -> list[Any]:
         kept = keep_random_order(nodes)
         random = [node for node in kept if inductor_random._draws(node.node)]
-        for before, after in zip(random, random[1:], strict=False):
+        for before, after in pairwise(random):
             ancestors.append(before.get_name() in after.ancestors)
         return kept
 
