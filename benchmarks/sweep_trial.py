@@ -41,6 +41,9 @@ DEFAULT_LOSS, OF_AUTOCAST = 0.05, 1.5
 """How far the losses of the default options may be from the plain model's; where they are further off, how far the
 gradients of the first step may be, in multiples of the difference under `torch.autocast`: a rounding there may change
 the second step's loss by much, where a model matches its results to labels."""
+OF_COMPILED, MOST_COMPILED = 1.5, 1e-4
+"""How far numbers through inductor may be from the plain ones where they differ by more than the usual rounding: in
+multiples of the difference under `torch.compile`, and at most."""
 DRAWS, CHANGE = 5, 0.02
 """How many times, and by which share, weights are changed at random where gradients are further off even so: one match
 that turns out otherwise moves them by much, in plain PyTorch under autocast as well, and the medians are compared."""
@@ -127,6 +130,10 @@ def planned(
             found["median_gradients"], found["median_autocast"] = with_other_weights(model, untouched, batch)
             near = found["median_gradients"] < OF_AUTOCAST * found["median_autocast"]
         verdict = "right" if near else verdict
+    if stage == "inductor" and verdict == "wrong":
+        with contextlib.suppress(Exception):  # torch.compile fails, or gives no numbers
+            found["torch_compile"] = by_compile(copy.deepcopy(untouched), batch, plain)
+        verdict = "right" if apart <= min(OF_COMPILED * found.get("torch_compile", 0.0), MOST_COMPILED) else verdict
     if verdict != "wrong" and measured > budget:
         verdict = "over budget"
     if verdict in ("right", "rounding"):
@@ -139,6 +146,14 @@ def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     twin = Twin(model, batch, torch.autocast("cpu", torch.bfloat16)(model.__call__))
     steps(twin)
     return twin.run
+
+
+def by_compile(model: nn.Module, batch: dict[str, Any], plain: Run) -> float:
+    """How far the same steps under `torch.compile` are from the plain ones."""
+    torch._dynamo.reset()
+    twin = Twin(model, batch, torch.compile(model))
+    steps(twin)
+    return difference(twin.run, plain, FUSED_FLOOR)[0]
 
 
 def with_other_weights(model: nn.Module, untouched: nn.Module, batch: dict[str, Any]) -> tuple[float, float]:
