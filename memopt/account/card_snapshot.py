@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from memopt.account.live_optimizer import steps_any
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
 from memopt.meter import blocks_of, live_objects
+from memopt.training_state import CallState
 
 _DEFAULT_POOL = 0, 0
 
@@ -51,9 +52,14 @@ class Owners:
     """The state of the optimisers that step the parameters."""
     tensors: Mapping[int, int] = field(default_factory=dict)
     """All tensors that Python knows."""
+    copies: Collection[int] = ()
+    """Where copies lie by which a call can be undone. Each call makes them, and its account has them among the bytes
+    that are still to come, so that their blocks are free: a call is planned as it is ahead of it."""
 
     def kind_of(self, address: int) -> Kind:
         """What the block at an address holds, as far as Python knows."""
+        if address in self.copies:
+            return "free"
         if address in self.given:
             return "given"
         if address in self.gradients:
@@ -75,6 +81,7 @@ def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.de
         in_gradients,
         blocks_of(with_memory(tensor for optimizer in own for tensor in state_tensors(optimizer)), device),
         blocks_of((one for one in objects if isinstance(one, torch.Tensor)), device),
+        blocks_of(CallState.copies_of(model), device),
     )
 
 
@@ -102,6 +109,8 @@ def state_of(segments: Iterable[Mapping[str, Any]], owners: Owners, libraries: S
             counts[kind] += asked
             blocks.append((kind, block["size"]))
         small, expandable = segment["segment_type"] == "small", segment["is_expandable"]
+        if all(kind == "free" for kind, _ in blocks):
+            continue  # given back to the card before it is full
         gap = segment["address"] - ends[small] if expandable and small in ends else 0
         if expandable:
             ends[small] = segment["address"] + segment["total_size"]

@@ -122,6 +122,16 @@ def test_the_mapped_parts_of_an_expandable_segment_are_read_with_what_lies_betwe
     assert [part.gap_bytes for part in found.segments] == [0, 40 * MB]
 
 
+def test_copies_of_a_call_are_free_so_that_it_is_planned_as_ahead_of_it() -> None:
+    ahead = [segment(0, 2 * MB, [(MB, MB), (MB, 0)], small=True)]
+    within = [
+        segment(0, 2 * MB, [(MB, MB), (512, 512), (MB - 512, 0)], small=True),
+        segment(10 * MB, 2 * MB, [(512, 512), (2 * MB - 512, 0)], small=True),
+    ]
+    given = Owners({0: MB}, tensors={0: MB, MB: 512, 10 * MB: 512}, copies={MB: 512, 10 * MB: 512})
+    assert state_of(within, given, [], stream=0) == state_of(ahead, given, [], stream=0)
+
+
 def segment(
     address: int,
     total: int,
