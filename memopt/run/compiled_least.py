@@ -40,18 +40,30 @@ def as_compiled_least(
 ) -> BudgetError:
     """The refusal of a call with the smallest budget in which the code that is compiled for its smallest plan runs; the
     same refusal where that is no larger, or where nothing can be compiled here."""
-    if not refusal.least or not _compiles(planner, situation, whole=captured.whole):
+    if not refusal.least:
         return refusal
-    search = planner.search(situation, advise=False)
-    search.budget_bytes = refusal.smallest_bytes
     try:
-        plan = search.fastest(planner.candidates(captured, call, situation, search))
-        compiled = _compiled_bytes(plan, emit)
+        plan = smallest_plan(refusal.smallest_bytes, planner, captured, call, situation)
+        compiled = _compiled_bytes(plan, emit) if plan else None
     except (BudgetError, CaptureError):
+        return refusal
+    if compiled is None:
         return refusal
     named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
     planner.compiled_least[_key(planner, captured, call, situation)] = named
     return named
+
+
+def smallest_plan(
+    planned_bytes: int, planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation
+) -> Plan | None:
+    """The plan of a call for the smallest budget in which there is one, whose compiled code gives the figure of a
+    refusal; None where nothing can be compiled here. Raises `BudgetError`, `CaptureError`."""
+    if not _compiles(planner, situation, whole=captured.whole):
+        return None
+    search = planner.search(situation, advise=False)
+    search.budget_bytes = planned_bytes
+    return search.fastest(planner.candidates(captured, call, situation, search))
 
 
 def asked_as_compiled(

@@ -34,7 +34,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
-from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least
+from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.run.kept_plans import KeptPlans
 from memopt.solver import SolverError
 from passes import PassError
@@ -209,7 +209,9 @@ class Road:
         else:
             least = self._planned_least(captured, call, situation)
         if refit.take_smallest(least):
-            yield solved(refit.lowering_bytes)
+            smallest = smallest_plan(least, self.planner, captured, call, situation)
+            budget_bytes = self.planner.options.budget_bytes
+            yield replace(smallest, budget_bytes=budget_bytes) if smallest else solved(refit.lowering_bytes)
         elif refusal is not None:
             raise self._as_compiled(refusal, captured, call, situation)
 
