@@ -7,6 +7,7 @@ import copy
 import io
 import time
 import warnings
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from examples.models.twins import (
     FLOOR,
     FUSED_FLOOR,
     REFUSALS,
+    ROUNDING,
     NoLoss,
     Run,
     Twin,
@@ -41,9 +43,9 @@ DEFAULT_LOSS, OF_AUTOCAST = 0.05, 1.5
 """How far the losses of the default options may be from the plain model's; where they are further off, how far the
 gradients of the first step may be, in multiples of the difference under `torch.autocast`: a rounding there may change
 the second step's loss by much, where a model matches its results to labels."""
-OF_COMPILED, MOST_COMPILED = 1.5, 1e-4
-"""How far numbers through inductor may be from the plain ones where they differ by more than the usual rounding: in
-multiples of the difference under `torch.compile`, and at most."""
+MOST_COMPILED = 0.1
+"""How far numbers through inductor may be from the plain ones where those under `torch.compile` are as far off: its
+code for batch normalisation loses digits, more as the model is trained."""
 DRAWS, CHANGE = 5, 0.02
 """How many times, and by which share, weights are changed at random where gradients are further off even so: one match
 that turns out otherwise moves them by much, in plain PyTorch under autocast as well, and the medians are compared."""
@@ -130,10 +132,10 @@ def planned(
             found["median_gradients"], found["median_autocast"] = with_other_weights(model, untouched, batch)
             near = found["median_gradients"] < OF_AUTOCAST * found["median_autocast"]
         verdict = "right" if near else verdict
-    if stage == "inductor" and verdict == "wrong":
-        with contextlib.suppress(Exception):  # torch.compile fails, or gives no numbers
-            found["torch_compile"] = by_compile(copy.deepcopy(untouched), batch, plain)
-        verdict = "right" if apart <= min(OF_COMPILED * found.get("torch_compile", 0.0), MOST_COMPILED) else verdict
+    if stage == "inductor" and verdict == "wrong" and apart < MOST_COMPILED:
+        peer = compiled_twin(copy.deepcopy(untouched), batch)
+        if as_compiled(steps, twin.run, peer):
+            verdict, found["as_torch_compile"] = "right", apart
     if verdict != "wrong" and measured > budget:
         verdict = "over budget"
     if verdict in ("right", "rounding"):
@@ -148,12 +150,20 @@ def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     return twin.run
 
 
-def by_compile(model: nn.Module, batch: dict[str, Any], plain: Run) -> float:
-    """How far the same steps under `torch.compile` are from the plain ones."""
+def compiled_twin(model: nn.Module, batch: dict[str, Any]) -> Twin:
+    """The model under `torch.compile`."""
     torch._dynamo.reset()
-    twin = Twin(model, batch, torch.compile(model))
-    steps(twin)
-    return difference(twin.run, plain, FUSED_FLOOR)[0]
+    return Twin(model, batch, torch.compile(model))
+
+
+def as_compiled(train: Callable[[Twin], None], ours: Run, peer: Twin) -> bool:
+    """Whether the numbers of a planned run are, but for rounding, those of a twin under `torch.compile` that is trained
+    alike from the same state; not where that fails."""
+    try:
+        train(peer)
+    except Exception:
+        return False
+    return difference(ours, peer.run, FUSED_FLOOR)[0] < ROUNDING
 
 
 def with_other_weights(model: nn.Module, untouched: nn.Module, batch: dict[str, Any]) -> tuple[float, float]:
@@ -197,17 +207,27 @@ def accumulation(twin: Twin, untouched: nn.Module, batch: dict[str, Any], stage:
     plain = Twin(untouched, batch)
     steps(plain)  # what a forward does only the first time is over for both
     take_state(untouched, twin.model)
-    plain.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
-    plain.run = Run([], {}, [])
-    plain.step("accumulated", 2)
-    twin.run = Run([], {}, [])
+    optimizer_state = copy.deepcopy(twin.optimizer.state_dict())
+    before = copy.deepcopy(untouched)
+
+    def accumulate(one: Twin) -> None:
+        one.run = Run([], {}, [])
+        one.step("accumulated", 2)
+
+    plain.optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+    accumulate(plain)
     try:
-        twin.step("accumulated", 2)
+        accumulate(twin)
     except memopt.BudgetError as refused:
         return {"accumulation": f"needs {refused.smallest_gb * 1024:.2f} MB"}
     verdict, apart, at = judged(stage, twin.run, plain.run)
     if stage == "default" or verdict == "right":
         return {"accumulation": "right"}
+    if stage == "inductor" and apart < MOST_COMPILED:
+        peer = compiled_twin(before, batch)
+        peer.optimizer.load_state_dict(optimizer_state)
+        if as_compiled(accumulate, twin.run, peer):
+            return {"accumulation": "right", "as_torch_compile": apart}
     return {"accumulation": verdict, "accumulation_at": at, "accumulation_difference": apart} | (
         {"verdict": "wrong"} if verdict == "wrong" else {}
     )
