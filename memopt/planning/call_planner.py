@@ -37,6 +37,7 @@ from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options
+from memopt.planning.plan import Plan
 from memopt.planning.plan_search import Candidate, PlanSearch
 from memopt.planning.sharded_call import ShardedCall
 from memopt.planning.situation import Situation
@@ -75,8 +76,11 @@ class CallPlanner(CallAccounts):
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
-        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account], BudgetError] = Recent(_MOST_STEPS)
-        """The refusals of calls that name what compiled code needs at least, by their regions and bare accounts."""
+        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account], tuple[BudgetError, Plan]] = Recent(
+            _MOST_STEPS
+        )
+        """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is
+        compiled for, by their regions and bare accounts."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 

@@ -26,8 +26,8 @@ def check_compiled_least(planner: CallPlanner, captured: CapturedCall, call: Cal
     if not _compiles(planner, situation, whole=captured.whole):
         return
     known = planner.compiled_least.get(_key(planner, captured, call, situation))
-    if known is not None and planner.options.budget_bytes < known.smallest_bytes:
-        raise BudgetError(planner.options.budget_bytes, known.smallest_bytes, known.dominated_by)
+    if known and planner.options.budget_bytes < known[0].smallest_bytes:
+        raise BudgetError(planner.options.budget_bytes, known[0].smallest_bytes, known[0].dominated_by)
 
 
 def as_compiled_least(
@@ -44,13 +44,13 @@ def as_compiled_least(
         return refusal
     try:
         plan = smallest_plan(refusal.smallest_bytes, planner, captured, call, situation)
-        compiled = _compiled_bytes(plan, emit) if plan else None
+        if plan is None:
+            return refusal
+        compiled = _compiled_bytes(plan, emit)
     except (BudgetError, CaptureError):
         return refusal
-    if compiled is None:
-        return refusal
     named = refusal.adding(smallest_bytes=max(refusal.smallest_bytes, compiled))
-    planner.compiled_least[_key(planner, captured, call, situation)] = named
+    planner.compiled_least[_key(planner, captured, call, situation)] = named, plan
     return named
 
 
@@ -61,6 +61,8 @@ def smallest_plan(
     refusal; None where nothing can be compiled here. Raises `BudgetError`, `CaptureError`."""
     if not _compiles(planner, situation, whole=captured.whole):
         return None
+    if known := planner.compiled_least.get(_key(planner, captured, call, situation)):
+        return known[1]  # later searches may find another plan for that budget, and its code hold more
     search = planner.search(situation, advise=False)
     search.budget_bytes = planned_bytes
     return search.fastest(planner.candidates(captured, call, situation, search))
