@@ -25,7 +25,8 @@ SPARE = Spare(15)
 """Left for what no replay of a schedule knows: the order of a kernel's own blocks, small ones that no graph has, and
 what a compiler changes."""
 SPARE_COMPILED = Spare(5)
-"""Left for code that is compiled already, whose calls are known."""
+"""Left for code that is compiled already, whose calls are known, as long as the allocator returns no segment. Where it
+must, the gaps that it leaves may be others than those of the replay, and `SPARE` is left."""
 UNSPLIT = 3, 1000
 """The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
 out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
@@ -84,10 +85,14 @@ def compiled_within(
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
     limit = budget_bytes - account.context
     try:
-        peaks = replay_with_spare(ways, blocks, SPARE_COMPILED, expandable_segments=setting, limit_bytes=limit)
-        held = SPARE_COMPILED.added_to(peaks.reserved_bytes)
+        spare = SPARE_COMPILED
+        peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
+        if peaks.releases:
+            spare = SPARE
+            peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
+        held = spare.added_to(peaks.reserved_bytes)
     except CardFullError:
-        held, peaks = least_limit(ways, blocks, SPARE_COMPILED, expandable_segments=setting)
+        held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
         held = max(held, limit + 1)
     return _with_overhead(bare, _asked(joined, schedule, bare), peaks, held)
 

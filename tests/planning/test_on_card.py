@@ -18,9 +18,18 @@ from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
 from memopt.planning.make_plan import make_plan
-from memopt.planning.on_card import _step_blocks, expandable_segments, on_card, within
+from memopt.planning.on_card import (
+    SPARE,
+    SPARE_COMPILED,
+    _step_blocks,
+    compiled_within,
+    expandable_segments,
+    on_card,
+    within,
+)
 from memopt.planning.planner import Request, smallest, solve_on_card, solve_settled
 from memopt.solver import Link, Portfolio, Schedule
+from memopt.solver.problem import BlockCall
 from tests.planned import captured, region
 
 MB = 1024**2
@@ -169,6 +178,24 @@ def test_a_budget_below_a_smallest_that_is_known_is_refused_without_an_attempt(
     with pytest.raises(BudgetError) as refused:
         make_plan(step, ACCOUNT, int(0.995 * least))
     assert refused.value.smallest_bytes == least
+
+
+def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(step: Captured) -> None:
+    """On a full card, the segment of a block that is freed is returned for a larger block."""
+    schedule = Schedule.save_all(joined(step).problem)
+
+    def held(sizes: list[int], budget_bytes: int) -> tuple[int, int]:
+        calls = [BlockCall(makes, number, size) for number, size in enumerate(sizes) for makes in (True, False)]
+        account = compiled_within(joined(step), schedule, ACCOUNT, [calls], budget_bytes)
+        blocks = _step_blocks(joined(step), ACCOUNT)
+        limit = budget_bytes - CONTEXT
+        found = replay(calls, blocks, expandable_segments=False, limit_bytes=SPARE.taken_from(limit))
+        return breakdown(joined(step).problem, schedule, account).peak_bytes - CONTEXT, found.reserved_bytes
+
+    bytes_held, reserved = held([200 * MB], 4 << 30)
+    assert bytes_held == SPARE_COMPILED.added_to(reserved)
+    bytes_held, reserved = held([200 * MB, 300 * MB], CONTEXT + 480 * MB)
+    assert bytes_held == SPARE.added_to(reserved)
 
 
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
