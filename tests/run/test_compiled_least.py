@@ -75,6 +75,23 @@ def test_a_first_call_is_refused_with_the_same_figure() -> None:
     assert refusal.value.smallest_gb == least_gb
 
 
+def test_the_budget_that_a_refusal_names_is_met_by_the_plan_that_it_was_named_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    as_compiled_least = road.as_compiled_least
+
+    def noting(refusal: memopt.BudgetError, *call: Any) -> memopt.BudgetError:
+        asked.append(call)
+        return as_compiled_least(refusal, *call)
+
+    monkeypatch.setattr(road, "as_compiled_least", noting)
+    refused_gb(*job(), 1e-6)
+    (planner, *call, _emit), *_ = asked
+    ((_, plan),) = (known for _, known in planner.compiled_least.items())
+    assert compiled_least.smallest_plan(plan.budget_bytes, planner, *call) is plan
+
+
 def test_a_plan_that_runs_and_one_from_disk_are_asked_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CACHE", "1")
     model, batch = job()
