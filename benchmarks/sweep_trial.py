@@ -150,10 +150,10 @@ def under_autocast(model: nn.Module, batch: dict[str, Any]) -> Run:
     return twin.run
 
 
-def compiled_twin(model: nn.Module, batch: dict[str, Any]) -> Twin:
+def compiled_twin(model: nn.Module, batch: dict[str, Any], backend: str = "inductor") -> Twin:
     """The model under `torch.compile`."""
     torch._dynamo.reset()
-    return Twin(model, batch, torch.compile(model))
+    return Twin(model, batch, torch.compile(model, backend=backend))
 
 
 def as_compiled(train: Callable[[Twin], None], ours: Run, peer: Twin) -> bool:
@@ -236,9 +236,8 @@ def accumulation(twin: Twin, untouched: nn.Module, batch: dict[str, Any], stage:
 def compiled(model: nn.Module, batch: dict[str, Any], plain: Run) -> str:
     """Say whether torch.compile trains the model, graph breaks allowed, and how far its values are from plain ones."""
     try:
-        torch._dynamo.reset()
         with contextlib.redirect_stdout(io.StringIO()):
-            twin = Twin(model, batch, torch.compile(model, backend="aot_eager"))
+            twin = compiled_twin(model, batch, "aot_eager")
             steps(twin)
     except Exception as error:
         return f"fails: {said(error)[:100]}"

@@ -1,8 +1,8 @@
 """Random kernels run in the order of the graph in the code that inductor writes.
 
-Inductor (from torch 2.13 on) has such an order for operators with `fallback_random`. It takes it away where nobody
-reads a result (the last dropout of a branch that the loss does not reach), and has none for an operator that saves the
-generator's state for the backward. Later draws then get other numbers than in eager mode.
+From torch 2.13 on, inductor keeps that order itself where `fallback_random` is set, but not after an operator whose
+results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves the generator's
+state for the backward. Later draws then get other numbers than in eager mode.
 
 Private names, in torch 2.11 to 2.15:
 `torch._inductor.config._pre_fusion_custom_pass`, `torch._inductor.custom_graph_pass.CustomSchedulerPass` (from 2.13 on)
@@ -23,7 +23,8 @@ __all__ = ["keep_random_order", "order_of_random_kernels"]
 
 
 def order_of_random_kernels() -> Any:
-    """What inductor's setting `_pre_fusion_custom_pass` is set to; a pass that the user has set there runs first."""
+    """Return the scheduler pass that inductor's setting `_pre_fusion_custom_pass` gets: `keep_random_order`, after the
+    pass that the user has set there, if any."""
     from torch._inductor import config as untyped
     from torch._inductor import custom_graph_pass
 
@@ -46,7 +47,8 @@ def order_of_random_kernels() -> Any:
 
 
 def keep_random_order(nodes: list[Any]) -> list[Any]:
-    """Make each random kernel depend on the one before it in the graph, and return the scheduler's nodes sorted anew.
+    """Make each random kernel depend on the one before it in the graph. Returns the scheduler's nodes in an order in
+    which every node comes after those that it depends on.
 
     A kernel that only redraws from a saved state leaves the generator as it was, and may run at any time."""
     from torch._inductor.dependencies import WeakDep

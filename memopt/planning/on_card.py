@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
 
@@ -83,18 +84,14 @@ def compiled_within(
     if not account.context:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
-    limit = budget_bytes - account.context
-    try:
-        spare = SPARE_COMPILED
-        peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
-        if peaks.releases:
-            spare = SPARE
+    limit, asked = budget_bytes - account.context, _asked(joined, schedule, bare)
+    for spare, may_release in ((SPARE_COMPILED, False), (SPARE, True)):
+        with suppress(CardFullError):
             peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
-        held = spare.added_to(peaks.reserved_bytes)
-    except CardFullError:
-        held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
-        held = max(held, limit + 1)
-    return _with_overhead(bare, _asked(joined, schedule, bare), peaks, held)
+            if may_release or not peaks.releases:
+                return _with_overhead(bare, asked, peaks, spare.added_to(peaks.reserved_bytes))
+    held, peaks = least_limit(ways, blocks, SPARE, expandable_segments=setting)
+    return _with_overhead(bare, asked, peaks, max(held, limit + 1))
 
 
 def without_allocator(account: Account) -> Account:

@@ -26,8 +26,11 @@ def check_compiled_least(planner: CallPlanner, captured: CapturedCall, call: Cal
     if not _compiles(planner, situation, whole=captured.whole):
         return
     known = planner.compiled_least.get(_key(planner, captured, call, situation))
-    if known and planner.options.budget_bytes < known[0].smallest_bytes:
-        raise BudgetError(planner.options.budget_bytes, known[0].smallest_bytes, known[0].dominated_by)
+    if known is None:
+        return
+    refusal, _ = known
+    if planner.options.budget_bytes < refusal.smallest_bytes:
+        raise BudgetError(planner.options.budget_bytes, refusal.smallest_bytes, refusal.dominated_by)
 
 
 def as_compiled_least(
@@ -62,7 +65,8 @@ def smallest_plan(
     if not _compiles(planner, situation, whole=captured.whole):
         return None
     if known := planner.compiled_least.get(_key(planner, captured, call, situation)):
-        return known[1]  # later searches may find another plan for that budget, and its code hold more
+        _, plan = known
+        return plan  # later searches may find another plan for that budget, and its code hold more
     search = planner.search(situation, advise=False)
     search.budget_bytes = planned_bytes
     return search.fastest(planner.candidates(captured, call, situation, search))

@@ -36,13 +36,13 @@ def saved_state(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("program", [unread_dropout, saved_state])
 def test_each_random_kernel_depends_on_the_one_before(program: Any) -> None:
     inputs = torch.randn(8, 8), torch.randn(8, 8)
-    ancestors: list[list[bool]] = []
+    in_order: list[bool] = []
 
     def noting(nodes: list[Any]) -> list[Any]:
         kept = keep_random_order(nodes)
         random = [node for node in kept if inductor_random._draws(node.node)]
         for before, after in pairwise(random):
-            ancestors.append(before.get_name() in after.ancestors)
+            in_order.append(before.get_name() in after.ancestors)
         return kept
 
     with inductor_config.patch(fallback_random=True, force_disable_caches=True, _pre_fusion_custom_pass=noting):
@@ -50,7 +50,7 @@ def test_each_random_kernel_depends_on_the_one_before(program: Any) -> None:
 
         graph = make_fx(lambda *given: (program(*given),), tracing_mode="fake")(*inputs)
         compiled: Any = compile_fx_inner(graph, inputs)
-    assert ancestors == [True, True]
+    assert in_order == [True, True]
     torch.manual_seed(0)
     expected = program(*inputs)
     torch.manual_seed(0)

@@ -198,6 +198,32 @@ def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(
     assert bytes_held == SPARE.added_to(reserved)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_budget_that_compiled_code_is_said_to_need_is_enough(step: Captured, seed: int) -> None:
+    """With other limits the allocator returns other segments, and a larger one is not always enough."""
+    draw = random.Random(seed)
+    alive: dict[int, int] = {}
+    calls: list[BlockCall] = []
+    for number in range(120):
+        if alive and draw.random() < 0.5:
+            ended = draw.choice(list(alive))
+            calls.append(BlockCall(False, ended, alive.pop(ended)))
+        alive[number] = draw.randrange(1, 60) * MB
+        calls.append(BlockCall(True, number, alive[number]))
+        if len(alive) > 12:
+            ended = draw.choice(list(alive))
+            calls.append(BlockCall(False, ended, alive.pop(ended)))
+    schedule = Schedule.save_all(joined(step).problem)
+
+    def peak(budget_bytes: int) -> int:
+        account = compiled_within(joined(step), schedule, ACCOUNT, [calls], budget_bytes)
+        return breakdown(joined(step).problem, schedule, account).peak_bytes
+
+    needed = peak(CONTEXT + MB)
+    assert needed > CONTEXT + MB
+    assert peak(needed) <= needed
+
+
 def test_expandable_segments_leave_less_unused(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule.save_all(joined(step).problem)
     apart = on_card(joined(step), schedule, ACCOUNT)
