@@ -170,9 +170,17 @@ def _apart(ours: Run, plain: Run, name: str, floor: float) -> tuple[float, str]:
 def _scale(plain: Run, name: str) -> float:
     """The largest magnitude among all values of the same kind in the same step.
 
-    A gradient that is zero but for rounding (of the bias of keys, under softmax) has no scale of its own."""
-    kind = " ".join(name.split()[:3])
-    return max(_largest(value) for key, value in plain.tensors.items() if value is not None and key.startswith(kind))
+    What is zero but for rounding has no scale of its own: the gradient of the bias of keys, under softmax; the mean of
+    a convolution of normalised values."""
+    kind = _kind(name)
+    return max(_largest(value) for key, value in plain.tensors.items() if value is not None and _kind(key) == kind)
+
+
+def _kind(name: str) -> tuple[str, str, str]:
+    """The step, what it is, and of a buffer its name within its module: those of one name have one unit."""
+    step, _, rest = name.partition(": ")
+    what, _, path = rest.partition(" ")
+    return step, what, path.rpartition(".")[2] if what == "buffer" else ""
 
 
 def _largest(values: torch.Tensor) -> float:

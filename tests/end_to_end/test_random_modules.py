@@ -11,7 +11,7 @@ import memopt
 from examples.models import random_trials
 from examples.models.random_reference import Reference
 from examples.models.random_trials import trials
-from examples.models.twins import Run, Twin, loss_of
+from examples.models.twins import FUSED_FLOOR, ROUNDING, Run, Twin, difference, loss_of
 from memopt.capture.departures import BITS_DEPART
 from tests.marks import slow
 
@@ -34,6 +34,17 @@ def test_a_random_module_trains_in_16_bits(seed: int, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     verdicts = [(found.verdict, found) for found in trials(seed, low=True)]
     assert all(verdict == "right" for verdict, _ in verdicts), verdicts
+
+
+def test_a_buffer_that_is_zero_but_for_rounding_has_the_scale_of_its_kind() -> None:
+    """The running mean of normalised values was said to be wrong by a ten-thousandth: of 1e-13."""
+
+    def run(noise: float) -> Run:
+        means = {"accumulated: buffer a.running_mean": noise, "accumulated: buffer b.running_mean": 0.5}
+        return Run([1.0], {name: torch.tensor([value]) for name, value in means.items()}, [])
+
+    assert difference(run(1e-13), run(2e-13), FUSED_FLOOR)[0] < ROUNDING
+    assert difference(run(1e-2), run(2e-2), FUSED_FLOOR)[0] > ROUNDING
 
 
 def test_a_case_after_one_that_failed_starts_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
