@@ -14,7 +14,7 @@ import memopt
 from examples.models.ddp import fingerprint
 from examples.models.pipeline import VOCABULARY, next_token_loss, pipeline_stages, stage_modules
 from memopt.integrations.pipelining import optimize_schedule, remove_schedule
-from tests.two_ranks import ended, on_two_ranks
+from tests.two_ranks import LONGEST_SECONDS, ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # two ranks plan and train in each case
 KINDS: dict[str, tuple[Any, int]] = {
@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[Any, int]] = {
     "zero bubble": (ScheduleInterleavedZeroBubble, 2),
 }
 EXACT: dict[str, Any] = {"allow": {"recompute", "reinplace"}}
-SHARES, LONGEST_SECONDS = (0.85, 0.7), 10.0
+SHARES = (0.85, 0.7)
 Found = tuple[float, list[str]]
 
 

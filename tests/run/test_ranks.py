@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memopt
-from tests.two_ranks import check_refused_together, on_two_ranks
+from tests.two_ranks import LONGEST_SECONDS, check_refused_together, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case starts two processes
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-LONGEST_SECONDS = 10.0
 
 
 class Layers(nn.Module):
@@ -114,7 +113,7 @@ def test_other_terms_are_named_on_every_rank(case: Any, named: str) -> None:
 
 
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
-    check_refused_together(on_two_ranks(one_does_not_fit), LONGEST_SECONDS)
+    check_refused_together(on_two_ranks(one_does_not_fit))
 
 
 def test_a_refusal_ahead_of_training_is_that_of_all() -> None:

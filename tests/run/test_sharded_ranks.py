@@ -19,11 +19,11 @@ import memopt
 from examples.models.ddp import VOCABULARY, fingerprint, gpt2_of
 from examples.models.families import integers
 from memopt.compat.subclasses import shard_of
-from tests.two_ranks import check_refused_together, ended, on_two_ranks
+from tests.two_ranks import LONGEST_SECONDS, check_refused_together, ended, on_two_ranks
 
 pytestmark = pytest.mark.slow  # each case plans on two ranks
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
-ROOMY_GB, LONGEST_SECONDS = 1.0, 10.0
+ROOMY_GB = 1.0
 make = gpt2_of(64, 2, 4)
 
 
@@ -107,7 +107,7 @@ def test_other_terms_are_named_on_every_rank(ranks: list[dict[str, Any]], name: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken(ranks: list[dict[str, Any]]) -> None:
-    check_refused_together([rank["too large"] for rank in ranks], LONGEST_SECONDS)
+    check_refused_together([rank["too large"] for rank in ranks])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -172,7 +172,7 @@ def test_all_processes_are_gone_in_seconds(tmp_path: Path, case: str, named: str
         text = launched.communicate(timeout=300)[0]
     begun = min(float((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert launched.returncode
-    assert time.time() - begun < 2 * LONGEST_SECONDS  # planning and torchrun's own end are among them
+    assert time.time() - begun < LONGEST_SECONDS  # planning and torchrun's own end are among them
     assert text.count(named) >= 2
 
 

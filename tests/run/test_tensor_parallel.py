@@ -20,11 +20,11 @@ from examples.models.ddp import fingerprint
 from examples.models.settled_gloo import SettledCollectives
 from examples.models.tensor_parallel import Family, Transformer, families, split, texts
 from memopt.compat.subclasses import shard_of
-from tests.two_ranks import check_refused_together, ended, on_two_ranks
+from tests.two_ranks import LONGEST_SECONDS, check_refused_together, ended, on_two_ranks
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
 NAMES = tuple(families())
-STEPS, SHARES, LONGEST_SECONDS = 3, (0.0, 0.33, 0.66), 10.0
+STEPS, SHARES = 3, (0.0, 0.33, 0.66)
 """The steps of a run, and how far its budgets lie from the smallest to plain training's peak."""
 
 
@@ -216,7 +216,7 @@ def together_or_not_at_all(rank: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_go_on_together_or_not_at_all() -> None:
     ranks = on_two_ranks(together_or_not_at_all)
-    check_refused_together([rank["too large"] for rank in ranks], LONGEST_SECONDS)
+    check_refused_together([rank["too large"] for rank in ranks])
     for rank in ranks:
         assert [kind for kind, _, _ in rank["shapes"]] == ["", "RankError", ""]
         assert "give all ranks batches of the same shapes" in rank["shapes"][1][1]
