@@ -35,8 +35,8 @@ def _run(rank: int, ranks: int, folder: str, function: Callable[..., Any], argum
     os._exit(0)
 
 
-LONGEST_SECONDS = 60.0
-"""A rank that waits for one that is gone waits for half an hour; a refusal takes seconds, more on a busy machine."""
+LONGEST_SECONDS = 10.0
+"""The time within which all ranks end together: one that waited for a rank that is gone would wait for half an hour."""
 
 
 def ended(act: Callable[[], Any]) -> tuple[str, str, float]:

@@ -172,7 +172,7 @@ def test_all_processes_are_gone_in_seconds(tmp_path: Path, case: str, named: str
         text = launched.communicate(timeout=300)[0]
     begun = min(float((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert launched.returncode
-    assert time.time() - begun < LONGEST_SECONDS  # planning and torchrun's own end are among them
+    assert time.time() - begun < 2 * LONGEST_SECONDS  # planning and torchrun's own end are among them
     assert text.count(named) >= 2
 
 
