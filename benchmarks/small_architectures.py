@@ -21,7 +21,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from benchmarks.small_exceptions import CHANGES, FIRST, INPUTS, KEPT, NOT_TRAINED, UNLISTED, WITH_IMAGE
+from benchmarks.small_batches import INPUTS
+from benchmarks.small_exceptions import CHANGES, FIRST, KEPT, NOT_TRAINED, UNLISTED, WITH_IMAGE
 from benchmarks.small_images import image_model, image_names, libraries
 
 libraries()  # before a module of transformers imports torchvision

@@ -1,11 +1,8 @@
-"""Attributes and batches of the model types for which the rules of `benchmarks.small_architectures` give no model."""
+"""Attributes of the model types for which the rules of `benchmarks.small_architectures` give no model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 KEPT = frozenset(
     {"transformers_version", "num_labels", "num_return_sequences", "chunk_size_feed_forward", "num_feat_extract_layers"}
@@ -25,8 +22,9 @@ UNLISTED = {
     "time_series_transformer": "TimeSeriesTransformerForPrediction", "informer": "InformerForPrediction",
     "autoformer": "AutoformerForPrediction", "patchtst": "PatchTSTForPrediction",
     "patchtsmixer": "PatchTSMixerForPrediction", "rwkv": "RwkvForCausalLM",
+    "owlvit": "OwlViTModel", "owlv2": "Owlv2Model",
 }  # fmt: skip
-"""Classes that the mappings of transformers leave out."""
+"""Classes that the mappings of transformers leave out, and where the class that they name takes no labels."""
 WITH_IMAGE = frozenset({"blip", "git", "vilt", "kosmos-2", "layoutlmv3"})
 """Those that read text always take an image with it."""
 _RESNET = {
@@ -47,17 +45,25 @@ _STEM = {
     "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 64, 64], "stage_mid_channels": [16, 16, 32, 32],
     "stage_out_channels": [32, 64, 64, 64],
 }  # fmt: skip
+_HGNET = {
+    "backbone_config": {**_STEM, "embedding_size": 16, "hidden_sizes": [32, 64, 64, 64]},
+    "encoder_in_channels": [64, 64, 64], "decoder_in_channels": [64, 64, 64], "num_denoising": 10,
+}  # fmt: skip
+_SWIN = {"backbone_config": {"window_size": 2, "num_layers": 4, "embed_dim": 16}}
+_SWIN_LEVELS = {"backbone_config": {**_SWIN["backbone_config"], "out_features": [f"stage{at}" for at in range(1, 5)]}}
+_READ_BY_BERT = {**_SWIN, "text_config": {"vocab_size": 1100}}
+_ROPES = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 CHANGES: dict[str, dict[str, Any]] = {
     "bit": {"num_groups": 4}, "mpnet": {"relative_attention_num_buckets": 32}, "speecht5": {"vocab_size": 96},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "moe_intermediate_size": 64,
                    "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_hidden_size": 128,
-              "attention_head_dim": 32},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 128,
+              "num_hidden_layers": 4, "attention_head_dim": 32},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16, "n_mamba_heads": 8,
                "attention_hidden_size": 128, "attention_head_dim": 32, "num_mem_blocks": 1},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]}, "xlstm": {"qk_dim_factor": 0.5, "num_heads": 4,
-                                                                              "mlstm_round_up_to_multiple_of": 64},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "mode": "train"},
     "gemma4_text": {"vocab_size_per_layer_input": 128}, "gemma3n_text": {"vocab_size_per_layer_input": 128},
     "time_series_transformer": {"prediction_length": 16, "context_length": 32, "d_model": 64,
                                 "lags_sequence": [1, 2, 3], "num_time_features": 2},
@@ -73,11 +79,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "markuplm": {"max_xpath_tag_unit_embeddings": 256, "max_xpath_subs_unit_embeddings": 1024, "tag_pad_id": 216,
                  "subs_pad_id": 1001, "max_depth": 50},
     "granitemoehybrid": {**_MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
-    "udop": {"max_2d_position_embeddings": 1024}, "upernet": {"auxiliary_in_channels": 64, "hidden_size": 64},
+    "udop": {"max_2d_position_embeddings": 1024, "relative_attention_num_buckets": 32,
+             "relative_attention_max_distance": 128}, "upernet": {"auxiliary_in_channels": 64, "hidden_size": 64},
     "detr": _RESNET, "conditional_detr": _RESNET, "dab-detr": _RESNET, "table-transformer": _RESNET,
     "deformable_detr": _RESNET_LEVELS, "omdet-turbo": _RESNET_LEVELS,
-    "swin": {"window_size": 2, "embed_dim": 16},
-    "donut-swin": {"window_size": 2, "embed_dim": 16}, "mask2former": {"backbone_config": {"window_size": 2}},
+    "swin": {"window_size": 2, "embed_dim": 16}, "donut-swin": {"window_size": 2, "embed_dim": 16},
+    "mask2former": _SWIN_LEVELS, "grounding-dino": _READ_BY_BERT, "mm-grounding-dino": _READ_BY_BERT,
+    "oneformer": {**_SWIN_LEVELS, "is_training": True, "num_queries": 20, "text_encoder_n_ctx": 4,
+                  "text_encoder_width": 64, "conv_dim": 64, "mask_dim": 64},
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]}, "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "jamba": {"attn_layer_offset": 1, "expert_layer_offset": 1},
@@ -85,9 +94,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8], "attention_head_size": 16},
     "prophetnet": {"num_buckets": 32, "relative_max_distance": 128},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 64},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "hgnet_v2": {**_STEM, "hidden_sizes": [32, 64, 64, 64]},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "esm": {"vocab_size": 64, "pad_token_id": 1, "mask_token_id": 32},
     "wav2vec2-bert": {"vocab_size": 64}, "wav2vec2-conformer": {"vocab_size": 64},
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "input_size": 64}, "lilt": {"hidden_size": 96},
     "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": _ROPE},
@@ -100,80 +109,32 @@ CHANGES: dict[str, dict[str, Any]] = {
     "perceiver": {"num_latents": 16, "d_latents": 64, "max_position_embeddings": 64},
     "longcat_flash": {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "qk_head_dim": 32, "head_dim": 16},
     "textnet": {"stem_out_channels": 16, "hidden_sizes": [16, 16, 32, 48, 64]},
-    "pop2piano": {"d_model": 64},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 100, **{f"IMGIMG{chr(65 + code)}Z": 101 + code for code in range(10)}},
+        "vq_config": {"base_channels": 32, "num_embeddings": 10, "resolution": 64, "channel_multiplier": [1, 1]},
+    },
+    "cohere_compass": {"text_config": _ROPES}, "cohere_compass_text": _ROPES,
+    "d_fine": _HGNET, "deimv2": _HGNET,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}, "mistral4": {"head_dim": 32, "qk_head_dim": 32},
+    "dots3_note_text": {"head_dim": 32},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "step3p7": {"text_config": {"sliding_window": 16}},
+    "hrm_text": {"num_hidden_layers": 16, "use_cache": False},
+    "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "reshape_hidden_states": False,
+                                       "out_features": [f"stage{at}" for at in range(1, 5)]}},
+    "lw_detr": {"projector_scale_factors": [1.0],
+                "backbone_config": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "num_windows": 4,
+                                    "num_windows_side": 2, "out_features": ["stage2", "stage4"]}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "moonshine_streaming": {"num_key_value_heads": 4}, "timm_wrapper": {"architecture": "test_vit"},
+    "blip-2": {"image_token_index": 100}, "instructblip": {"image_token_index": 100},
+    "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 90},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 90},
+    "granite_speech5_ctc": {"encoder_config": {"num_key_value_heads": 4}},
+    "janus": {"vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1]}},
+    "align": {"vision_config": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
+              "projection_dim": 80},
 }  # fmt: skip
 """Attributes in place of those that the rules give, in configurations inside, too."""
-
-
-def _lxmert(config: Any) -> dict[str, Any]:
-    return {
-        **_text(), "visual_feats": torch.randn(4, 10, config.visual_feat_dim), "visual_pos": torch.rand(4, 10, 4),
-        "labels": torch.randint(0, config.num_qa_labels, (4,)),
-    }  # fmt: skip
-
-
-def _visual_bert(config: Any) -> dict[str, Any]:
-    batch = _text()
-    labels = torch.cat([batch["input_ids"], torch.full((4, 10), -100)], 1)
-    return {
-        **batch, "visual_embeds": torch.randn(4, 10, config.visual_embedding_dim), "labels": labels,
-        "visual_attention_mask": torch.ones(4, 10, dtype=torch.long),
-    }  # fmt: skip
-
-
-def _video(config: Any) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(12, 3, 64, 64)}
-
-
-def _git(config: Any) -> dict[str, Any]:
-    batch = _text()
-    return {**batch, "pixel_values": torch.randn(4, 3, 64, 64), "labels": batch["input_ids"].clone()}
-
-
-def _vilt(config: Any) -> dict[str, Any]:
-    return {**_text(32), "pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.rand(4, config.num_labels)}
-
-
-def _perceiver(config: Any) -> dict[str, Any]:
-    batch = _text()
-    return {
-        "inputs": batch["input_ids"],
-        "attention_mask": batch["attention_mask"],
-        "labels": batch["input_ids"].clone(),
-    }
-
-
-def _pix2struct(config: Any) -> dict[str, Any]:
-    patches = torch.cat(
-        [torch.randint(1, 8, (4, 32, 2)).float(), torch.randn(4, 32, config.vision_config.patch_embed_hidden_size)], 2
-    )
-    return {"flattened_patches": patches, "attention_mask": torch.ones(4, 32), "labels": torch.randint(5, 90, (4, 16))}
-
-
-def _series(config: Any) -> dict[str, Any]:
-    past = config.context_length + max(config.lags_sequence)
-    return {
-        "past_values": torch.randn(4, past), "past_time_features": torch.randn(4, past, config.num_time_features),
-        "past_observed_mask": torch.ones(4, past), "future_values": torch.randn(4, config.prediction_length),
-        "future_time_features": torch.randn(4, config.prediction_length, config.num_time_features),
-    }  # fmt: skip
-
-
-def _patches(config: Any) -> dict[str, Any]:
-    length, channels = config.context_length, config.num_input_channels
-    return {
-        "past_values": torch.randn(4, length, channels),
-        "future_values": torch.randn(4, config.prediction_length, channels),
-    }
-
-
-def _text(length: int = 64) -> dict[str, Any]:
-    return {"input_ids": torch.randint(5, 90, (4, length)), "attention_mask": torch.ones(4, length, dtype=torch.long)}
-
-
-INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "lxmert": _lxmert, "visual_bert": _visual_bert, "vit_mae": _video, "git": _git, "vilt": _vilt,
-    "perceiver": _perceiver, "pix2struct": _pix2struct, "patchtst": _patches, "patchtsmixer": _patches,
-    "time_series_transformer": _series, "informer": _series, "autoformer": _series,
-}  # fmt: skip
-"""Batches of those whose forward takes something else."""
