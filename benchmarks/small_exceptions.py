@@ -45,9 +45,12 @@ _STEM = {
     "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 64, 64], "stage_mid_channels": [16, 16, 32, 32],
     "stage_out_channels": [32, 64, 64, 64],
 }  # fmt: skip
+# From the weights of 0.01 that they begin with, batch normalisation takes gradients that are exactly zero, those of biases
+# before it, to rounding errors of 1e8.
 _HGNET = {
-    "backbone_config": {**_STEM, "embedding_size": 16, "hidden_sizes": [32, 64, 64, 64]},
+    "backbone_config": {**_STEM, "embedding_size": 16, "hidden_sizes": [32, 64, 64, 64], "initializer_range": 0.15},
     "encoder_in_channels": [64, 64, 64], "decoder_in_channels": [64, 64, 64], "num_denoising": 10,
+    "initializer_range": 0.15,
 }  # fmt: skip
 _SWIN = {"backbone_config": {"window_size": 2, "num_layers": 4, "embed_dim": 16}}
 _SWIN_LEVELS = {"backbone_config": {**_SWIN["backbone_config"], "out_features": [f"stage{at}" for at in range(1, 5)]}}
