@@ -45,8 +45,8 @@ _STEM = {
     "stem_channels": [3, 16, 16], "stage_in_channels": [16, 32, 64, 64], "stage_mid_channels": [16, 16, 32, 32],
     "stage_out_channels": [32, 64, 64, 64],
 }  # fmt: skip
-# From the weights of 0.01 that they begin with, batch normalisation takes gradients that are exactly zero, those of biases
-# before it, to rounding errors of 1e8.
+# With their own weights of 0.01, batch normalisation makes rounding errors of 1e8 of gradients that are exactly zero,
+# those of biases before it.
 _HGNET = {
     "backbone_config": {**_STEM, "embedding_size": 16, "hidden_sizes": [32, 64, 64, 64], "initializer_range": 0.15},
     "encoder_in_channels": [64, 64, 64], "decoder_in_channels": [64, 64, 64], "num_denoising": 10,
