@@ -29,8 +29,7 @@ def _video(config: Any) -> dict[str, Any]:
 
 
 def _git(config: Any) -> dict[str, Any]:
-    batch = _text()
-    return {**batch, "pixel_values": torch.randn(4, 3, 64, 64), "labels": batch["input_ids"].clone()}
+    return {**_labelled_text(), "pixel_values": torch.randn(4, 3, 64, 64)}
 
 
 def _vilt(config: Any) -> dict[str, Any]:
@@ -38,12 +37,8 @@ def _vilt(config: Any) -> dict[str, Any]:
 
 
 def _perceiver(config: Any) -> dict[str, Any]:
-    batch = _text()
-    return {
-        "inputs": batch["input_ids"],
-        "attention_mask": batch["attention_mask"],
-        "labels": batch["input_ids"].clone(),
-    }
+    batch = _labelled_text()
+    return {"inputs": batch.pop("input_ids"), **batch}
 
 
 def _pix2struct(config: Any) -> dict[str, Any]:
@@ -73,11 +68,10 @@ def _patches(config: Any) -> dict[str, Any]:
 def _query_tokens(config: Any) -> dict[str, Any]:
     """Text after the tokens in whose place a Q-Former's queries come."""
     queries = config.num_query_tokens
-    batch = _text()
+    batch = _git(config)
     batch["input_ids"][:, :queries] = config.image_token_index
-    labels = batch["input_ids"].clone()
-    labels[:, :queries] = -100
-    return {**batch, "pixel_values": torch.randn(4, 3, 64, 64), "labels": labels}
+    batch["labels"][:, :queries] = -100
+    return batch
 
 
 def _instructed(config: Any) -> dict[str, Any]:
@@ -105,21 +99,16 @@ def _asked_for(config: Any) -> dict[str, Any]:
 
 
 def _images_in_text(config: Any) -> dict[str, Any]:
-    batch = _text()
     return {
-        **batch, "pixel_values": torch.randn(4, 1, 3, 64, 64), "labels": batch["input_ids"].clone(),
+        **_labelled_text(), "pixel_values": torch.randn(4, 1, 3, 64, 64),
         "image_attention_mask": torch.ones(4, 64, 1, dtype=torch.long),
     }  # fmt: skip
 
 
 def _image_within(config: Any) -> dict[str, Any]:
-    batch = _text()
     places = torch.zeros(4, 64, dtype=torch.long)
     places[:, 1 : 1 + config.latent_query_num] = 1
-    return {
-        **batch, "pixel_values": torch.randn(4, 3, 64, 64), "labels": batch["input_ids"].clone(),
-        "image_embeds_position_mask": places,
-    }  # fmt: skip
+    return {**_git(config), "image_embeds_position_mask": places}
 
 
 def _image_queries(config: Any) -> dict[str, Any]:
@@ -173,8 +162,7 @@ def _boxed(config: Any) -> dict[str, Any]:
 
 def _of_types(config: Any) -> dict[str, Any]:
     """Text, which says of each token that it is no image's."""
-    batch = _text()
-    return {**batch, "mm_token_type_ids": torch.zeros(4, 64).long(), "labels": batch["input_ids"].clone()}
+    return {**_labelled_text(), "mm_token_type_ids": torch.zeros(4, 64, dtype=torch.long)}
 
 
 def _filmed(config: Any) -> dict[str, Any]:
@@ -183,6 +171,11 @@ def _filmed(config: Any) -> dict[str, Any]:
 
 def _text(length: int = 64) -> dict[str, Any]:
     return {"input_ids": torch.randint(5, 90, (4, length)), "attention_mask": torch.ones(4, length, dtype=torch.long)}
+
+
+def _labelled_text() -> dict[str, Any]:
+    batch = _text()
+    return {**batch, "labels": batch["input_ids"].clone()}
 
 
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -25,7 +25,7 @@ UNLISTED = {
     "owlvit": "OwlViTModel", "owlv2": "Owlv2Model",
 }  # fmt: skip
 """Classes that the mappings of transformers leave out, and where the class that they name takes no labels."""
-WITH_IMAGE = frozenset({"blip", "git", "vilt", "kosmos-2", "layoutlmv3"})
+WITH_IMAGE = frozenset({"blip", "layoutlmv3"})
 """Those that read text always take an image with it."""
 _RESNET = {
     "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
@@ -52,8 +52,9 @@ _HGNET = {
     "encoder_in_channels": [64, 64, 64], "decoder_in_channels": [64, 64, 64], "num_denoising": 10,
     "initializer_range": 0.15,
 }  # fmt: skip
+_STAGES = [f"stage{at}" for at in range(1, 5)]
 _SWIN = {"backbone_config": {"window_size": 2, "num_layers": 4, "embed_dim": 16}}
-_SWIN_LEVELS = {"backbone_config": {**_SWIN["backbone_config"], "out_features": [f"stage{at}" for at in range(1, 5)]}}
+_SWIN_LEVELS = {"backbone_config": {**_SWIN["backbone_config"], "out_features": _STAGES}}
 _READ_BY_BERT = {**_SWIN, "text_config": {"vocab_size": 1100}}
 _ROPES = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -126,7 +127,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 16}},
     "hrm_text": {"num_hidden_layers": 16, "use_cache": False},
     "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "reshape_hidden_states": False,
-                                       "out_features": [f"stage{at}" for at in range(1, 5)]}},
+                                       "out_features": _STAGES}},
     "lw_detr": {"projector_scale_factors": [1.0],
                 "backbone_config": {"num_hidden_layers": 4, "window_block_indices": [0, 2], "num_windows": 4,
                                     "num_windows_side": 2, "out_features": ["stage2", "stage4"]}},
