@@ -1,19 +1,22 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
 Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`, `Graph._graph_namespace` with
-`_obj_to_name`, `Node._erased`, and `SymInt.node` with `has_hint` and `hint`, which are undocumented.
+`_obj_to_name`, `Node._erased`, `torch._dispatch.python.enable_python_dispatcher`, and `SymInt.node` with `has_hint` and
+`hint`, which are undocumented.
 `tests/compat/private_names.py` finds private names elsewhere.
 `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import fx
 
 __all__ = [
     "depends_on_data",
+    "enable_python_dispatcher",
     "erase_all",
     "forget_erased",
     "free_unbacked_symbols",
@@ -40,6 +43,14 @@ def forget_erased(graph: fx.Graph) -> None:
     names: dict[Any, str] = graph._graph_namespace._obj_to_name
     for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
         del names[node]
+
+
+def enable_python_dispatcher() -> contextlib.AbstractContextManager[None]:
+    """A context in which operators run by torch's Python implementation of them where they have one, as `make_fx` runs
+    them: of some operators only that takes symbolic sizes."""
+    from torch._dispatch.python import enable_python_dispatcher as enable
+
+    return enable()
 
 
 def erase_all(graph: fx.Graph) -> None:

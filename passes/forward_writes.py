@@ -103,7 +103,7 @@ def _can_stand_for(source: Node, node: Node) -> bool:
     if not same_sizes(value.shape, result.shape):
         return False
     alike = same_sizes(value.stride(), result.stride())
-    if not alike and not (value.is_contiguous() and _is_row_by_row(result)):
+    if not alike and not (_has_known_sizes(value) and value.is_contiguous() and _is_row_by_row(result)):
         return False
     if not alike and not _round_alike(node, aligned=_has_aligned_rows(value) and _has_aligned_rows(result)):
         return False
@@ -136,10 +136,17 @@ def _round_alike(node: Node, *, aligned: bool) -> bool:
     return True
 
 
+def _has_known_sizes(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
 def _has_aligned_rows(value: torch.Tensor) -> bool:
     """Returns whether rows begin, and end, at multiples of the vectors that matrix kernels work on."""
-    known = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-    return known and value.stride(-1) == 1 and all(n % _VECTOR == 0 for n in (value.shape[-1], *value.stride()[:-1]))
+    return (
+        _has_known_sizes(value)
+        and value.stride(-1) == 1
+        and all(n % _VECTOR == 0 for n in (value.shape[-1], *value.stride()[:-1]))
+    )
 
 
 _VECTOR = 8

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
@@ -20,6 +21,8 @@ from memopt.training_state import undone, values_restored
 MARGIN = 1.25
 """Plans allow for 25 % more than was observed; a batch that exceeds this is planned again."""
 _MASK_DTYPES = (torch.bool, torch.uint8)
+_WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of the tensors whose `tolist()` Dynamo captures."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
     The model, random generators and the tensors of the call are afterwards as before, also where the forward raises.
     """
     observer = Observer()
-    with undone(model), values_restored(tensors_in(call)), plain_tensors(), torch.no_grad(), observer:
+    with undone(model), values_restored(tensors_in(call)), plain_tensors(), torch.no_grad(), _Lists(), observer:
         run(*call[0], **call[1])
     return tuple(observer.observed)
 
@@ -102,6 +105,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(size, (tuple, int)):
                 self.observed.append(Observed(str(func), size))
         return result
+
+
+class _Lists(TorchFunctionMode):
+    """Reads each number of `tolist()` by `item()`, as Dynamo captures it: torch itself runs no operator for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].dtype in _WHOLE_NUMBERS:
+            for number in args[0].flatten():
+                number.item()
+        return func(*args, **(kwargs or {}))
 
 
 def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[Observed, ...] | None:

@@ -9,8 +9,9 @@ and symbolic_shapes themselves, which takes a third of a second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,17 +31,34 @@ __all__ = [
     "plain_symbol",
     "rebind_data_sizes",
     "shape_symbols",
+    "sizes_up_to",
     "symbol_values",
     "upper_bound",
     "with_values",
 ]
 
-_known_sizes: ContextVar[Mapping[str, int] | None] = ContextVar("known_sizes", default=None)
+
+@dataclass(frozen=True)
+class _Sizes:
+    values: Mapping[str, int] = field(default_factory=dict)
+    may_be_smaller: bool = False
+
+
+_known_sizes: ContextVar[_Sizes | None] = ContextVar("known_sizes", default=None)
+
+
+def known_sizes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Context in which `upper_bound` takes these values for symbols, given by name."""
+    return _taking(_Sizes(sizes))
+
+
+def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Context in which `upper_bound` takes each of these symbols, given by name, to be at most as large as this."""
+    return _taking(_Sizes(largest, may_be_smaller=True))
 
 
 @contextmanager
-def known_sizes(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Context in which `upper_bound` takes these values for symbols, given by name."""
+def _taking(sizes: _Sizes) -> Iterator[None]:
     token = _known_sizes.set(sizes)
     try:
         yield
@@ -60,22 +78,38 @@ def fixed_float(value: object) -> float | None:
 def upper_bound(size: torch.SymInt) -> int:
     """The largest value that a symbolic size may take.
 
-    It follows from `known_sizes` where these name its symbols, else from its hint if it has one, else from the bounds
-    of the symbols. Raises `CaptureError` if a symbol has no bound.
+    It follows from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one, else
+    from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound.
     """
-    import sympy
-
     node: Any = size.node
-    known = _known_sizes.get() or {}
-    values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
+    known = _known_sizes.get() or _Sizes()
+    values = {s: known.values[s.name] for s in node.expr.free_symbols if s.name in known.values}
     if not values and node.has_hint():
         return int(node.hint)
-    expression = sympy.sympify(node.expr.xreplace(values))
-    bound = node.shape_env.bound_sympy(expression).upper
+    bound = _bound(node, values)
+    if known.may_be_smaller and not _grows(node.expr):
+        for symbol in values:
+            fewer = {**values, symbol: int(node.shape_env.bound_sympy(symbol).lower)}
+            if (lower := _bound(node, fewer)) > bound:
+                values, bound = fewer, lower
     if not _is_limit(bound):
         mend = f"call torch._check({size} <= …) in the model"
         raise CaptureError(f"the size {size} depends on data and has no bound; {mend}")
-    return int(bound)
+    return max(int(bound), 0)
+
+
+def _bound(node: Any, values: Mapping[Any, int]) -> Any:
+    """The upper bound of a symbolic size where some of its symbols have these values."""
+    import sympy
+
+    return node.shape_env.bound_sympy(sympy.sympify(node.expr.xreplace(values))).upper
+
+
+def _grows(expression: Any) -> bool:
+    """Whether an expression is known to be largest where its symbols, which are sizes, are."""
+    if expression.is_Add or expression.is_Mul:
+        return all(map(_grows, expression.args))
+    return bool(expression.is_Symbol or (expression.is_nonnegative and expression.is_number))
 
 
 def data_symbols_of(value: Any) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
-from memopt.compat.symbols import known_sizes
+from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
@@ -150,6 +151,12 @@ class Captured:
         sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
         return sizes.seen if as_seen else sizes.allowed
 
+    def with_sizes(self, number: int, *, as_seen: bool = False) -> AbstractContextManager[None]:
+        """Context in which the sizes of region `number` are the largest that are allowed, or those of the batch at
+        hand."""
+        sizes = self.sizes_of(number, as_seen=as_seen)
+        return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
+
     def _given(self, as_seen: bool, *, trained: bool = False) -> tuple[int, ...]:
         """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; only of
         those that get a gradient if `trained`."""
@@ -158,7 +165,7 @@ class Captured:
             (results,) = region.module.graph.output_node().args
             assert isinstance(results, (tuple, list))
             gradients = results[region.forward_outputs :]
-            with known_sizes(self.sizes_of(number, as_seen=as_seen)):
+            with self.with_sizes(number, as_seen=as_seen):
                 nodes = region.module.graph.find_nodes(op="placeholder")
                 inputs = [node for node in nodes if not is_tangent(node)]
                 if trained:
@@ -170,7 +177,7 @@ class Captured:
     def _prices(self, accumulating: bool, as_seen: bool, left: frozenset[int], *, reinplace: bool) -> list[PricedGraph]:
         found: list[PricedGraph] = []
         for number, region in enumerate(self.regions):
-            with known_sizes(self.sizes_of(number, as_seen=as_seen)):
+            with self.with_sizes(number, as_seen=as_seen):
                 use = GraphUse(
                     accumulated=region.parameter_gradients if accumulating and self.sharded is None else (),
                     fused=region.fused_away,

@@ -13,7 +13,7 @@ from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.storages import storage_key
-from memopt.compat.symbols import known_sizes, limit_of, line_that_fixed, plain_symbol
+from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.device.storages import storage_bytes
 
 MARGIN = 1.25
@@ -123,7 +123,7 @@ def _input_bytes(
 ) -> tuple[int, ...]:
     """The bytes of each of the call's tensors, at the largest sizes for those that the region takes."""
     largest: dict[int, int] = {}
-    with known_sizes(allowed):
+    with sizes_up_to(allowed):
         for value, fake in zip(inputs, region.inputs, strict=True):
             if isinstance(value, torch.Tensor):
                 largest[storage_key(value)] = storage_bytes(fake)

@@ -9,6 +9,7 @@ from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.compat.symbols import known_sizes
 from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
@@ -92,7 +93,8 @@ class PlannedRuns:
             if len(self._names) >= _MOST:
                 self._names.clear()
             try:
-                ours = values_of(joint, run.data_sizes.seen)
+                with known_sizes(run.data_sizes.seen):
+                    ours = values_of(joint)
             except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
                 self._names[key] = None
                 return None
@@ -105,7 +107,8 @@ class PlannedRuns:
 
     def _values(self, number: int) -> tuple[Value, ...]:
         if number not in self._planned_values:
-            self._planned_values[number] = values_of(self.step.regions[number], self.step.sizes_of(number))
+            with self.step.with_sizes(number):
+                self._planned_values[number] = values_of(self.step.regions[number])
         return self._planned_values[number]
 
 

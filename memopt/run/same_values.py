@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.symbols import known_sizes
 from memopt.device.storages import find_storages
 from passes import is_pure
 
@@ -29,12 +28,11 @@ class Value:
     """The bytes that it allocates."""
 
 
-def values_of(joint: JointGraph, sizes: Mapping[str, int]) -> tuple[Value, ...]:
-    """The values of a graph in its order, with these sizes for its symbols. Raises `CaptureError` where a size is not
-    known."""
+def values_of(joint: JointGraph) -> tuple[Value, ...]:
+    """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
+    `CaptureError` where a size is not known."""
     graph = joint.module.graph
-    with known_sizes(sizes):
-        made = {info.maker: info.bytes for info in find_storages(graph).infos}
+    made = {info.maker: info.bytes for info in find_storages(graph).infos}
     of_node: dict[fx.Node, int] = {}
     found = []
     for node in graph.nodes:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from passes.compat import enable_python_dispatcher
 from passes.graphs.node_facts import binds_new_symbols, tensors
 
 
@@ -21,7 +22,11 @@ def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def propagating(mode: Any) -> Iterator[None]:
-    """Runs operators on fake tensors without autograd or autocast, and leaves no guards and no pending symbols."""
+    """Runs operators on fake tensors without autograd or autocast, and leaves no guards and no pending symbols.
+
+    As where the graph was traced, the operators that torch writes in Python take symbolic sizes that their kernels do
+    not.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
@@ -30,6 +35,7 @@ def propagating(mode: Any) -> Iterator[None]:
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.suppress_guards())
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+                stack.enter_context(enable_python_dispatcher())
             stack.enter_context(mode)
         yield
 

@@ -29,6 +29,13 @@ def test_the_results_of_data_dependent_operators_are_observed() -> None:
     assert (picked.op, picked.result) == ("aten.index.Tensor", (6, 4))
 
 
+def test_the_numbers_of_a_list_are_observed_one_by_one_as_they_are_captured() -> None:
+    model, sizes = Picks(), torch.tensor([[3, 5], [7, 2]])
+    observed = observe(model, ((), {}), lambda: (sizes.tolist(), torch.rand(2).tolist(), sizes[0, 0].tolist()))
+    assert [call.result for call in observed] == [3, 5, 7, 2, 3]
+    assert {call.op for call in observed} == {"aten._local_scalar_dense.default"}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_buffers_and_generators_are_as_before_also_where_the_forward_raises(fails: bool) -> None:
     model = Picks().train()

@@ -9,7 +9,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import passes.compat
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.symbols import data_symbols_of, known_sizes, plain_symbol, rebind_data_sizes, upper_bound
+from memopt.compat.symbols import (
+    data_symbols_of,
+    known_sizes,
+    plain_symbol,
+    rebind_data_sizes,
+    sizes_up_to,
+    upper_bound,
+)
 from memopt.errors import CaptureError
 
 
@@ -38,6 +45,19 @@ def test_an_upper_bound_follows_from_known_sizes(mode: FakeTensorMode) -> None:
     with known_sizes({name: 3}):
         assert upper_bound(2 * size) == 6
     assert upper_bound(2 * size) == 14
+
+
+def test_sizes_that_shrink_as_others_grow_are_bounded_by_the_smallest_of_these(mode: FakeTensorMode) -> None:
+    height, width = data_size(mode, 16), data_size(mode, 16)
+    torch._check(height > 0)
+    names = [plain_symbol(size) or "" for size in (height, width)]
+    rest = 256 - height * width
+    with sizes_up_to(dict.fromkeys(names, 10)):
+        assert upper_bound(height * width) == 100
+        assert upper_bound(rest) == 256
+        assert upper_bound(16 + height - width) == 26
+    with known_sizes(dict.fromkeys(names, 20)):
+        assert upper_bound(rest) == 0
 
 
 def test_a_size_without_a_bound_is_refused(mode: FakeTensorMode) -> None:

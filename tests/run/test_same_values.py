@@ -18,7 +18,7 @@ Region = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def values(region: Region, rows: int, width: int = 8) -> tuple[Value, ...]:
     inputs = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width, width)
     joint: Any = SimpleNamespace(module=make_fx(region, tracing_mode="fake")(*inputs))
-    return values_of(joint, {})
+    return values_of(joint)
 
 
 def weight_first(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
