@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 import memopt
 from examples.models.families import BY_NAME
 from examples.models.step import train_step
+from examples.models.twins import EXACT
 from memopt.capture.data_sizes import MARGIN, DataSizes
 from memopt.errors import GIB
 from tests.end_to_end.steps import assert_equal
@@ -69,3 +71,32 @@ def test_models_without_such_sizes_are_not_run_ahead(family, monkeypatch: pytest
     ran = "memopt.planning.call_planner.observe"
     monkeypatch.setattr(ran, lambda *_: pytest.fail("ran the forward to observe sizes"))
     memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp32", allow={"recompute"})
+
+
+def images_of(shapes: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """A batch of images cut into patches, each with its height and width in patches, and padded to 256 of them."""
+    draws = torch.Generator().manual_seed(0)
+    mask = torch.arange(256) < torch.tensor([[height * width] for height, width in shapes])
+    pixels = torch.randn(len(shapes), 256, 768, generator=draws)
+    return {
+        "pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": torch.tensor(shapes),
+        "labels": torch.arange(len(shapes)) % 3,
+    }  # fmt: skip
+
+
+def test_sizes_that_the_forward_reads_as_a_list_may_grow_and_shrink() -> None:
+    """SigLIP 2 resizes its position embeddings to the patches of each image, and pads them to a fixed number."""
+    vision = transformers.Siglip2VisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_patches=256
+    )
+    config = transformers.Siglip2Config(vision_config=vision.to_dict(), num_labels=3)
+    model = transformers.Siglip2ForImageClassification(config).train()
+    batches = [images_of(shapes) for shapes in ([(8, 9), (12, 6)], [(2, 2), (3, 1)], [(16, 16), (10, 20)])]
+    plain = [train_step(model, batch) for batch in batches]
+    smallest = memopt.plan(model, 1000, batches[0], **EXACT).smallest_gb()
+    budget_gb = smallest + 0.5 * (plain[0].peak_bytes / GIB - smallest)
+    memopt.optimize(model, budget_gb, **EXACT)
+    for batch, theirs in zip(batches, plain, strict=True):
+        ours, plan = train_step(model, batch), memopt.plan_of(model)
+        assert_equal(ours, theirs)
+        assert ours.peak_bytes <= min(plan.predicted_peak_bytes, budget_gb * GIB)
