@@ -43,8 +43,8 @@ DEFAULT_LOSS, OF_AUTOCAST = 0.05, 1.5
 gradients of the first step may be, in multiples of the difference under `torch.autocast`: a rounding there may change
 the second step's loss by much, where a model matches its results to labels."""
 MOST_ROUNDED = 0.1
-"""How far numbers in fp32 may be from the plain ones where those in fp64 are equal: inductor's code for batch normalisation
-loses digits, more as the model is trained, and the gradients of what it cancels are all rounding."""
+"""How far numbers in fp32 may be from the plain ones where those in fp64 are equal: inductor's code for batch
+normalisation loses digits, more as the model is trained, and gradients that it cancels are nothing but rounding."""
 DRAWS, CHANGE = 5, 0.02
 """How many times, and by which share, weights are changed at random where gradients are further off even so: one match
 that turns out otherwise moves them by much, in plain PyTorch under autocast as well, and the medians are compared."""
