@@ -75,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 16, "context_length": 32, "lags_sequence": [1, 2, 3], "num_time_features": 2},
     "patchtst": {"context_length": 64, "num_input_channels": 4, "prediction_length": 16, "patch_length": 8,
                  "patch_stride": 8},
+    "timesfm2_5": {"context_length": 256},
     "patchtsmixer": {"context_length": 64, "num_input_channels": 4, "prediction_length": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "ministral": {"head_dim": 16},
     "rt_detr": {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [64, 64, 64], "num_denoising": 10},

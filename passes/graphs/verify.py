@@ -37,8 +37,8 @@ class VerifyError(ValueError):
 def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thorough: bool = True) -> None:
     """Raises `VerifyError` unless the graph is well formed and every stored value is what its operator returns.
 
-    Shape, dtype, device, layout and stride are compared; sizes that depend on data are not. No random number is drawn
-    and no guard is added to the shape environment.
+    Shape, dtype, device, layout and stride are compared; sizes that depend on data are not, nor are the strides of
+    dimensions of size 1. No random number is drawn and no guard is added to the shape environment.
 
     Args:
         graph_module: an ATen graph whose nodes carry fake tensors in `meta["val"]`; not modified.
@@ -222,7 +222,7 @@ def _difference(stored: Any, actual: Any) -> str:
                 return f"it says {what} {getattr(stored, what)}, its operator returns {getattr(actual, what)}"
         if not _same_numbers(tuple(stored.shape), tuple(actual.shape)):
             return f"it says shape {list(stored.shape)}, its operator returns {list(actual.shape)}"
-        if stored.layout == torch.strided and not _same_numbers(stored.stride(), actual.stride()):
+        if stored.layout == torch.strided and not _same_strides(stored, actual):
             return f"it says stride {list(stored.stride())}, its operator returns {list(actual.stride())}"
         return ""
     if _is_number(stored) and _is_number(actual):
@@ -230,6 +230,12 @@ def _difference(stored: Any, actual: Any) -> str:
     if type(stored) is not type(actual):
         return f"it says {format_value(stored)}, its operator returns {format_value(actual)}"
     return ""
+
+
+def _same_strides(stored: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether two tensors of one shape lie in memory alike: a dimension of size 1 may have any stride."""
+    strides = zip(stored.shape, stored.stride(), actual.stride(), strict=True)
+    return all(_same_number(one, other) for size, one, other in strides if not statically_known_true(size == 1))
 
 
 def _is_number(value: object) -> bool:

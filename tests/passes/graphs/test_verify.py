@@ -91,6 +91,18 @@ node relu: it says (f32[2, 3]), its operator returns f32[2, 3]; set meta["val"] 
     )
 
 
+def test_the_stride_of_a_dimension_of_size_1_means_nothing() -> None:
+    sketch = Sketch()
+    relu = sketch.call(aten.relu.default, sketch.input("primals_1", 2, 1, 3))
+    graph_module = sketch.returns(relu)
+    with relu.meta["val"].fake_mode:
+        relu.meta["val"] = torch.empty_strided((2, 1, 3), (3, 7, 1))
+        verify(graph_module)
+        relu.meta["val"] = torch.empty_strided((2, 1, 3), (1, 3, 2))
+    with pytest.raises(VerifyError, match=r"it says stride \[1, 3, 2\]"):
+        verify(graph_module)
+
+
 def test_a_call_that_cannot_run_is_named() -> None:
     graph_module = two_layers()
     named(graph_module, "mm").args = (named(graph_module, "primals_2"), named(graph_module, "primals_1"))
