@@ -29,6 +29,8 @@ import torch._inductor.compile_fx
 from benchmarks.small_architectures import class_name, names, source_of, task_of
 from benchmarks.stamp import stamp, write_result
 from benchmarks.sweep_trial import STAGES, trial
+from examples.models.random_reference import CONDITIONED
+from examples.models.twins import ROUNDING
 
 RESULT = Path(__file__).parent / "results" / "sweep.json"
 PAGE = Path(__file__).parent.parent / "docs" / "sweep.md"
@@ -124,11 +126,12 @@ def page(records: dict[str, Any]) -> str:
         "torchvision, with random weights, plain and planned side by side: `make sweep`, which goes on where it",
         "stopped; figures in `benchmarks/results/sweep.json`. Stages: `mid` and `smallest` are exact (fp32, recompute",
         "and reinplace), half-way between the smallest budget and the plain peak, and at the smallest; `inductor` is",
-        "`mid` through inductor with eager mode's random numbers, right but for rounding; what is further off in fp32",
-        "than rounding, by less than a tenth, is judged in fp64, where rounding is nearly gone; `default` takes the",
-        "default options half-way, and is right where losses are within 5% of fp32's, or the first gradients within",
-        "1.5 times `torch.autocast`'s difference. Two steps of AdamW and one with accumulation; losses, gradients,",
-        "buffers, parameters and the next random numbers are compared bitwise.",
+        "`mid` through inductor with eager mode's random numbers, right but for rounding, and judged in fp64 where",
+        "fp32 is further off; `default` takes the default options half-way, and is right where losses are within 5%",
+        "of fp32's, or the first gradients within 1.5 times `torch.autocast`'s difference. Two steps of AdamW and one",
+        "with accumulation; losses, gradients, buffers, parameters and the next random numbers are compared bitwise.",
+        f"Rounding is {ROUNDING:.0e} of the largest value of each; where the plan names it, {CONDITIONED:.0f} times the",
+        "difference of the plain model from one whose weights are one unit in the last place larger.",
         "",
         "Run so far: " + ", ".join(f"{sum(s in r for r in records.values())} of {s}" for s in STAGES) + ".", "",
         f"{len(records)} tried.", "",
@@ -145,14 +148,13 @@ def page(records: dict[str, Any]) -> str:
                 cells = (name, class_name(name) or "", stage, found["verdict"], why(found), record.get("aot_eager", ""))
                 lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     in_fp64 = {
-        f"{name}, {stage}": record[stage]["fp64_difference"]
+        name: record["inductor"]["fp64_difference"]
         for name, record in sorted(records.items())
-        for stage in STAGES
-        if "fp64_difference" in record.get(stage, {})
+        if "fp64_difference" in record.get("inductor", {})
     }
     if in_fp64:
         lines += [
-            "", "Further from eager mode than rounding in fp32, and judged in fp64: "
+            "", "Through inductor further from eager mode than rounding in fp32, and judged in fp64: "
             + ", ".join(f"{name} ({apart:.1e})" for name, apart in in_fp64.items()) + ".",
         ]  # fmt: skip
     right = sorted(name for name, record in records.items() if verdict(record) == "right")

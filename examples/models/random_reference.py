@@ -54,7 +54,7 @@ class Reference:
         verdict = verdict_of(apart / STEPPED if fused and number else apart)
         if verdict == "rounding" and fused:
             return "right", ""
-        if any(BITS_DEPART in note or note == BETWEEN_REGIONS for note in notes):
+        if rounding_is_named(notes):
             if verdict == "wrong" and self.nudge is not None:
                 near = apart <= CONDITIONED * difference(self.nudge()[number], runs[number])[0]
                 verdict = "rounding" if near else verdict
@@ -96,7 +96,12 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
     if any(difference(again, first)[0] for again, first in zip(train(), runs, strict=True)):
         raise ValueError("the plain model gives other numbers each time")
     written_once = train(directly=True) if _checkpointed(case.model) else None
-    return Reference(runs, written_once, lambda: train(change=_nudge), lowered)
+    return Reference(runs, written_once, lambda: train(change=nudge), lowered)
+
+
+def rounding_is_named(notes: Collection[str]) -> bool:
+    """Whether the notes of a plan say that numbers may round otherwise than the plain model's."""
+    return any(BITS_DEPART in note or note == BETWEEN_REGIONS for note in notes)
 
 
 def twin_of(model: nn.Module, case: Case, make_optimizer: MakeOptimizer) -> Twin:
@@ -116,7 +121,8 @@ def steps_of(twin: Twin) -> Iterator[Run]:
     yield twin.run
 
 
-def _nudge(model: nn.Module) -> None:
+def nudge(model: nn.Module) -> None:
+    """Make all weights one unit in the last place larger."""
     _change(model, lambda weight: torch.nextafter(weight, torch.full_like(weight, torch.inf)))
 
 
