@@ -89,7 +89,8 @@ def upper_bound(size: torch.SymInt) -> int:
     bound = _bound(node, values)
     if known.may_be_smaller and not _grows(node.expr):
         for symbol in values:
-            fewer = {**values, symbol: int(node.shape_env.bound_sympy(symbol).lower)}
+            least = node.shape_env.bound_sympy(symbol).lower
+            fewer = {**values, symbol: int(least) if _is_limit(least) and least > 0 else 0}
             if (lower := _bound(node, fewer)) > bound:
                 values, bound = fewer, lower
     if not _is_limit(bound):

@@ -58,6 +58,9 @@ def test_sizes_that_shrink_as_others_grow_are_bounded_by_the_smallest_of_these(m
         assert upper_bound(16 + height - width) == 26
     with known_sizes(dict.fromkeys(names, 20)):
         assert upper_bound(rest) == 0
+    number: Any = mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+    with sizes_up_to({plain_symbol(number) or "": 20}):
+        assert upper_bound(64 - number) == 64
 
 
 def test_a_size_without_a_bound_is_refused(mode: FakeTensorMode) -> None:
