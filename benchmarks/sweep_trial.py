@@ -22,6 +22,7 @@ from examples.models.twins import (
     FLOOR,
     FUSED_FLOOR,
     REFUSALS,
+    ROUNDING,
     NoLoss,
     Run,
     Twin,
@@ -127,7 +128,7 @@ def planned(
         found |= {"difference": apart, "at": at}
     if options is EXACT and verdict == "wrong" and rounding_is_named(plan.notes):
         found["nudged"] = nudged_apart(copy.deepcopy(untouched), batch, plain)
-        verdict = "rounding" if apart <= CONDITIONED * found["nudged"] else verdict
+        verdict, _, _ = judged(stage, twin.run, plain, CONDITIONED * found["nudged"])
     if stage == "default" and verdict == "wrong":
         autocast = gradients_apart(under_autocast(copy.deepcopy(untouched), batch), plain)
         found |= {"gradients": gradients_apart(twin.run, plain), "autocast_gradients": autocast}
@@ -202,14 +203,15 @@ def take_state(model: nn.Module, other: nn.Module) -> None:
             value.copy_(state[name])
 
 
-def judged(stage: str, ours: Run, plain: Run) -> tuple[str, float, str]:
-    """The verdict on the numbers of a planned run, how far they are from the plain ones, and where."""
+def judged(stage: str, ours: Run, plain: Run, rounding: float = 0.0) -> tuple[str, float, str]:
+    """The verdict on the numbers of a planned run, how far they are from the plain ones, and where. Up to `rounding`
+    counts as rounding, too, where it is larger than what does without."""
     if stage == "default":
         pairs = zip(ours.losses, plain.losses, strict=True)
         apart = max(abs(loss - reference) / max(abs(reference), 1e-30) for loss, reference in pairs)
         return "right" if apart < DEFAULT_LOSS else "wrong", apart, "loss"
     apart, at = difference(ours, plain, FUSED_FLOOR if stage == "inductor" else FLOOR)
-    verdict = verdict_of(apart)
+    verdict = "rounding" if ROUNDING <= apart <= rounding else verdict_of(apart)
     return "right" if stage == "inductor" and verdict == "rounding" else verdict, apart, at
 
 
@@ -229,8 +231,7 @@ def accumulation(
         twin.step("accumulated", 2)
     except memopt.BudgetError as refused:
         return {"accumulation": f"needs {refused.smallest_gb * 1024:.2f} MB"}
-    verdict, apart, at = judged(stage, twin.run, plain.run)
-    verdict = "rounding" if verdict == "wrong" and apart <= rounding else verdict
+    verdict, apart, at = judged(stage, twin.run, plain.run, rounding)
     if stage == "default" or verdict == "right":
         return {"accumulation": "right"}
     return {"accumulation": verdict, "accumulation_at": at, "accumulation_difference": apart} | (
