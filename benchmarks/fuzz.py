@@ -87,6 +87,10 @@ def main() -> None:
     print(record)
 
 
+AND = "; "
+"""Between the commands whose cases a result file holds."""
+
+
 class _Record:
     """The result file: counts of verdicts, the seeds that were tried, and the cases that need a look."""
 
@@ -98,6 +102,7 @@ class _Record:
         self.reasons: dict[str, dict[str, int]] = known.get("reasons", {})
         self.found: list[dict[str, Any]] = known.get("found", [])
         self.seconds = known.get("seconds", 0.0)
+        self.commands: list[str] = known["command"].split(AND) if known else []
 
     def __str__(self) -> str:
         return f"{self.counts.total()} cases in {self.seconds:.0f} s: {dict(+self.counts)}"
@@ -134,8 +139,10 @@ class _Record:
                 ranges[-1][1] = seed
             else:
                 ranges.append([seed, seed])
+        made = stamp()
         document = {
-            **stamp(),
+            **made,
+            "command": AND.join(dict.fromkeys([*self.commands, made["command"]])),
             "cases": self.counts.total(),
             "counts": dict(+self.counts),
             "seconds": round(self.seconds),
