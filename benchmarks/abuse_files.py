@@ -16,7 +16,7 @@ import torch
 import memopt
 from benchmarks.abuse import BAD, Batch, Row, equal, make_batch, make_model
 from memopt.planning import plan_cache
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from memopt.saved_values import DIGEST, opened, sealed
 from memopt.solver import simulate
 
@@ -77,7 +77,7 @@ def prepare(row: Row) -> Callable[[int], None]:
 def judge(model: Any, batch: Batch, expected: Any, plan: memopt.Plan, file: Path, whole: str) -> str:
     """Take a step by whatever is in the file of the kept plan."""
     before = file.read_bytes() if file.exists() else b""
-    planned_call_of(model).forward.recorded.whole.forget()  # type: ignore[union-attr]
+    session_of(model).forward.recorded.whole.forget()  # type: ignore[union-attr]
     found = step(model, batch)
     now = memopt.plan_of(model)
     if not equal(found, expected):

@@ -30,7 +30,7 @@ from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.optimizers.low_rank import with_low_rank
 from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.options import check_options
-from memopt.run.planned_call import PlannedCall
+from memopt.run.session import Session
 
 RESULT = Path(__file__).parent / "results" / "guide.json"
 GUIDE = Path(__file__).parent.parent / "docs" / "guide.md"
@@ -91,7 +91,7 @@ def needs(name: str, *, lora: bool) -> Needs:
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, precision="bf16", allow=allow, device=CARD)
     try:
-        PlannedCall(made(name, lora=lora), options).plan(batch, advise=False)
+        Session(made(name, lora=lora), options).plan(batch, advise=False)
     except BudgetError as error:
         return {" + ".join(names) or EXACT: nbytes / GIB for names, nbytes in error.smallest_with.items()}
     raise AssertionError("0.6 GB fit")

@@ -34,7 +34,7 @@ from examples.models.families import loss_of, without_dropout
 from memopt.capture.joint import JointGraph
 from memopt.device import hardware
 from memopt.rewrite.precision import precision_rewriting
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 RESULT = Path(__file__).parent / "results" / "precision.json"
 CARD = "h100"
@@ -165,7 +165,7 @@ def planned(precision: str, card: str) -> Callable[[nn.Module, Any], Any]:
 
     def run(model: nn.Module, batch: Any) -> Any:
         memopt.optimize(model, 1000, optimizer=None, precision=precision)
-        planned_call_of(model).forward.planner.rewriting = precision_rewriting(precision, hardware(card))  # type: ignore[union-attr]
+        session_of(model).forward.planner.rewriting = precision_rewriting(precision, hardware(card))  # type: ignore[union-attr]
         return under_autocast(model, batch) if precision == "auto" else plain(model, batch)
 
     return run

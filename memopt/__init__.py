@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         plan,
         plan_of,
         remove,
+        status,
         training_loss,
         wrap_optimizer,
     )
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from memopt.planning.frontier import Frontier
     from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
     from memopt.planning.plan import Plan
+    from memopt.run.status import State, Status
     from memopt.train import RunState, StepResult, TrainStep
 
     __version__: str
@@ -58,6 +60,8 @@ __all__ = [
     "RankError",
     "RunState",
     "StaleOutputError",
+    "State",
+    "Status",
     "StepMemoryError",
     "StepResult",
     "TrainStep",
@@ -73,6 +77,7 @@ __all__ = [
     "plan",
     "plan_of",
     "remove",
+    "status",
     "training_loss",
     "wrap_optimizer",
 ]
@@ -92,6 +97,8 @@ _MODULES = {
     "RankError": "memopt.errors",
     "RunState": "memopt.train",
     "StaleOutputError": "memopt.errors",
+    "State": "memopt.run.status",
+    "Status": "memopt.run.status",
     "StepMemoryError": "memopt.memory_error",
     "StepResult": "memopt.train",
     "TrainStep": "memopt.train",
@@ -106,6 +113,7 @@ _MODULES = {
     "plan": "memopt.api",
     "plan_of": "memopt.api",
     "remove": "memopt.api",
+    "status": "memopt.api",
     "training_loss": "memopt.api",
     "wrap_optimizer": "memopt.api",
 }

@@ -26,7 +26,8 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
-from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.run.session import Session, session_of
+from memopt.run.status import Status
 from memopt.run.unplanned import unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -102,14 +103,14 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         CaptureError, ValueError, TypeError: an argument cannot be used. The model is then as it was before.
     """
     checked = check_options(budget_gb, **options)
-    call = PlannedCall(model, replace(checked, kept=True))
+    session = Session(model, replace(checked, kept=True))
     if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
-    with call.from_captures(planned_call_of(model)):
+    with session.from_captures(session_of(model)):
         if example_inputs is not None:
-            call.plan(example_inputs)
+            session.plan(example_inputs)
     remove(model)
-    call.take_over()
+    session.take_over()
     return model
 
 
@@ -132,9 +133,9 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
     return _planned(model, check_options(budget_gb, **options)).plan(example_inputs)
 
 
-def _planned(model: nn.Module, options: Options) -> PlannedCall:
+def _planned(model: nn.Module, options: Options) -> Session:
     """The call of a model that is only planned: that of one card's part where it is planned for a cluster."""
-    return PlannedCall(model if options.cluster is None else options.cluster.one_card(model), options)
+    return Session(model if options.cluster is None else options.cluster.one_card(model), options)
 
 
 @takes_options(PlanOptions, check_options)
@@ -253,12 +254,20 @@ def plan_of(model: nn.Module) -> Plan:
     Raises `ValueError` where the model is plain, or has not been planned yet; `CaptureError` and `BudgetError` where
     its calls run as the plain model does, since its step fits the budget, and no plan of them can be made.
     """
-    call = planned_call_of(model)
-    if call is None:
-        raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    if call.latest is None:
+    latest = _session(model).latest
+    if latest is None:
         raise ValueError("nothing is planned yet: run a training step, or give optimize its example_inputs")
-    return call.latest
+    return latest
+
+
+def status(model: nn.Module) -> Status:
+    """What memopt does with the training calls of an optimised model; `str()` of it is one line.
+
+    Its `state` is a `memopt.State`: new, recording, planned, plain (the step fits the budget without a plan), unplanned
+    or refused; `reason` says why, and `plan` is the latest plan. Nothing is planned to find it. Raises `ValueError` for
+    a model that is not optimised.
+    """
+    return _session(model).status
 
 
 def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -268,25 +277,31 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     become bfloat16. Train with the returned optimiser, and give it to schedulers and `TrainStep`. Raises `ValueError`
     for a plain model, and for an optimiser that the levers do not fit.
     """
-    call = planned_call_of(model)
-    if call is None:
+    session = _session(model)
+    return session.chosen.apply(session.model, optimizer)
+
+
+def _session(model: nn.Module) -> Session:
+    """The session of an optimised model. Raises `ValueError` for a plain one."""
+    session = session_of(model)
+    if session is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    return call.chosen.apply(call.model, optimizer)
+    return session
 
 
 def remove(model: Model) -> Model:
     """Turn an optimised model back into the plain one, in place, and return it; a plain model is left as it is."""
     unwatch(model)
-    call = planned_call_of(model)
-    if call is not None:
-        call.give_back()
+    session = session_of(model)
+    if session is not None:
+        session.give_back()
     return model
 
 
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch `(inputs, targets)`, by the `loss_fn` that the model was optimised with, as one region."""
-    call = planned_call_of(model)
-    if call is None or call.with_loss is None:
+    session = session_of(model)
+    if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")
     inputs, targets = batch
-    return call.loss(inputs, targets, model)
+    return session.loss(inputs, targets, model)

@@ -12,7 +12,7 @@ from torch import nn
 from memopt.errors import BudgetError
 from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.options import check_options
-from memopt.run.planned_call import PlannedCall
+from memopt.run.session import Session
 
 
 def refusal(
@@ -38,7 +38,7 @@ def refusal(
         device=device,
     )
     with pytest.raises(BudgetError) as error:
-        PlannedCall(model, options).plan(example_inputs, gradients_held=gradients_held, advise=False)
+        Session(model, options).plan(example_inputs, gradients_held=gradients_held, advise=False)
     return error.value.with_traceback(None)
 
 

@@ -22,7 +22,7 @@ from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
-from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.run.session import Session, session_of
 from memopt.run.training import TrainingCalls
 from memopt.solver import simulate
 from memopt.training_state import TrainingState
@@ -167,9 +167,9 @@ def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     return distinct_bytes(here, ROUNDING_BYTES if device.type == "cuda" else 1)
 
 
-def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> PlannedCall:
+def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
     """The planned call of the model. Raises `ValueError` or `TypeError` where no step can be checked."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     if planned is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
     if not model.training:

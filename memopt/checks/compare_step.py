@@ -18,7 +18,7 @@ from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
 from memopt.progress import stage
 from memopt.rewrite.precision.plan import dtype_name
-from memopt.run.planned_call import PlannedCall, planned_call_of
+from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState, values_restored
 from memopt.units import size
 
@@ -61,7 +61,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         return _compared(model, planned, copied(call), reference)
 
 
-def _compared(model: nn.Module, planned: PlannedCall, call: Call, reference: str) -> Comparison:
+def _compared(model: nn.Module, planned: Session, call: Call, reference: str) -> Comparison:
     start = TrainingState.of(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
@@ -87,7 +87,7 @@ def _compared(model: nn.Module, planned: PlannedCall, call: Call, reference: str
 
 
 def _runs(
-    planned: PlannedCall, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
+    planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
 ) -> tuple[MeasuredStep, MeasuredStep, MeasuredStep | None]:
     """Measured steps of the optimised model, of the plain model, and, given a dtype `low`, of that under autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
@@ -104,9 +104,9 @@ def _runs(
     return optimized, plain, autocast
 
 
-def _checked(model: nn.Module, reference: str) -> PlannedCall:
+def _checked(model: nn.Module, reference: str) -> Session:
     """The planned call of the model. Raises `ValueError` where it cannot be compared."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     if reference not in REFERENCES:
         raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
     if planned is None:

@@ -14,7 +14,7 @@ from memopt.checks.comparison import Comparison
 from memopt.errors import GradientMismatchError
 from memopt.planning.plan import Plan
 from memopt.planning.plan_networkx import source_line
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from passes.graphs.node_facts import backward_nodes
 
 ROUNDING = 1e-4
@@ -41,7 +41,7 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     accuracies = comparison.accuracies
     if comparison.bitwise or accuracies is None or not math.isfinite(comparison.plain.loss):
         return comparison
-    planned = planned_call_of(model)
+    planned = session_of(model)
     assert planned is not None, "compare has asked for a planned model"
     plan = planned.latest
     limit = _limit(comparison, plan)

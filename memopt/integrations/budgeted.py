@@ -13,7 +13,7 @@ from memopt.api import optimize, remove
 from memopt.planning.keywords import takes_options
 from memopt.planning.options import StepOptions, check_options
 from memopt.planning.plan import Plan
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 
 class Budgeted:
@@ -60,7 +60,7 @@ class Budgeted:
     def news(self) -> Mapping[str, float] | None:
         """The figures of the plan by which the latest step ran, for a log; None where it ran plain, or by the plan
         whose figures were given last."""
-        call = planned_call_of(self._net) if self._net is not None else None
+        call = session_of(self._net) if self._net is not None else None
         plan = call.in_use if call is not None else None
         if plan is None or plan is self._shown:
             return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import as_call
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 LossFunction = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
         ValueError: the loss is no scalar or has no gradient; the two loss functions differ; the model is optimised and
             in eval mode, in which it would run plain and exceed its budget.
     """
-    planned = planned_call_of(model)
+    planned = session_of(model)
     if planned is not None and not planned.model.training:
         raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
     if planned is not None and planned.with_loss is not None:
@@ -41,7 +41,7 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
 
 def has_loss_function(model: nn.Module, loss_fn: LossFunction | None) -> bool:
     """Whether a batch of this model is a pair `(inputs, targets)`."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     return loss_fn is not None or (planned is not None and planned.with_loss is not None)
 
 

@@ -33,6 +33,7 @@ from memopt.run.pending import PendingForwards, PlainForward
 from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
+from memopt.units import size
 
 MARGIN = 1.02
 """The count of a plain step is taken to be this much too low; on a GPU `CUDA_MARGIN`, where blocks leave gaps."""
@@ -71,6 +72,11 @@ class Fitting:
     """The bytes that it leaves of the budget."""
     optimizer_state: int
     """The bytes of optimiser state that are counted in it."""
+
+    @property
+    def reason(self) -> str:
+        """Why the call runs plain, in words."""
+        return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, beside: Beside) -> bool:
         """Whether it fits beside other forwards, and what else lies on the device."""

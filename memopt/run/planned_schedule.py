@@ -30,8 +30,8 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import terms_of
 from memopt.run.pipeline import Load, StageFacts, Together, facts_of_stages
-from memopt.run.planned_call import PlannedCall, planned_call_of
 from memopt.run.ranks import Ranks
+from memopt.run.session import Session, session_of
 from memopt.run.until_target import UntilTarget
 
 _ROOMY_BYTES = 2**60
@@ -69,7 +69,7 @@ class PlannedSchedule:
         set_loss(self.schedule, self._loss)
         for number, stage in self._stages.items():
             stage.submod = self._modules[number]
-            if (call := planned_call_of(stage.submod)) is not None:
+            if (call := session_of(stage.submod)) is not None:
                 call.give_back()
 
     def step(self, *args: Any, target: Any = None, return_outputs: bool = True, **further: Any) -> Any:
@@ -81,7 +81,7 @@ class PlannedSchedule:
             with ranks.together():
                 self._check_step(return_outputs=return_outputs, further=further)
             facts = facts_of_stages(self.schedule, ranks, args)
-            calls: list[PlannedCall] = []
+            calls: list[Session] = []
             with ranks.together():
                 calls += self._plan(facts, target)
             for call in calls:
@@ -108,7 +108,7 @@ class PlannedSchedule:
             if not module.training:
                 raise ValueError(f"stage {number} is in eval mode, which runs plain; call its module's train()")
 
-    def _plan(self, facts: Mapping[int, StageFacts], target: Any) -> list[PlannedCall]:
+    def _plan(self, facts: Mapping[int, StageFacts], target: Any) -> list[Session]:
         """The planned calls of this rank's stages. Raises `BudgetError`, `CaptureError`."""
         options, elsewhere = self.options, self._elsewhere_bytes()
         together = Together(tuple(in_flight(self.schedule)))
@@ -143,8 +143,8 @@ class PlannedSchedule:
         options: Options,
         forwards: int,
         elsewhere: int,
-        earlier: PlannedCall | None = None,
-    ) -> tuple[PlannedCall, Plan]:
+        earlier: Session | None = None,
+    ) -> tuple[Session, Plan]:
         """The call of a stage, planned as one of `forwards` and with `elsewhere` bytes on the device beside what its
         schedule holds for it, from what an earlier call has captured."""
         last = self._stages[facts.number].is_last
@@ -157,7 +157,7 @@ class PlannedSchedule:
             kept=True,
             one_by_one=True,
         )
-        call = PlannedCall(self._modules[facts.number], own)
+        call = Session(self._modules[facts.number], own)
         given = facts.example(self._device)
         example = (given, target.tensor_split(microbatches_of(self.schedule))[0]) if last else given
         with call.from_captures(earlier):

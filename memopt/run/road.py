@@ -9,7 +9,7 @@ Everything here happens outside of Dynamo's and AOTAutograd's callbacks, for all
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -51,10 +51,13 @@ class EmittedCall:
 
 class Road:
     """Takes the captured calls of one model through all later stages. A plan that is kept from an earlier start takes
-    the place of rewriting, pricing and solving."""
+    the place of rewriting, pricing and solving. `planning` is called whenever the planning of a call begins."""
 
-    def __init__(self, planner: CallPlanner, accumulation: Accumulation) -> None:
+    def __init__(
+        self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[], None] = lambda: None
+    ) -> None:
         self.planner, self.accumulation = planner, accumulation
+        self._begins = planning
         self.kept = KeptPlans(planner)
         self.plans = 0
         """The number of plans that were made, or read from disk."""
@@ -131,6 +134,7 @@ class Road:
     def _planning(self) -> Iterator[None]:
         """A block with few collections of garbage, whose errors, but for refusals and errors of the user's input, are
         raised as a `CaptureError`."""
+        self._begins()
         try:
             with rare_collections():
                 yield

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -35,11 +35,12 @@ from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
-from memopt.run.planning_log import PlanningLog
+from memopt.run.planning_log import PlanningLog, shapes_of
 from memopt.run.recorded_calls import RecordedCalls
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
+from memopt.run.status import State, Status, planned_in_words
 from memopt.run.surroundings import Surroundings
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
@@ -72,15 +73,14 @@ class TrainingCalls:
         self.surroundings = Surroundings(
             model, self.planner, self.parallel, options.forwards, one_by_one=options.one_by_one
         )
-        self.road = Road(self.planner, self.accumulation)
+        self.road = Road(self.planner, self.accumulation, self._recording)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
         self.recorded = RecordedCalls(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
-        self._latest: Plan | None = None
-        self._ran_plain = False  # the latest call
+        self.status = Status(type(model).__name__)
+        """The state after the latest call, which `_enter` alone changes."""
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
-        self.unplanned = False
         self._uncapturable = Uncapturable(model)
         self._log, self._plans_logged = PlanningLog(), 0
         self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
@@ -101,7 +101,7 @@ class TrainingCalls:
 
     def _on_this_rank(self, call: Call) -> Any:
         """Run a training call: plain where that fits, else by its plan."""
-        if self.unplanned:
+        if self.status.state is State.UNPLANNED:
             return self._unplanned(call)
         self._forget_plans_without_state()
         self.planner.proposing.check_parameters()
@@ -113,16 +113,17 @@ class TrainingCalls:
         beside = self.surroundings.beside(call, situation)
         one_graph = not self.recorded.breaks
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
-            self._ran_plain = True
+            self._enter(State.PLAIN, fits.reason)
             self.recorded.ceilings.see(call)
             self.planner.reached |= parts.parameter_ids  # which is not looked at
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
         try:
-            with self.planner.types():
-                return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
-        except BudgetError as refused:
-            raise self.surroundings.explain(refused, waiting) from None
+            with self._refusing(), self.planner.types():
+                try:
+                    return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
+                except BudgetError as refused:
+                    raise self.surroundings.explain(refused, waiting) from None
         except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
@@ -169,8 +170,34 @@ class TrainingCalls:
     def _terms(self) -> Mapping[str, str]:
         return terms_of(self.model, self.options, self.loss_fn)
 
+    def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
+        """Enter a state, with the plan of a call that has one; the latest plan stays known in all others."""
+        self.status = Status(self.status.model, state, reason, plan or self.status.plan)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A block whose refusal is a state; after any other error the state is the one from before."""
+        before = self.status
+        try:
+            yield
+        except (BudgetError, CaptureError) as refused:
+            self._enter(State.REFUSED, str(refused))
+            raise
+        except BaseException:
+            self.status = before
+            raise
+
+    def _recording(self) -> None:
+        """Enter the state of a call that is recorded or planned now."""
+        self._enter(State.RECORDING, "a call is recorded and planned")
+
+    def _planned(self, plan: Plan, call: Call, seconds: float) -> None:
+        """Enter the state of a call that has a plan, which was made in so many seconds, and log it."""
+        self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
+        self._log.planned(plan, call, seconds)
+
     def _run_unplanned_from_now(self, reason: str) -> None:
-        self.unplanned = True
+        self._enter(State.UNPLANNED, reason)
         warnings.warn(
             f"{type(self.model).__name__} trains unplanned from now on, as 'plain' in allow has it: {reason}",
             stacklevel=2,
@@ -201,18 +228,18 @@ class TrainingCalls:
         if group := self.surroundings.beside(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
-        with self.planner.types(), torch.enable_grad(), rare_collections():
+        with self._refusing(), self.planner.types(), torch.enable_grad(), rare_collections():
             self.planner.screen(call, situation)
             if kept := self.road.kept.find_uncaptured(call, situation):
                 live = kept.live(self._captured_later(kept, call, situation))
-                self._latest = self.road.asked(live, situation, whole=True)
-                self._log.planned(self._latest, call, time.perf_counter() - started)
-                return self._latest
+                plan = self.road.asked(live, situation, whole=True)
+                self._planned(plan, call, time.perf_counter() - started)
+                return plan
             captured = self.recorded.capture(call)
-            self._latest = self.road.plan(captured, call, situation, advise=advise)
-            self._log.planned(self._latest, call, time.perf_counter() - started)
-        self.recorded.planned(captured, call, situation, self._latest)
-        return self._latest
+            plan = self.road.plan(captured, call, situation, advise=advise)
+            self._planned(plan, call, time.perf_counter() - started)
+        self.recorded.planned(captured, call, situation, plan)
+        return plan
 
     def _captured_later(self, kept: Kept, call: Call, situation: Situation) -> Callable[[], Captured]:
         """A function that captures and traces, at its first call, the graphs that a plan from disk is for."""
@@ -232,15 +259,15 @@ class TrainingCalls:
     @property
     def latest(self) -> Plan | None:
         """The plan of the latest call; where that ran plain, the plan that it would run by otherwise, made now."""
-        if not self._ran_plain:
-            return self._latest
+        if self.status.state is not State.PLAIN:
+            return self.status.plan
         with self.planner.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, self.surroundings.situation())
 
     @property
     def in_use(self) -> Plan | None:
         """The plan of the latest call; None where that ran plain."""
-        return None if self._ran_plain else self._latest
+        return None if self.status.state is State.PLAIN else self.status.plan
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward, and its loss function if there is one."""
@@ -256,7 +283,7 @@ class TrainingCalls:
         state of the optimiser for them from then on."""
         reached = self.planner.reached
         if self._reached and reached != self._reached:
-            self.recorded.forget_plans(but=self._latest)
+            self.recorded.forget_plans(but=self.status.plan)
         self._reached = reached
 
     def _begin(
@@ -266,8 +293,9 @@ class TrainingCalls:
         `exchanges` tells its collectives, which all ranks have to run alike."""
         if self.road.plans != self._plans_logged:
             self._plans_logged = self.road.plans
-            self._log.planned(plan, call, time.perf_counter() - started)
-        self._latest, self._ran_plain = plan, False
+            self._planned(plan, call, time.perf_counter() - started)
+        elif plan is not self.status.plan or self.status.state is not State.PLANNED:
+            self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
         self.sharded.begin(exchanges)
         forward = self.surroundings.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before

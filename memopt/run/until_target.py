@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.run.loss import batch_loss
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 
 class UntilTarget(nn.Module):
@@ -26,7 +26,7 @@ class UntilTarget(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> Any:
         """What the module returns; in training a stand-in, which the schedule hands on to `loss`."""
-        if planned_call_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
+        if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
             return self.module(*args)
         self._given = args
         return args[0].view_as(args[0])

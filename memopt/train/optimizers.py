@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from memopt.compat.ddp import unwrapped
 from memopt.optimizers import OPTIMIZER_IN_BACKWARD, OptimizerInBackward
 from memopt.optimizers.parameterwise import Parameterwise
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
@@ -84,7 +84,7 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Raise `ValueError` where the model's plan counts on proposals that the optimisers do not have."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     chosen = planned.chosen.names if planned is not None else ()
     if OPTIMIZER_IN_BACKWARD in chosen:
         raise ValueError(

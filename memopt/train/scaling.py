@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.compat.optim import nonfinite_flags, skips_on_device
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from memopt.train.step_result import Verdict
 
 
@@ -84,7 +84,7 @@ class Scaling:
 
 def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.GradScaler | None:
     """A new scaler if the forward computes in fp16, where small gradients would vanish; else None."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     needed = autocast is torch.float16 or (planned is not None and planned.low is torch.float16)
     return torch.amp.GradScaler(next(model.parameters()).device.type) if needed else None
 
@@ -102,7 +102,7 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
     precision."""
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, not {autocast!r}")
-    if autocast is not None and planned_call_of(model) is not None:
+    if autocast is not None and session_of(model) is not None:
         raise ValueError(f"autocast={autocast} is for plain models; give memopt.optimize a precision instead")
 
 

@@ -14,7 +14,7 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.microbatch import is_series, samples_of, split
 from memopt.planning.levers import MICROBATCH
 from memopt.planning.plan import Plan
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 MOST_SIGNATURES = 256
 """Signatures of batches whose number of pieces is remembered; the oldest one is planned again."""
@@ -37,7 +37,7 @@ class Splitting:
         Raises `refused` where the user has set the number, gives microbatches or does not allow the lever, where pieces
         would have batch statistics of their own, and where not even single samples fit.
         """
-        planned = planned_call_of(self.model)
+        planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH not in planned.options.allow:
             raise refused
         least = refused

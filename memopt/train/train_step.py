@@ -17,7 +17,7 @@ from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches
 from memopt.planning.options import positive_int
 from memopt.run.loss import batch_loss, has_loss_function
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from memopt.train import gradients
 from memopt.train.effective_batch import EffectiveBatch, as_count
 from memopt.train.follow_up import FollowUp, Outcome
@@ -99,7 +99,7 @@ class TrainStep:
         self.follow_up = FollowUp(self.schedulers, self.scaling.adapts)
         self.effective_batch = EffectiveBatch.empty(self.device)
         self.verify_every = None if verify_every is None else positive_int("verify_every", verify_every)
-        if verify_every is not None and planned_call_of(model) is None:
+        if verify_every is not None and session_of(model) is None:
             raise ValueError(f"verify_every={verify_every} needs a model that memopt.optimize has optimised")
         self.number = 0
         """The number of complete effective batches, stepped or skipped."""
@@ -216,7 +216,7 @@ class TrainStep:
         held = [(parameter, parameter.grad) for parameter in self.parameters]
         self._touched = False
         inputs = [leaf for leaf in tree_leaves(microbatches) if isinstance(leaf, torch.Tensor)]
-        state = CallState.of(unwrapped(self.model), inputs) if planned_call_of(self.model) is not None else None
+        state = CallState.of(unwrapped(self.model), inputs) if session_of(self.model) is not None else None
         if first:
             gradients.clear(self.parameters)
         try:

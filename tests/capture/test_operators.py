@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from examples.models.families import integers, normals
 from memopt.capture.operators import Decide, Decision, OperatorGraph, Operators, Rewriting
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from passes import EliminateDeadCode, Pipeline, format_graph
 from passes.graphs.module_path import module_path
 from tests.end_to_end import odd_models
@@ -57,7 +57,7 @@ def check(
 
     plain = run(copy.deepcopy(model), piece, inputs)
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32")
-    planned_call_of(model).forward.planner.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
+    session_of(model).forward.planner.rewriting = Rewriting(deciders)  # type: ignore[union-attr]
     assert_same(run(model, piece, inputs), plain)
     return memopt.plan_of(model)
 

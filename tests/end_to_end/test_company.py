@@ -49,7 +49,7 @@ def distilling(student: Any, teacher: Any) -> Step:
         optimizer.zero_grad()
         with torch.no_grad():
             soft = teacher(ids).logits.softmax(-1)
-        optimized = type(student._compiled_call_impl).__name__ == "PlannedCall"
+        optimized = type(student._compiled_call_impl).__name__ == "Session"
         loss = memopt.training_loss(student, (ids, soft)) if optimized else divergence(student(ids), soft)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -12,7 +12,7 @@ import memopt
 from examples.models.ddp import Order, gpt2_of, train_step, wrapped
 from memopt.account.elsewhere import look
 from memopt.compat.ddp import unwrapped
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.marks import slow
 from tests.two_ranks import on_ranks, on_two_ranks
 
@@ -78,7 +78,7 @@ def beside_the_step(rank: int, static_graph: bool) -> tuple[int, int]:
     model = wrapped(0.1, "after", narrow, **options)
     train_step(model, torch.optim.AdamW(model.parameters()), rank, 0)
     gc.collect()
-    calls = planned_call_of(unwrapped(model)).forward  # type: ignore[union-attr]
+    calls = session_of(unwrapped(model)).forward  # type: ignore[union-attr]
     buckets = calls.parallel.buckets()
     assert buckets is not None
     return buckets.nbytes, look(unwrapped(model), torch.device("cpu"), calls.surroundings.around(((), {}))).other

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import memopt
 from examples.models.families import integers, normals
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.end_to_end import odd_models
 from tests.end_to_end.odd_models import CLASSES, ROWS, WIDTH, Layered
 from tests.end_to_end.pieces import assert_same, call, run, step, tight
@@ -66,7 +66,7 @@ def optimized(budget: float) -> nn.Module:
 
 def is_plain(model: nn.Module) -> bool:
     """Whether nothing of memopt is left in a model: it has the attributes that it was made with, and no others."""
-    return vars(model).keys() == vars(make(type(model))).keys() and planned_call_of(model) is None
+    return vars(model).keys() == vars(make(type(model))).keys() and session_of(model) is None
 
 
 def test_optimize_returns_the_very_model_with_its_class_and_parameters(budget: float) -> None:
@@ -92,7 +92,7 @@ def test_attributes_are_as_before(optimized: Any) -> None:
 
 
 def test_train_and_eval_change_modes_as_before(optimized: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = planned_call_of(optimized)
+    planned = session_of(optimized)
     assert planned is not None
     ran: list[bool] = []
     monkeypatch.setattr(planned.forward, "plain", lambda *args: ran.append(optimized.training))

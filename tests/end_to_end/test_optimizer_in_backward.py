@@ -18,7 +18,7 @@ from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.optimizers import OptimizerInBackward, Proposals
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
@@ -48,7 +48,7 @@ def pull(model: nn.Module, names: Collection[str] = (NAME,), optimizer: Any = op
     """Have plans use these proposals, whatever the budget."""
     options = {"precision": "fp32", "allow": {"recompute"}, **options}
     memopt.optimize(model, options.pop("budget_gb", 4), optimizer=optimizer, **options)
-    planned = planned_call_of(model)
+    planned = session_of(model)
     assert planned is not None
     planned.forward.planner.proposing.decide(names)
     return model

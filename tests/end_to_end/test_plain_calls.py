@@ -23,7 +23,7 @@ from memopt.device import hardware_of
 from memopt.errors import GIB
 from memopt.planning.situation import Buckets, Situation
 from memopt.run.beside import Beside
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.marks import slow
 from tests.run.pieces import make
 
@@ -82,7 +82,7 @@ def test_the_count_is_what_the_step_holds(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         del outputs
-    call = planned_call_of(model)
+    call = session_of(model)
     assert call is not None
     (kind,) = call.forward.plain_calls._kinds.values()
     ((_, fitting),) = kind.fitting
@@ -115,7 +115,7 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
     family = BY_NAME["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, **FP32)
-    pending = planned_call_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
     loss = loss_of(model(**batch))
     assert pending.held_bytes > 0
     loss.backward()
@@ -140,7 +140,7 @@ def test_the_count_leaves_no_trace() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     generator = torch.get_rng_state()
     memopt.optimize(model, 1, **FP32)
-    call = planned_call_of(model)
+    call = session_of(model)
     assert call is not None
     assert (
         call.forward.plain_calls.step_if_it_fits(
@@ -230,7 +230,7 @@ class WithFeatures(nn.Module):
 
 def test_the_backward_of_the_loss_ends_a_forward_whatever_else_it_returned() -> None:
     model = memopt.optimize(WithFeatures().train(), 1, **FP32)
-    pending = planned_call_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
     features, loss = model(**tokens())
     assert pending.held_bytes > 0
     loss.backward()
@@ -242,7 +242,7 @@ def test_the_backward_of_the_loss_ends_a_forward_whatever_else_it_returned() -> 
 
 def test_a_forward_waits_for_as_long_as_its_graph_is_kept() -> None:
     model = memopt.optimize(gpt2(), 1, **FP32)
-    pending = planned_call_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
     loss = model(**tokens()).loss
     loss.backward(retain_graph=True)
     assert pending.held_bytes > 0
@@ -287,7 +287,7 @@ def test_changed_settings_of_modules_are_counted_again(captures: list[RecordedRe
 def test_clones_that_ddp_returns_are_counted() -> None:
     model, batch = gpt2(), tokens()
     memopt.optimize(model, 1, **FP32)
-    forward = planned_call_of(model).forward  # type: ignore[union-attr]
+    forward = session_of(model).forward  # type: ignore[union-attr]
     call = (), batch
     rooms = []
     for clones in (False, True):
@@ -416,4 +416,4 @@ def test_what_a_recurrent_layer_saves_is_counted(layers: int, share: float) -> N
     with suppress(memopt.BudgetError), memopt.measure_peak() as ours:
         model(x).backward()
     assert ours.allocated_bytes + resident <= budget
-    assert planned_call_of(model).forward._ran_plain == (share > 1)  # type: ignore[union-attr]
+    assert (memopt.status(model).state is memopt.State.PLAIN) == (share > 1)

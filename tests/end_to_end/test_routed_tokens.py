@@ -13,7 +13,7 @@ from torch import nn
 import memopt
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "elsewhere_gb": 0}
 
@@ -56,13 +56,13 @@ def train(model: nn.Module, steps: Iterator[dict[str, torch.Tensor]]) -> tuple[l
 
 
 def plans(model: nn.Module) -> int:
-    call = planned_call_of(model)
+    call = session_of(model)
     assert call is not None
     return call.forward.road.plans
 
 
 def regions_recorded(model: nn.Module) -> int:
-    call = planned_call_of(model)
+    call = session_of(model)
     assert call is not None
     ways = [ways for _, ways in call.forward.recorded.broken._ways.items()]
     return len({run.region for one in ways for captured in one.calls for run in captured.runs})

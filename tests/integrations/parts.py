@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 from examples.models.ddp import VOCABULARY, gpt2_of
 from examples.models.families import integers
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.integrations.training import Run
 
 STEPS, SAVED_AT, KILLED_AT = 5, 2, 3
@@ -72,7 +72,7 @@ class Part:
 
 def buckets_planned(model: nn.Module) -> int:
     """The bytes of DDP's buckets in the plan that the latest step ran by; 0 where it ran plain."""
-    call = planned_call_of(model)
+    call = session_of(model)
     return call.in_use.account.buckets if call is not None and call.in_use is not None else 0
 
 

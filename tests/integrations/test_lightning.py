@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.models.families import image_batch, vit
 from memopt.api import plan_of
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.elsewhere import counted
 from tests.integrations.training import BUDGET_GB, EXACT, Run, assert_same, assert_within, batches, gpt2
 
@@ -128,7 +128,7 @@ def fit(
     module = kind()
     trainer = Trainer(max_epochs=1, callbacks=list(callbacks), **{"enable_checkpointing": False, **QUIET, **given})
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=load, weights_only=False)
-    assert planned_call_of(net_of(module)) is None, "the model is not the plain one again"
+    assert session_of(net_of(module)) is None, "the model is not the plain one again"
     run.losses = module.losses
     return run.ended(module)
 
@@ -221,4 +221,4 @@ def test_fabric_wants_one_optimizer() -> None:
     fabric, model = Fabric(accelerator="cpu", devices=1), gpt2()
     with pytest.raises(ValueError, match="0 optimizers to choose from"):
         setup(fabric, model, budget_gb=1)
-    assert planned_call_of(model) is None
+    assert session_of(model) is None

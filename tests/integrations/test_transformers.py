@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from examples.models.families import VOCABULARY, bert, integers, t5
 from memopt.integrations.transformers import MemoptCallback
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from tests.elsewhere import counted
 from tests.integrations.training import BATCH, BUDGET_GB, EXACT, Run, assert_same, assert_within, gpt2, text, texts
 
@@ -97,7 +97,7 @@ def trained(
         callbacks=[*callbacks, Meter(run)],
     )
     trainer.train(resume_from_checkpoint=resume)
-    assert planned_call_of(model) is None, "the model is not the plain one again"
+    assert session_of(model) is None, "the model is not the plain one again"
     log = trainer.state.log_history
     run.losses = [figure for row in log if "loss" in row for figure in (row["loss"], row["grad_norm"])]
     return run.ended(model), log

@@ -18,7 +18,7 @@ import memopt
 from memopt.disk_cache import warn_not_kept
 from memopt.planning.kept_check import is_sound
 from memopt.planning.make_plan import make_plan
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from memopt.saved_values import opened, sealed
 from tests.planned import ACCOUNT, captured, region
 from tests.planning.test_plan_cache import batch, gradients, make
@@ -63,7 +63,7 @@ def again(job: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], memopt
 
     def step(text: bytes) -> memopt.Plan:
         file.write_bytes(text)
-        planned_call_of(model).forward.recorded.whole.forget()
+        session_of(model).forward.recorded.whole.forget()
         model.zero_grad(set_to_none=True)
         found = gradients(model, batch())
         assert all(map(torch.equal, found, expected))

@@ -20,7 +20,7 @@ from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
 from memopt.rewrite.precision import AssignPrecision, DecidePrecision, precision_rewriting, screen
 from memopt.rewrite.precision.screen import LARGEST, Range, Screening, kept_out, range_of
-from memopt.run.planned_call import planned_call_of
+from memopt.run.session import session_of
 from passes import copy_graph_module
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
@@ -86,7 +86,7 @@ def finite(loss: Tensor, gradients: list[Tensor]) -> bool:
 
 
 def decider_of(model: nn.Module) -> DecidePrecision:
-    call = planned_call_of(model)
+    call = session_of(model)
     assert call is not None
     (decide,) = call.forward.planner.rewriting.deciders
     assert isinstance(decide, DecidePrecision)

@@ -1,4 +1,4 @@
-"""Replaces `model(…)` once the model is optimised: training calls run as planned, all others as before."""
+"""The session of an optimised model: training calls run as planned, all others as before."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.run.data_parallel import DataParallel
 from memopt.run.sharding import check_sharding
+from memopt.run.status import State, Status
 from memopt.run.tensor_parallel import check_terms
 from memopt.run.training import TrainingCalls
 from memopt.run.unplanned import UnplannedWatch
 
 
-class PlannedCall:
+class Session:
     """Takes the place of a module's call where `torch.nn.Module.compile` puts its own. It is not part of the module's
     state, so copies and pickles of the model are plain models."""
 
@@ -41,7 +42,7 @@ class PlannedCall:
         self.own_call = _own_call(self.model)
         self.watch = UnplannedWatch(self.model, self)
         parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
-        earlier = planned_call_of(self.model)
+        earlier = session_of(self.model)
         self.resharding: Resharding = earlier.resharding if earlier else Resharding(self.model)
         calls = partial(
             TrainingCalls,
@@ -118,7 +119,7 @@ class PlannedCall:
         return self.with_loss or self.forward, call
 
     @contextmanager
-    def from_captures(self, earlier: PlannedCall | None) -> Iterator[None]:
+    def from_captures(self, earlier: Session | None) -> Iterator[None]:
         """A block in which this call is planned from the graphs of an earlier one of the same model, if its options
         differ in the room that they leave a step alone; the earlier one has them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
@@ -131,7 +132,7 @@ class PlannedCall:
             earlier._take_captures(self)
             raise
 
-    def _differs_in_room(self, earlier: PlannedCall) -> bool:
+    def _differs_in_room(self, earlier: Session) -> bool:
         """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
         decide about its parameters, nor where other ranks take part."""
         alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)
@@ -141,7 +142,7 @@ class PlannedCall:
         same = replace(earlier.options, budget_bytes=budget, elsewhere_bytes=elsewhere, forwards=forwards) == own
         return alone and not proposes and same and earlier.own_call is self.own_call
 
-    def _take_captures(self, earlier: PlannedCall) -> None:
+    def _take_captures(self, earlier: Session) -> None:
         self.forward.take_captures(earlier.forward)
         if self.with_loss and earlier.with_loss:
             self.with_loss.take_captures(earlier.with_loss)
@@ -171,6 +172,12 @@ class PlannedCall:
             set_compiled_call(self.model, self.own_call)
 
     @property
+    def status(self) -> Status:
+        """The state of the model's training calls: of those with the loss function where there have been any."""
+        with_loss = self.with_loss.status if self.with_loss else None
+        return self.forward.status if with_loss is None or with_loss.state is State.NEW else with_loss
+
+    @property
     def low(self) -> torch.dtype | None:
         """The 16-bit dtype that planned calls compute in; None where all is in fp32."""
         return self.forward.planner.rewriting.autocast
@@ -192,19 +199,19 @@ class PlannedCall:
         return (self.with_loss.in_use if self.with_loss else None) or self.forward.in_use
 
 
-def planned_call_of(model: nn.Module) -> PlannedCall | None:
+def session_of(model: nn.Module) -> Session | None:
     """The call that replaces an optimised model's own, inside `DistributedDataParallel` and the wrapper of
     `torch.compile` too; None for a plain model."""
     call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
-    if isinstance(call, PlannedCall):
+    if isinstance(call, Session):
         return call
     inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
-    return None if inner is None else planned_call_of(inner)
+    return None if inner is None else session_of(inner)
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any] | None:
     """The model's `compile()`d call, if there is one, also while memopt replaces it."""
-    planned = planned_call_of(model)
+    planned = session_of(model)
     return planned.own_call if planned is not None else compiled_call(model)
 
 

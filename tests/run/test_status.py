@@ -1,0 +1,81 @@
+"""The state of an optimised model, as a user sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memopt
+from memopt import State
+from tests.end_to_end import odd_models
+from tests.run.pieces import Blocks, make
+
+EXACT = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None, "elsewhere_gb": 0}
+
+
+def train(model: Blocks, rows: int = 8) -> None:
+    model(torch.randn(rows, 32)).backward()
+
+
+def test_a_model_that_has_not_trained_is_new() -> None:
+    model = memopt.optimize(make(), 1, **EXACT)
+    assert str(memopt.status(model)) == "Blocks: new, no training call has come yet"
+    model(torch.randn(8, 32))
+    assert memopt.status(model).state is State.PLANNED
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_planned_call_has_the_figures_of_its_plan(breaks: bool) -> None:
+    model = memopt.optimize(make(breaks=breaks), 1, **EXACT)
+    train(model)
+    status = memopt.status(model)
+    assert status.state is State.PLANNED
+    assert status.plan is memopt.plan_of(model)
+    assert str(status).startswith("Blocks: planned, (8, 32): peak ")
+    assert "of 1 GB, added time 0.0%" in str(status)
+
+
+def test_a_plan_made_ahead_is_planned() -> None:
+    model = memopt.optimize(make(), 1, example_inputs=(torch.randn(8, 32),), **EXACT)
+    assert memopt.status(model).state is State.PLANNED
+
+
+def test_a_step_that_fits_is_plain_and_says_what_is_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMOPT_PLAN")
+    model = memopt.optimize(make(), 1, **EXACT)
+    train(model)
+    status = memopt.status(model)
+    assert (status.state, status.plan) == (State.PLAIN, None)
+    assert "since its step fits the budget with" in str(status)
+
+
+def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
+    model = memopt.optimize(make(), 1e-4, **EXACT)
+    with pytest.raises(memopt.BudgetError) as refused:
+        train(model, 512)
+    status = memopt.status(model)
+    assert (status.state, status.reason) == (State.REFUSED, str(refused.value))
+    train(model, 8)
+    assert memopt.status(model).state is State.PLANNED
+
+
+def test_an_unplanned_model_says_why() -> None:
+    odd = odd_models.BY_NAME["Uncapturable"]
+    model = memopt.optimize(odd.make(), 1, **{**EXACT, "allow": {"recompute", "plain"}})
+    with pytest.warns(UserWarning, match="trains unplanned"):
+        model(*odd.inputs()).backward() if isinstance(odd.inputs(), tuple) else model(**odd.inputs())
+    status = memopt.status(model)
+    assert status.state is State.UNPLANNED
+    assert "odd_models.py:" in status.reason
+
+
+def test_an_error_of_the_model_leaves_the_state_as_it_was() -> None:
+    model = memopt.optimize(make(), 1, **EXACT)
+    with pytest.raises(RuntimeError, match="shapes|size"):
+        model(torch.randn(8, 31))
+    assert memopt.status(model).state in (State.NEW, State.REFUSED)
+
+
+def test_a_plain_model_has_no_status() -> None:
+    with pytest.raises(ValueError, match="not optimised"):
+        memopt.status(make())
