@@ -145,7 +145,7 @@ class BrokenCalls:
     def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
         """Run a call one of these ways, or another one that is captured then."""
         before = ForwardState.of(self.model, tensors_in(under_way.call), self._written)
-        untried = list(ways.calls)
+        untried, captured = list(ways.calls), False
         # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
@@ -157,9 +157,10 @@ class BrokenCalls:
                 if attempt == attempts - 1 or not before.can_be_undone():
                     raise
                 before.undo()
-            if not untried:
+            if not untried and not (captured and ways.separate()):
                 ways.add(self._captured_again(ways, under_way.call), under_way.call)
-                untried = ways.calls[:1]
+                captured = True
+            untried = untried or ways.calls[:1]
         raise AssertionError("the last attempt returns or raises")
 
     def _ways_of(self, call: Call, capture: Callable[[], CapturedCall]) -> Ways:

@@ -48,6 +48,17 @@ class Ways:
         others = self.calls if kept < len(before.runs) else self.calls[1:]
         self.calls = [both, *others][:_MOST]
 
+    def separate(self) -> CapturedCall | None:
+        """Put the latest capture by itself before the first way, which it was joined to and which does not serve it:
+        regions of the same operators may have other graphs for other sizes. None where it is by itself."""
+        first = self.calls[0]
+        if first not in self._joins or self._joins[first][1] is first:
+            return None
+        before, captured = self._joins[first]
+        self._joins[captured] = before, captured
+        self.calls = [captured, *self.calls][:_MOST]
+        return captured
+
     def before(self, way: CapturedCall) -> CapturedCall | None:
         """The way that was taken before the first one was captured; None where there was none."""
         return self._joins[way][0] if way in self._joins else None

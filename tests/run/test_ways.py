@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import memopt
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.region import CapturedCall
 from memopt.capture.together import known_places, together
@@ -156,3 +160,49 @@ def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
     for _ in range(2):
         compare(model, calls, x)
     assert len(calls.recorded.broken._ways) == 1
+
+
+class Packed(nn.Module):
+    """A recurrent layer over packed sequences: Dynamo breaks the graph, and the region after the break has the longest
+    sequence as a number where it is as long as the first batch's, and as a symbol elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.rnn, self.tags = nn.Embedding(50, 24), nn.GRU(24, 24, batch_first=True), nn.Linear(24, 50)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return cross_entropy(self.tags(hidden).flatten(0, 1), ids[:, : hidden.shape[1]].flatten())
+
+
+class Halved(nn.Module):
+    """A region after a graph break has other operators for even and odd sizes, which depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.hidden, self.tags = nn.Embedding(50, 24), nn.Linear(24, 24), nn.Linear(24, 50)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        most = int(lengths.numpy().max())
+        h = self.hidden(self.words(ids[:, :most])).tanh()
+        h = h.unflatten(1, (2, -1)).sum(1) if h.shape[1] % 2 == 0 else h.cumsum(1)
+        return self.tags(h).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("kind", [Packed, Halved])
+@pytest.mark.parametrize("longest", [(12, 11, 10, 12, 9, 12), (11, 12, 11, 7, 8, 12, 11)])
+def test_a_size_of_an_earlier_batch_comes_back(kind: type[nn.Module], longest: Sequence[int]) -> None:
+    plain, planned = kind().train(), kind().train()
+    exact = {"precision": "fp32", "allow": {"recompute", "reinplace"}}
+    batches = [(torch.randint(0, 50, (4, 12)), torch.tensor([most, 5, 3, 7])) for most in longest]
+    memopt.optimize(planned, 4, example_inputs=batches[0], **exact)
+    for batch in batches:
+        for model in (plain, planned):
+            model.zero_grad()
+            model(*batch).backward()
+        assert torch.equal(plain(*batch), planned(*batch))
+        for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
