@@ -17,8 +17,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def _without_root(source: str) -> str:
-    """Returns `layers.0` for `L['self'].layers.0` and for `L['self']._modules['layers']._modules['0']`."""
-    source = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
+    """Returns `layers.0` for `L['self'].layers.0`, for `L['self']._modules['layers']._modules['0']`, and for
+    `L['self'].__dict__['_modules']['layers'].…`, which modules with a `__getattr__` of their own give (PEFT's)."""
+    source = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]", r".\1", source)
     source = re.sub(r"\[(\d+)\]", r".\1", source)
     root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)
     return source[root.end() :] if root else source
