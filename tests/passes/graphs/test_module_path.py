@@ -13,7 +13,7 @@ from tests.passes.capture import Sketch, aten
         ("L['self'].layers.0", "layers.0"),
         ("L['self']._modules['layers']._modules['0']", "layers.0"),
         ("L['self'].layers[0].mlp", "layers.0.mlp"),
-        ("L['run'].__self__.__dict__['_modules']['base'].__dict__['_modules']['model'].layers.0", "base.model.layers.0"),
+        ("L['run'].__self__.__dict__['_modules']['net'].__dict__['_modules']['model'].layers.0", "net.model.layers.0"),
         ("L['fn'].__closure__.0.cell_contents.head", "head"),
         ("L['self']", ""),
     ],
