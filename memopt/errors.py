@@ -71,7 +71,7 @@ class PlanFileError(ValueError):
 
 
 class UnplannedGradientError(ValueError):
-    """A gradient flows into an output for which the plan has no backward."""
+    """A gradient flows into an output for which the plan has no backward, and no second forward can give it one."""
 
 
 class GradientMismatchError(ValueError):

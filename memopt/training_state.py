@@ -138,6 +138,10 @@ class Values:
         """These tensors with their copies."""
         return cls(tuple((weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors))
 
+    def copies(self) -> dict[int, torch.Tensor]:
+        """The copies, by the `id`s of those of these tensors that are there."""
+        return {id(tensor): kept for one, _, kept in self.tensors if kept is not None and (tensor := one()) is not None}
+
     def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """The numbers of the tensors that are there and were written to since then, with tensor and copy."""
         for number, (reference, version, kept) in enumerate(self.tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +13,15 @@ from memopt.errors import UnplannedGradientError
 from passes import copy_graph_module
 
 
-def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Detach the outputs that are not scalars, provided that a scalar (the loss) is among the differentiable outputs.
+def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
+    """Detach the outputs that are not scalars, provided that the differentiable scalars among them are the loss: what
+    else the model returns flows into them, or is computed from such a value alone.
 
     Otherwise autograd would materialise a zero gradient for each of them (the logits of a language model, every key and
-    value of its cache) and the graph would carry it through the backward. Edits the graph; returns the positions of the
-    detached outputs. A gradient that does arrive at one of them is an error: see `hand_out`.
+    value of its cache) and the graph would carry it through the backward. A scalar into which another output does not
+    flow (a learned temperature, a commitment loss, a balance between experts) is a part of a loss that the caller
+    computes: then all outputs are differentiated. Edits the graph; returns the positions of the detached outputs. A
+    gradient that does arrive at one of them is computed by a second forward: see `hand_out`.
     """
     output = graph_module.graph.output_node()
     results = output.args[0]
@@ -29,13 +32,45 @@ def detach_all_but_scalars(graph_module: fx.GraphModule) -> frozenset[int]:
         if isinstance(node, fx.Node) and _requires_grad(node.meta.get("example_value"))
     }
     large = {position: node for position, node in differentiable.items() if node.meta["example_value"].dim() > 0}
-    if len(large) == len(differentiable):
+    within = _flows_into([node for position, node in differentiable.items() if position not in large])
+    if not all(_is_computed_from(node, within) for node in large.values()):
         return frozenset()
     with graph_module.graph.inserting_before(output):
         detached = {position: graph_module.graph.call_method("detach", (node,)) for position, node in large.items()}
     output.args = (tuple(detached.get(position, node) for position, node in enumerate(results)),)
     graph_module.recompile()
     return frozenset(large)
+
+
+def _flows_into(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes whose gradients depend on those of `nodes`, these included."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [one for one in node.all_input_nodes if any(map(_requires_grad, _leaves_of(one)))]
+    return found
+
+
+def _is_computed_from(node: fx.Node, values: Collection[fx.Node]) -> bool:
+    """Whether a node is among these values, or a function of one that the model has computed, and of no other tensor: a
+    view, a part, probabilities."""
+    while node not in values:
+        tensors = [one for one in node.all_input_nodes if not isinstance(one.meta.get("example_value"), _NUMBERS)]
+        if len(tensors) != 1 or not tensors[0].op.startswith("call_"):
+            return False
+        (node,) = tensors
+    return True
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _leaves_of(node: fx.Node) -> list[Any]:
+    """The value of a node, or the values in it."""
+    value = node.meta.get("example_value")
+    return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def keeping_dtypes(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -78,55 +113,94 @@ class Awaited(Protocol):
         """Called when the forward's saved values are no longer needed."""
 
 
-def hand_out(outputs: Sequence[Any], undifferentiated: frozenset[int], forward: Awaited) -> tuple[Any, ...]:
+class Replays(Protocol):
+    """A second forward of a region, which gives the gradients of outputs that the region does not differentiate."""
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """The region's inputs that require gradients; empty where there is no second forward."""
+
+    def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of `leaves` for these gradients of outputs, by position. Raises `UnplannedGradientError`."""
+
+    def let_go(self) -> None:
+        """Free what it needs: the forward's backward has run."""
+
+
+def hand_out(
+    outputs: Sequence[Any], forward: Awaited, replay: Replays | None = None, others: Collection[int] = ()
+) -> tuple[Any, ...]:
     """Return a region's outputs to its caller, such that `forward` is told of their backward.
 
-    An output in `undifferentiated` requires a gradient, as in the plain model, but its backward raises
-    `UnplannedGradientError`.
+    Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
+    model; if one arrives, `replay` computes what follows from it.
     """
+    handed = list(outputs)
     handled = [
-        position
-        for position, value in enumerate(outputs)
-        if isinstance(value, torch.Tensor) and (value.requires_grad or position in undifferentiated)
+        position for position, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
     ]
-    refusing = tuple(position in undifferentiated for position in handled)
-    if all(refusing):
-        return tuple(outputs)
-    hand_out_all: Any = _HandOut.apply
-    handed = iter(hand_out_all(forward, refusing, *(outputs[position] for position in handled)))
-    return tuple(next(handed) if position in handled else value for position, value in enumerate(outputs))
+    if handled:
+        hand_out_all: Any = _HandOut.apply
+        values = hand_out_all(forward, replay, *(outputs[position] for position in handled))
+        for position, value in zip(handled, values, strict=True):
+            handed[position] = value
+    if replay is not None:
+        beside: Any = _Replayed.apply
+        positions = sorted(others)
+        leaves = replay.leaves or [outputs[position] for position in handled[:1]]  # by which they require a gradient
+        values = beside(replay, positions, *(outputs[position] for position in positions), *leaves)
+        for position, value in zip(positions, values, strict=True):
+            handed[position] = value
+    return tuple(handed)
 
 
 class _HandOut(torch.autograd.Function):
     """The identity between a region's outputs and the caller's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Awaited, refusing: tuple[bool, ...], *values: torch.Tensor) -> Any:
+    def forward(ctx: Any, forward: Awaited, replay: Replays | None, *values: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.forward, ctx.refusing = forward, refusing
-        ctx.shapes = [tuple(value.shape) for value in values]
+        ctx.forward, ctx.replay = forward, replay
         # Detached, because autograd takes returned inputs for views and forbids `loss /= steps` on them.
         return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        for gradient, refused, shape in zip(gradients, ctx.refusing, ctx.shapes, strict=True):
-            if refused and gradient is not None:
-                raise UnplannedGradientError(
-                    f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss; "
-                    "optimise with outputs='all' to plan for the gradients of all outputs"
-                )
-        if torch.is_grad_enabled():
-            raise UnplannedGradientError(
-                "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
-                "memopt.remove(model) to differentiate twice"
-            )
+        _check_once()
         note_reached([one for one in zip(ctx.next_functions, gradients, strict=True) if one[0][0] is not None])
         ctx.forward.before_backward(_leaves_behind(ctx), gradients)
         if not keeps_graph():
             ctx.forward.after_backward()
-        passed = (None if refused else gradient for gradient, refused in zip(gradients, ctx.refusing, strict=True))
-        return None, None, *passed
+            if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
+                ctx.replay.let_go()
+        return None, None, *gradients
+
+
+class _Replayed(torch.autograd.Function):
+    """The identity on outputs that a region does not differentiate; made after `_HandOut`, so that a backward through
+    both comes to this one first."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replays, positions: Sequence[int], *values: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.positions, ctx.others = replay, positions, len(values) - len(positions)
+        return tuple(value.detach() for value in values[: len(positions)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _check_once()
+        given = {at: one for at, one in zip(ctx.positions, gradients, strict=True) if one is not None}
+        found = ctx.replay.gradients(given) if given else [None] * ctx.others
+        return None, None, *(None for _ in ctx.positions), *found
+
+
+def _check_once() -> None:
+    """Raise `UnplannedGradientError` in a backward that is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise UnplannedGradientError(
+            "create_graph=True asks for gradients of gradients, which a captured backward does not have; call "
+            "memopt.remove(model) to differentiate twice"
+        )
 
 
 def _leaves_behind(hand_out: Any) -> list[torch.Tensor]:

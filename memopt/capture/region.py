@@ -18,7 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.nested_regions import inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_scalars, keeping_dtypes
+from memopt.capture.outputs import detach_all_but_loss, keeping_dtypes
 from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
@@ -29,6 +29,7 @@ from memopt.compat.subclasses import is_sharded, is_wrapper
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
 from memopt.units import size
+from passes import copy_graph_module
 from passes.compat import forget_erased
 
 Sizes: TypeAlias = tuple[int, ...]
@@ -54,6 +55,9 @@ class RecordedRegion:
     whole: bool = True
     """Whether it is all of a call; else its outputs go to the code between regions, in the dtypes that they have in the
     plain model."""
+    plain: fx.GraphModule | None = field(default=None, repr=False)
+    """The graph with all outputs, differentiable as in the plain model; None where no output is detached or withheld,
+    and where a second run of it would exchange values with other ranks."""
     autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
@@ -84,18 +88,26 @@ class RecordedRegion:
         inline_nested_regions(graph_module)
         settle_numbers(graph_module)
         drop_requires_grad(graph_module)
-        undifferentiated = frozenset() if differentiate_all else detach_all_but_scalars(graph_module)
+        recorded = copy_graph_module(graph_module)
+        undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)
         # A second forward would exchange values once more, and other ranks may not look at their outputs.
-        withheld = None if check_shards(graph_module, inputs) else withhold(graph_module, undifferentiated)
+        spread = check_shards(graph_module, inputs)
+        withheld = None if spread else withhold(graph_module, undifferentiated)
+        plain = recorded if undifferentiated and not spread else None
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, whole)
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, whole, plain)
 
     @property
     def parameters(self) -> frozenset[int]:
         """Numbers of the inputs that are trainable parameters."""
         return frozenset(self.parameter_ids)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Numbers of the inputs that the forward writes to."""
+        return frozenset(number for number, value in enumerate(self.inputs) if _is_tensor(value) and value._version > 0)
 
     @property
     def differentiable(self) -> bool:

@@ -1,7 +1,8 @@
 """Autograd: the backward pass that is running, and the hooks on a tensor.
 
 Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `torch._C._current_autograd_node`,
-`torch._C._current_graph_task_id`, `torch._C._autograd._get_current_graph_task_keep_graph`,
+`torch._C._current_graph_task_id`, `maybe_clear_saved_tensors` of a node of Python's,
+`torch._C._autograd._get_current_graph_task_keep_graph`,
 `torch.autograd.graph.Node._sequence_nr`, `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`; from torch
 2.13 on, `torch._higher_order_ops.register_hook.RegisterHookOp`.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "depends_on_earlier",
     "fate_at",
     "fate_of_gradient",
+    "free_saved_tensors",
     "gradients_kept",
     "has_hooks",
     "hook_tables",
@@ -224,3 +226,9 @@ def saved_tensors(node: Any) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, torch.Tensor))
     except RuntimeError:  # freed, or changed since
         return ()
+
+
+def free_saved_tensors(node: Any) -> None:
+    """Free what an `autograd.Function`'s node has saved, as its backward does. To be called inside a backward pass that
+    does not keep its graph."""
+    node.maybe_clear_saved_tensors()

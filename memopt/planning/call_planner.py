@@ -157,6 +157,7 @@ class CallPlanner(CallAccounts):
         alone."""
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
         self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
+        self.differentiate_all = earlier.differentiate_all
         self.forget_solvers()  # what they found for another budget would make plans depend on what was asked before
 
     def forget_solvers(self) -> None:

@@ -28,7 +28,7 @@ from memopt.price.price import price
 from memopt.price.priced_graph import NodePrice, PassedOn, PricedGraph
 from memopt.price.scheduled_nodes import is_scheduled
 from memopt.solver import Link, Solver
-from passes.graphs.node_facts import is_tangent
+from passes.graphs.node_facts import is_random, is_tangent
 
 
 @dataclass(eq=False)
@@ -98,6 +98,11 @@ class Captured:
             joined.forget_solvers()
         for sibling in self._siblings.values():
             sibling.forget_solvers()
+
+    @property
+    def draws(self) -> bool:
+        """Whether any of its operators draws random numbers."""
+        return any(map(is_random, (node for region in self.regions for node in region.module.graph.nodes)))
 
     @property
     def rewriting_of_regions(self) -> Rewriting:

@@ -29,6 +29,12 @@ class ModelTerms:
         self.model, self.options = model, options
         self.histories = histories_of(model).prefix
         """The prefix of the names of the scale histories that the model's 8-bit layers keep."""
+        self.differentiate_all = options.outputs == "all"
+        """Whether all outputs of the model may get gradients, not the loss alone."""
+
+    def differentiate_outputs(self) -> None:
+        """Have all outputs differentiated from the next call on: one beside the loss has got a gradient."""
+        self.differentiate_all = True
 
     def device(self) -> torch.device:
         """The device of the model; for a model on "meta" the one that would run it here, since tracing on "meta" picks
@@ -105,8 +111,3 @@ class ModelTerms:
         """How the parameters are spread over the cluster that is planned for; None for one card."""
         terms = self.options.cluster
         return None if terms is None else Sharding.of(self.model, terms.cluster, terms.dtype)
-
-    @property
-    def differentiate_all(self) -> bool:
-        """Whether all outputs of the model may get gradients, not the loss alone."""
-        return self.options.outputs == "all"

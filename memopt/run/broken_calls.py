@@ -239,7 +239,7 @@ class BrokenCalls:
                 f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
                 "numbers"
             ) from None
-        return hand_out(forward.pending.hands_out(outputs), frozenset(), forward.pending)
+        return hand_out(forward.pending.hands_out(outputs), forward.pending)
 
     def _next(self, run: RegionRun, forward: _Forward) -> Emitted | None:
         """The emitted region for the run that begins now; None where that run is not planned."""

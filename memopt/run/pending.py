@@ -16,7 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
-from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, saved_tensors
+from memopt.compat.autograd import (
+    Fate,
+    current_backward,
+    fate_at,
+    fate_of_gradient,
+    free_saved_tensors,
+    keeps_graph,
+    saved_tensors,
+)
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.storages import WeakStorage, weak_storages
@@ -69,6 +77,8 @@ class PendingForward:
     _held: list[LetsGo] = field(default_factory=list)
     """The values that are held until an optimiser has stepped."""
     _backward: int = -1
+    _beside_plan: int = -1
+    """The backward that is not judged by the plan."""
     _extra_bytes: int = 0
 
     def until_backward(self, value: LetsGo, nbytes: int) -> None:
@@ -105,6 +115,8 @@ class PendingForward:
         would exceed the budget in the present state."""
         for value in self._lent:
             value.let_go()
+        if self._beside_plan == current_backward():
+            return
         if self._backward != current_backward():
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned()
             self._check_autocast()
@@ -140,6 +152,17 @@ class PendingForward:
                 f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
             ),
         )
+
+    def replayed(self) -> None:
+        """Note that a second forward has run beside the plan in the running backward, which is not judged by the plan
+        any more. Where that backward does not come to the regions of this forward, what they saved is freed, as
+        autograd would free it in the plain model."""
+        self._beside_plan = current_backward()
+        nodes = [node for reference in self.nodes if (node := reference()) is not None]
+        if not keeps_graph() and all(fate_at(node) is Fate.DROPPED for node in nodes):
+            for node in nodes:
+                free_saved_tensors(node)
+            self.after_backward()
 
     def is_in_backward(self) -> bool:
         """Whether it is this forward's backward, or one through several forwards, that runs."""

@@ -49,7 +49,7 @@ class RecordedCalls:
         self.ceilings = Ceilings(self.declared)
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
-        self._by_dtype: dict[torch.dtype | None, tuple[CallsBySize, BrokenCalls]] = {}
+        self._by_terms: dict[tuple[torch.dtype | None, bool], tuple[CallsBySize, BrokenCalls]] = {}
 
     @property
     def whole(self) -> CallsBySize:
@@ -63,16 +63,16 @@ class RecordedCalls:
 
     @property
     def _recorders(self) -> tuple[CallsBySize, BrokenCalls]:
-        """They are made again when the dtype changes in which the model takes inputs, which it does once at most."""
-        floats = self.planner.proposing.floats
-        if floats not in self._by_dtype:
+        """They are made again when the dtype changes in which the model takes inputs, and when it turns out that more
+        outputs than the loss get gradients: once at most for each."""
+        terms = floats, all_outputs = self.planner.proposing.floats, self.planner.differentiate_all
+        if terms not in self._by_terms:
             to_capture = partial(training_call, self.model, self.loss_fn, floats)
-            all_outputs = self.planner.differentiate_all
             whole = CallsBySize(to_capture, self.road, self.ceilings, differentiate_all=all_outputs)
             unplanned_allowed = "plain" in self.options.allow
             broken = BrokenCalls(self.model, to_capture, self.road, self.keeping, unplanned_allowed=unplanned_allowed)
-            self._by_dtype = {floats: (whole, broken)}
-        return self._by_dtype[floats]
+            self._by_terms = {terms: (whole, broken)}
+        return self._by_terms[terms]
 
     @property
     def breaks(self) -> bool:
@@ -99,8 +99,8 @@ class RecordedCalls:
         called again."""
         self._breaks, self.ceilings = earlier._breaks, earlier.ceilings
         self.ceilings.declared = self.declared
-        self._by_dtype, earlier._by_dtype = earlier._by_dtype, {}
-        for whole, broken in self._by_dtype.values():
+        self._by_terms, earlier._by_terms = earlier._by_terms, {}
+        for whole, broken in self._by_terms.values():
             whole.travel_by(self.road)
             broken.travel_by(self.road)
 

@@ -13,6 +13,7 @@ from memopt.capture.inputs import Call
 from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.capture.shards import is_tensor_parallel
+from memopt.compat.fsdp import is_fully_sharded
 from memopt.emit.stepping import check_own_memory
 from memopt.errors import BudgetError
 from memopt.garbage import rare_collections
@@ -21,8 +22,10 @@ from memopt.planning.situation import Situation
 from memopt.recent import Recent
 from memopt.run.ceilings import Ceilings, captured_for, insisted, places_of
 from memopt.run.on_demand import Notice, run_withholding
+from memopt.run.pending import PendingForward
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
+from memopt.run.replay import Replay
 from memopt.run.road import EmittedCall, Road
 from memopt.run.under_way import UnderWay
 
@@ -127,8 +130,23 @@ class WholeCalls:
         def run(*values: Any) -> Any:
             return forward.hands_out(emitted.region.run(*values))
 
+        replay = self._replay(region, inputs, forward) if region.undifferentiated else None
         outputs = run_withholding(region, run, inputs, self._notice, forward)
-        return hand_out(outputs, region.undifferentiated, forward)
+        return hand_out(outputs, forward, replay, region.undifferentiated)
+
+    def _replay(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: PendingForward) -> Replay:
+        """The second forward by which outputs get gradients that the plan does not differentiate."""
+        planner, plan = self.road.planner, forward.plan
+        prevented = ""
+        if region.plain is None or is_fully_sharded(planner.model):
+            prevented = "the parameters are spread over ranks"
+        elif self.road.accumulation.exchange is not None:
+            prevented = "other ranks wait for the gradients of the loss"
+        elif plan.regions[0].steps:
+            prevented = "parameters are stepped within the backward"
+        elif planner.fuses and plan.captured is not None and plan.captured.draws:
+            prevented = "the random numbers of compiled code cannot be drawn again"
+        return Replay(region, inputs, forward, forward.before, prevented, planner.differentiate_outputs)
 
     def _check_sizes(self, region: RecordedRegion, inputs: tuple[Any, ...], call: Call) -> None:
         """Raise `InsistsOnSizes` where the graphs of a region are not valid for the sizes of its inputs."""
