@@ -77,7 +77,7 @@ def prepare(row: Row) -> Callable[[int], None]:
 def judge(model: Any, batch: Batch, expected: Any, plan: memopt.Plan, file: Path, whole: str) -> str:
     """Take a step by whatever is in the file of the kept plan."""
     before = file.read_bytes() if file.exists() else b""
-    session_of(model).forward.recorded.whole.forget()  # type: ignore[union-attr]
+    session_of(model).forward.recorded.forget()  # type: ignore[union-attr]
     found = step(model, batch)
     now = memopt.plan_of(model)
     if not equal(found, expected):

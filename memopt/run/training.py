@@ -15,7 +15,7 @@ from torch import nn
 
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
-from memopt.capture.dynamo import TooManyShapes, loss_call
+from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, on_meta, tensors_in
 from memopt.compat.modules import CurrentParts, plain_call
 from memopt.compat.resharding import Resharding
@@ -30,19 +30,17 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.planning.terms import terms_of
-from memopt.run.broken_calls import TookAnotherWay
 from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.planning_log import PlanningLog, shapes_of
-from memopt.run.recorded_calls import RecordedCalls
+from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
 from memopt.run.status import State, Status, planned_in_words
 from memopt.run.surroundings import Surroundings
-from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.training_state import set_generators
@@ -75,13 +73,12 @@ class TrainingCalls:
         )
         self.road = Road(self.planner, self.accumulation, self._recording)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
-        self.recorded = RecordedCalls(model, options, loss_fn, self.road, keeping)
+        self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
         self.status = Status(type(model).__name__)
         """The state after the latest call, which `_enter` alone changes."""
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
-        self._uncapturable = Uncapturable(model)
         self._log, self._plans_logged = PlanningLog(), 0
         self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
@@ -138,31 +135,19 @@ class TrainingCalls:
         self.planner.screen(under_way.call, under_way.crowded)
         # Under DDP the other ranks go on, so that no rank runs a call a second time.
         inputs, repeat = tensors_in(under_way.call), self.parallel.wrapper is None
-        return self._safety_net.run(partial(self._run_any_size, under_way), inputs, repeat=repeat)
+        return self._safety_net.run(partial(self._attempt, under_way), inputs, repeat=repeat)
 
-    def _run_any_size(self, under_way: UnderWay) -> Any:
+    def _attempt(self, under_way: UnderWay) -> Any:
         """Run a call; with new plans where it has sizes that those at hand do not serve."""
         try:
-            return self._run_once(under_way)
+            result = self.recorded.run(under_way)
         except SizeOutgrown:
             # A forward writes to buffers only at its end, so that the generators are all there is to undo.
             before = self._safety_net.before
             assert before is not None
             set_generators(before.generators, before.device)
             self._forget_plans()
-            return self._run_once(under_way)
-
-    def _run_once(self, under_way: UnderWay) -> Any:
-        """Run a call; one that could not be captured before is refused without trying again."""
-        self._uncapturable.check(under_way.call)
-        try:
             result = self.recorded.run(under_way)
-        except (TookAnotherWay, TooManyShapes):
-            raise
-        except CaptureError as error:
-            self._uncapturable.note(under_way.call, error)
-            self.recorded.forget_breaks()  # once the model has changed, it may be one region
-            raise
         if self.recorded.broken.ran_unplanned:
             self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result

@@ -211,23 +211,19 @@ class WholeCalls:
         return compile_call(self.to_capture(), backend, whole=True, symbols=self._symbols)
 
     def _call(self, call: Call) -> Any:
-        if self._has_symbols:
-            return self._call_compiled(call)
-        changing = markable(call, self._ceilings.changing(call)) if self._symbols else set()
-        self._marked |= changing
-        with marked(call, changing):
-            return self._call_compiled(call)
-
-    def _call_compiled(self, call: Call) -> Any:
-        is_first = not len(self._emitted)
-        try:
-            with rare_collections() if is_first else nullcontext():
+        """Run the code that Dynamo has compiled for a call, or has it compile some."""
+        changing = set()
+        if self._symbols and not self._has_symbols:
+            changing = markable(call, self._ceilings.changing(call))
+            self._marked |= changing
+        with marked(call, changing), nullcontext() if len(self._emitted) else rare_collections():
+            try:
                 return self._compiled(*call[0], **call[1])
-        except TooManyShapes:
-            self.forget()
-            self._captured.clear()
-            self._compiled = self._compile()
-            return self._compiled(*call[0], **call[1])
+            except TooManyShapes:
+                self.forget()
+                self._captured.clear()
+                self._compiled = self._compile()
+                return self._compiled(*call[0], **call[1])
 
 
 _MOST = 512

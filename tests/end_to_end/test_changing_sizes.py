@@ -14,7 +14,7 @@ from torch.export import Dim
 import memopt
 from examples.models.families import BY_NAME, loss_of
 from memopt.capture.region import RecordedRegion
-from memopt.run import calls_by_size
+from memopt.run import recorder
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.whole_calls import WholeCalls
 from memopt.solver import Portfolio
@@ -181,7 +181,7 @@ def test_a_model_that_insists_on_its_sizes_is_captured_for_each(captures: list[R
 def test_of_the_sizes_that_a_model_insists_on_those_used_last_are_kept(
     captures: list[RecordedRegion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls_by_size, "_MOST", 2)
+    monkeypatch.setattr(recorder, "_MOST_VALUES", 2)
     model = Insists().train()
     model.lengths = {length: 1 / length for length in range(2, 12)}
     plain = copy.deepcopy(model)

@@ -63,7 +63,7 @@ def again(job: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], memopt
 
     def step(text: bytes) -> memopt.Plan:
         file.write_bytes(text)
-        session_of(model).forward.recorded.whole.forget()
+        session_of(model).forward.recorded.forget()
         model.zero_grad(set_to_none=True)
         found = gradients(model, batch())
         assert all(map(torch.equal, found, expected))

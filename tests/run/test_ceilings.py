@@ -18,7 +18,7 @@ def test_the_input_bytes_of_a_plan_are_those_of_the_largest_sizes_whatever_batch
     found = []
     for count in (16, 100):
         call = ((rows(count),), {})
-        captured = calls.recorded.whole.capture(call)
+        captured = calls.recorded.capture_whole(call)
         assert captured is not None
         (_, _, account), *_ = calls.planner.candidates(captured, call, Situation(), calls.planner.search(Situation()))
         found.append(account.inputs)

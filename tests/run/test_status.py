@@ -69,13 +69,6 @@ def test_an_unplanned_model_says_why() -> None:
     assert "odd_models.py:" in status.reason
 
 
-def test_an_error_of_the_model_leaves_the_state_as_it_was() -> None:
-    model = memopt.optimize(make(), 1, **EXACT)
-    with pytest.raises(RuntimeError, match=r"shape|size"):
-        model(torch.randn(8, 31))
-    assert memopt.status(model).state in (State.NEW, State.REFUSED)
-
-
 def test_a_plain_model_has_no_status() -> None:
     with pytest.raises(ValueError, match="not optimised"):
         memopt.status(make())

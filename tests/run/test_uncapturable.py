@@ -12,7 +12,6 @@ import memopt
 from memopt.capture import dynamo
 from memopt.run import whole_calls
 from memopt.run.broken_calls import TookAnotherWay
-from memopt.run.uncapturable import Uncapturable
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
 
@@ -57,21 +56,6 @@ def test_refused_without_a_second_capture_until_the_model_changes(monkeypatch: p
     model(torch.ones(4, 8)).backward()
     assert len(captures) == 3
     assert memopt.plan_of(model).regions
-
-
-def test_errors_are_known_by_signature_code_and_settings() -> None:
-    model = Closed()
-    known, call = Uncapturable(model), ((torch.ones(4, 8),), {})
-    known.check(call)
-    known.note(call, memopt.CaptureError("no"))
-    with pytest.raises(memopt.CaptureError, match="no"):
-        known.check(call)
-    known.check(((torch.ones(5, 8),), {}))
-    model.forward = lambda x: x  # type: ignore[method-assign]
-    known.check(call)
-    del model.forward
-    model.eval()
-    known.check(call)
 
 
 class Growing(nn.Module):

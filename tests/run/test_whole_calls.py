@@ -14,7 +14,7 @@ CALL = ((X,), {})
 
 def test_capture_records_a_call_and_does_not_run_it() -> None:
     model = make()
-    call = calls_of(model).recorded.whole.capture(CALL)
+    call = calls_of(model).recorded.capture_whole(CALL)
     assert call is not None
     assert call.whole
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -23,9 +23,9 @@ def test_capture_records_a_call_and_does_not_run_it() -> None:
 def test_a_run_after_the_capture_finds_the_call_recorded() -> None:
     model = make()
     calls = calls_of(model)
-    call = calls.recorded.whole.capture(CALL)
+    call = calls.recorded.capture_whole(CALL)
     loss = calls(X)
-    assert calls.recorded.whole.capture(CALL) is call
+    assert calls.recorded.capture_whole(CALL) is call
     for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
         assert torch.equal(found, expected)
 
@@ -44,7 +44,7 @@ def test_another_situation_gets_code_of_its_own() -> None:
 
 def test_a_graph_break_is_said_and_nothing_runs() -> None:
     with pytest.raises(GraphBreak):
-        calls_of(make(breaks=True)).recorded.whole.capture(CALL)
+        calls_of(make(breaks=True)).recorded.capture_whole(CALL)
 
 
 def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
@@ -58,12 +58,12 @@ def test_tensors_keep_their_own_marks_of_changing_sizes() -> None:
     before = [*map(marks, batches)]
     for batch in batches:
         calls(batch).backward()
-    assert calls.recorded.whole._first._has_symbols  # type: ignore[attr-defined]
+    assert calls.recorded._first._has_symbols  # type: ignore[attr-defined]
     assert [*map(marks, batches)] == before
 
 
 def test_sizes_that_another_model_of_the_class_was_called_with_are_no_symbols() -> None:
     for rows in (48, 64, 40):
-        call = calls_of(make()).recorded.whole.capture(((X[:rows],), {}))
+        call = calls_of(make()).recorded.capture_whole(((X[:rows],), {}))
         assert call is not None
         assert not call.regions[0].changing

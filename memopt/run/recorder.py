@@ -1,0 +1,288 @@
+"""Records the training calls of a model with Dynamo, in one region or in several where it breaks the graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from memopt.capture.data_sizes import is_real
+from memopt.capture.dynamic_shapes import Place, declared_sizes
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
+from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
+from memopt.capture.on_fakes import PASSED_OVER
+from memopt.capture.region import CapturedCall
+from memopt.capture.rehearsal import cannot_capture
+from memopt.errors import CaptureError
+from memopt.planning.options import Options
+from memopt.planning.plan import Plan
+from memopt.planning.situation import Situation
+from memopt.progress import stage
+from memopt.recent import Recent
+from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
+from memopt.run.ceilings import Ceilings
+from memopt.run.keeping import Keeping
+from memopt.run.on_demand import Notice
+from memopt.run.road import Road
+from memopt.run.settings import Settings
+from memopt.run.tensor_parallel import check_unbroken
+from memopt.run.under_way import UnderWay
+from memopt.run.whole_calls import InsistsOnSizes, WholeCalls
+
+_MOST_BREAKS = 256
+"""The number of signatures that are remembered to break into regions."""
+_MOST_ERRORS = 64
+"""The number of calls that are remembered to have no graph."""
+_MOST_VALUES = 32
+"""The number of captures that are kept for values of sizes that the model insists on: those that were used last."""
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class Recorder:
+    """Records the training calls of one model, and runs them by their plans.
+
+    A call is tried as one region first. Where Dynamo breaks its graph, it is recorded in several regions, as are all
+    later calls of its signature; where it has no graph, the next such call is refused without trying again.
+
+    One recording with symbolic sizes serves all calls in one region, until the model turns out to insist on a size: its
+    code takes it as a constant, or branches on it. From then on each value of that size gets a recording of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, road: Road, keeping: Keeping
+    ) -> None:
+        self.model, self.options, self.loss_fn, self.road, self.keeping = model, options, loss_fn, road, keeping
+        self.planner = road.planner
+        self.ceilings = Ceilings(self.declared)
+        self._settings = Settings(model)
+        self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
+        """The reason why a call breaks into regions, by its signature."""
+        self._errors: Recent[tuple[str, int], str] = Recent(_MOST_ERRORS)
+        """Why a call cannot be captured, by its signature and the state of the model's code: the text alone, since an
+        error's traceback holds the inputs."""
+        self._terms: tuple[torch.dtype | None, bool] | None = None
+        """The dtype in which the model takes inputs, and whether all outputs are differentiated, in what is recorded:
+        each changes once at most, and all is recorded again then."""
+
+    def _start(self) -> None:
+        """Begin without any recording, in the present terms."""
+        self._terms = self._present_terms
+        self._notice = Notice()
+        self._first = self._new()
+        self._first_shapes: Recent[Shapes, bool] = Recent(_MOST_VALUES)
+        """The shapes of calls that the first recording in one region serves."""
+        self._own: Recent[tuple[int, ...], WholeCalls] = Recent(_MOST_VALUES)
+        """The recordings for values of the sizes that the model insists on, `Ceilings.fixed`."""
+        unplanned_allowed = "plain" in self.options.allow
+        self._broken = BrokenCalls(
+            self.model, self._to_capture(), self.road, self.keeping, unplanned_allowed=unplanned_allowed
+        )
+
+    def _new(self) -> WholeCalls:
+        """A recording of calls in one region, without any region yet."""
+        all_outputs = self.planner.differentiate_all
+        return WholeCalls(self._to_capture(), self.road, self.ceilings, self._notice, differentiate_all=all_outputs)
+
+    def _to_capture(self) -> Callable[[], Callable[..., Any]]:
+        return partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
+
+    @property
+    def _present_terms(self) -> tuple[torch.dtype | None, bool]:
+        return self.planner.proposing.floats, self.planner.differentiate_all
+
+    @property
+    def broken(self) -> BrokenCalls:
+        """The calls in several regions."""
+        if self._terms != self._present_terms:
+            self._start()
+        return self._broken
+
+    def _in_one_region(self) -> Iterable[WholeCalls]:
+        """All recordings of calls in one region."""
+        if self._terms != self._present_terms:
+            self._start()
+        return self._first, *(whole for _, whole in self._own.items())
+
+    @property
+    def breaks(self) -> bool:
+        """Whether any call is known to break into regions."""
+        return bool(len(self._breaks))
+
+    def forget(self) -> None:
+        """Drop all plans and emitted code, so that calls are planned again; recorded regions are kept."""
+        for whole in self._in_one_region():
+            whole.forget()
+        self.broken.forget()
+
+    def forget_plans(self, but: Plan | None) -> None:
+        """Drop all plans, of calls in several regions all but one; what is recorded is kept, and emitted regions of
+        calls in several."""
+        for whole in self._in_one_region():
+            whole.forget()
+        self.broken.forget_plans(but=but)
+
+    def take(self, earlier: Recorder) -> None:
+        """Take over what `earlier` has recorded, whose options differ in the budget alone; it records again if it is
+        called again."""
+        self._breaks, self.ceilings = earlier._breaks, earlier.ceilings
+        self.ceilings.declared = self.declared
+        if earlier._terms is None:
+            return
+        self._terms, earlier._terms = earlier._terms, None
+        self._notice, self._first, self._first_shapes = earlier._notice, earlier._first, earlier._first_shapes
+        self._own, self._broken = earlier._own, earlier._broken
+        for whole in (self._first, *(own for _, own in self._own.items())):
+            whole.travel_by(self.road)
+        self._broken.travel_by(self.road)
+
+    def run(self, under_way: UnderWay) -> Any:
+        """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
+        call = under_way.call
+        if len(self._errors) and (text := self._errors.get(self._state(call))):
+            raise CaptureError(text)
+        try:
+            reason = self._breaks.get(call_signature(call)) if self.breaks else None
+            if reason is None:
+                try:
+                    return self._by_size(call, lambda whole: whole.run(under_way))
+                except GraphBreak as broken:
+                    check_unbroken(self.model, str(broken))
+                    reason = self._breaks[call_signature(call)] = str(broken)
+            return self.broken.run(under_way, partial(self._in_regions, call, reason))
+        except (TookAnotherWay, TooManyShapes):
+            raise
+        except CaptureError as error:
+            self._errors[self._state(call)] = str(error)
+            self._breaks.clear()  # once the model has changed, it may be one region
+            raise
+
+    def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
+        """Have the first run of such a call in this situation use a plan that was made ahead."""
+        if captured.whole:
+            self._recording_for(call).planned(captured, situation, plan)
+        else:
+            self.broken.planned(captured, call, situation, plan)
+
+    def capture(self, call: Call) -> CapturedCall:
+        """Record a call without running it, so that the first run of such a call finds it recorded.
+
+        Raises `CaptureError`.
+        """
+        if self.needs_fakes(call):
+            return self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+        with stage("capturing"):
+            try:
+                captured = self.capture_whole(call)
+                if captured is not None:
+                    return captured
+                reason = PASSED_OVER
+            except GraphBreak as broken:
+                check_unbroken(self.model, str(broken))
+                reason = str(broken)
+        try:
+            return self._in_regions(call, reason)
+        except ValueError:  # ours, CaptureError among them
+            raise
+        except Exception as failure:  # the model's own: ahead of any step it says that it cannot be planned
+            error = f"{reason}; running past it failed: {in_brief_with_line(failure)}"
+            raise CaptureError(cannot_capture(self.model, error)) from failure
+
+    def capture_whole(self, call: Call) -> CapturedCall | None:
+        """Record a call as one region without running it; None where torch.compile passes it over. Raises
+        `GraphBreak`."""
+        if not all(map(is_real, tensors_in(call))):
+            call = with_zeros(call, self.planner.device())
+        found: CapturedCall | None = self._by_size(call, lambda whole: whole.capture(call))
+        return found
+
+    def needs_fakes(self, call: Call) -> bool:
+        """Whether a call is recorded on fake tensors: the model has no values, or will have another dtype, or the call
+        has none and will not run."""
+        if self.planner.proposing.narrowed is not None or not all(map(is_real, self.model.parameters())):
+            return True
+        runs_later = self.options.kept and not self.planner.screens
+        return not runs_later and not all(map(is_real, tensors_in(call)))
+
+    def declared(self, call: Call) -> dict[Place, int | None]:
+        """The places of a call whose sizes the user declares to change, and the largest size of each."""
+        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
+
+    def _in_regions(self, call: Call, reason: str) -> CapturedCall:
+        """Record the regions of a call that breaks: on its values where the model and the call have any; where plans
+        are not kept, on fakes, if it breaks there too, and no code between the regions needs values."""
+        real = all(map(is_real, (*self.model.parameters(), *tensors_in(call))))
+        only_fakes = not real or self.planner.proposing.narrowed is not None
+        if not real or not self.options.kept:
+            try:
+                on_fakes = self.planner.capture_on_fakes(call, self.planner.proposing.narrowed)
+            except CaptureError:
+                if only_fakes:
+                    raise
+            else:
+                if only_fakes or not on_fakes.whole:
+                    return on_fakes
+        with stage("capturing"):
+            return self.broken.capture(call, reason)
+
+    def _by_size(self, call: Call, run: Callable[[WholeCalls], Any]) -> Any:
+        """`run` with the recording that serves the sizes of a call in one region."""
+        whole = self._recording_for(call)
+        for _ in range(1 + sum(tensor.dim() for tensor in tensors_in(call))):
+            try:
+                result = run(whole)
+            except InsistsOnSizes as insists:
+                self._fix(call, insists.lines)
+                whole = self._own_of(call)
+                continue
+            self._fix(call, whole.insists)
+            return result
+        name = type(self.model).__name__
+        raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
+
+    def _recording_for(self, call: Call) -> WholeCalls:
+        """The recording that serves a call in one region."""
+        if self._terms != self._present_terms:
+            self._start()
+        if not self.ceilings.fixed:
+            self._first_shapes[_shapes(call)] = True
+            return self._first
+        key = self._values(_shapes(call))
+        known = any(self._values(shapes) == key for shapes, _ in self._first_shapes.items())
+        return self._first if known and key not in self._own else self._own_of(call)
+
+    def _own_of(self, call: Call) -> WholeCalls:
+        """The recording for this call's values of the sizes that the model insists on."""
+        key = self._values(_shapes(call))
+        if key not in self._own:
+            self._own[key] = self._new()
+        return self._own[key]
+
+    def _values(self, shapes: Shapes) -> tuple[int, ...]:
+        """The values of the sizes that the model insists on; -1 for one that the call does not have."""
+        has = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
+        return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.ceilings.fixed))
+
+    def _fix(self, call: Call, lines: Mapping[Place, str]) -> None:
+        """Note the sizes that the model insists on; said once for each."""
+        for place in lines.keys() - self.ceilings.fixed:
+            self._own.clear()  # their keys lack this size
+            self.ceilings.fixed.add(place)
+            name = f"{leaf_name(call, place[0])}.shape[{place[1]}]"
+            warnings.warn(
+                f"{type(self.model).__name__} insists on {name} at {lines[place]}: each value of it is captured and "
+                f"planned by itself, and the {_MOST_VALUES} used last are kept; pad batches to few sizes, or make that "
+                "line independent of the size",
+                stacklevel=2,
+            )
+
+    def _state(self, call: Call) -> tuple[str, int]:
+        return call_signature(call), self._settings.number()
+
+
+def _shapes(call: Call) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(call))
