@@ -72,14 +72,14 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         backend: "aten": planned graphs run as plain ATen operators, bitwise as the plain model's; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
             the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
-        outputs: "loss" (default): of a model that returns its loss only that is differentiated; a scalar into which
-            other outputs do not flow (a learned temperature, a commitment loss) is no loss, and all outputs are
-            differentiated then. What only the loss needs of the other outputs (logits) is not held: it comes back as a
-            tensor that is computed when it is first looked at, with the plain model's value, beside the budget; look at
-            it before `optimizer.step()`, or it raises `StaleOutputError`. Sizes and dtype can be read at any time. The
-            first gradient into such an output is computed by a second forward, beside the budget, and later calls are
-            planned as with "all"; where that is impossible it raises `UnplannedGradientError`. "all": all outputs are
-            differentiated, and held; "loss_only" is an older name of "loss".
+        outputs: "loss" (default): of a model that returns its loss only that is differentiated; a scalar that is not
+            computed from all parameters of the other outputs (a learned temperature, a commitment loss) is no loss, and
+            all outputs are differentiated then. What only the loss needs of the other outputs (logits) is not held: it
+            comes back as a tensor that is computed when it is first looked at, with the plain model's value, beside the
+            budget; look at it before `optimizer.step()`, or it raises `StaleOutputError`. Sizes and dtype can be read
+            at any time. The first gradient into such an output is computed by a second forward, beside the budget, and
+            later calls are planned as with "all"; where that is impossible it raises `UnplannedGradientError`. "all":
+            all outputs are differentiated, and held; "loss_only" is an older name of "loss".
         dynamic: sizes that change from batch to batch, nested like the batch as in `torch.export`: `{"input_ids": {1:
             Dim("length", max=2048)}}`. The call is then captured once and planned for the largest sizes; smaller ones
             run by the same plan, or by one of a few for smaller batches. Without it, a size becomes such a one when a

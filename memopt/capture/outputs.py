@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from memopt.compat.autograd import keeps_graph, note_reached
 from memopt.errors import UnplannedGradientError
@@ -14,12 +14,12 @@ from passes import copy_graph_module
 
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Detach the outputs that are not scalars, provided that the differentiable scalars among them are the loss: what
-    else the model returns flows into them, or is computed from such a value alone.
+    """Detach the outputs that are not scalars, provided that the differentiable scalars among them are the loss: they
+    are computed from all parameters that other outputs are computed from.
 
     Otherwise autograd would materialise a zero gradient for each of them (the logits of a language model, every key and
-    value of its cache) and the graph would carry it through the backward. A scalar into which another output does not
-    flow (a learned temperature, a commitment loss, a balance between experts) is a part of a loss that the caller
+    value of its cache) and the graph would carry it through the backward. A scalar that some of these parameters do not
+    change (a learned temperature, a commitment loss, a balance between experts) is a part of a loss that the caller
     computes: then all outputs are differentiated. Edits the graph; returns the positions of the detached outputs. A
     gradient that does arrive at one of them is computed by a second forward: see `hand_out`.
     """
@@ -32,8 +32,8 @@ def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
         if isinstance(node, fx.Node) and _requires_grad(node.meta.get("example_value"))
     }
     large = {position: node for position, node in differentiable.items() if node.meta["example_value"].dim() > 0}
-    within = _flows_into([node for position, node in differentiable.items() if position not in large])
-    if not all(_is_computed_from(node, within) for node in large.values()):
+    scalars = [node for position, node in differentiable.items() if position not in large]
+    if not _computed_from(large.values()) <= _computed_from(scalars):
         return frozenset()
     with graph_module.graph.inserting_before(output):
         detached = {position: graph_module.graph.call_method("detach", (node,)) for position, node in large.items()}
@@ -42,35 +42,16 @@ def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
     return frozenset(large)
 
 
-def _flows_into(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes whose gradients depend on those of `nodes`, these included."""
-    found, waiting = set[fx.Node](), list(nodes)
+def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The parameters, frozen ones too, and the other differentiable inputs that nodes are computed from."""
+    seen, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [one for one in node.all_input_nodes if any(map(_requires_grad, _leaves_of(one)))]
-    return found
-
-
-def _is_computed_from(node: fx.Node, values: Collection[fx.Node]) -> bool:
-    """Whether a node is among these values, or a function of one that the model has computed, and of no other tensor: a
-    view, a part, probabilities."""
-    while node not in values:
-        tensors = [one for one in node.all_input_nodes if not isinstance(one.meta.get("example_value"), _NUMBERS)]
-        if len(tensors) != 1 or not tensors[0].op.startswith("call_"):
-            return False
-        (node,) = tensors
-    return True
-
-
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _leaves_of(node: fx.Node) -> list[Any]:
-    """The value of a node, or the values in it."""
-    value = node.meta.get("example_value")
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    inputs = ((node, node.meta.get("example_value")) for node in seen if node.op == "placeholder")
+    return {node for node, value in inputs if isinstance(value, nn.Parameter) or _requires_grad(value)}
 
 
 def keeping_dtypes(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -19,6 +19,7 @@ def region(*returned: str | None, of: Mapping[str, tuple[str, ...]] | None = Non
     examples = {
         "x": torch.zeros(2, 3),
         "weight": nn.Parameter(torch.zeros(3, 5)),
+        "head": nn.Parameter(torch.zeros(3, 5), requires_grad=False),
         "hidden": torch.zeros(2, 3, requires_grad=True),
         "logits": torch.zeros(2, 5, requires_grad=True),
         "cut": torch.zeros(1, 5, requires_grad=True),
@@ -27,8 +28,8 @@ def region(*returned: str | None, of: Mapping[str, tuple[str, ...]] | None = Non
         "auxiliary": torch.zeros((), requires_grad=True),
         "accuracy": torch.zeros(()),
     }
-    sources = {"x": (), "weight": (), "cut": ("logits",)}
-    sources |= {"hidden": ("x", "weight"), "logits": ("hidden", "weight"), "tokens": ("x",), "accuracy": ("x",)}
+    sources = {"x": (), "weight": (), "head": (), "cut": ("logits",)}
+    sources |= {"hidden": ("x", "weight"), "logits": ("hidden", "head"), "tokens": ("x",), "accuracy": ("x",)}
     sources |= {"loss": ("logits", "tokens"), "auxiliary": ("logits",), **(of or {})}
     nodes: dict[str, fx.Node] = {}
     for name in examples:
@@ -53,8 +54,9 @@ def test_golden() -> None:
         """\
 input x
 input weight
+input head
 hidden = relu(x, weight)
-logits = relu(hidden, weight)
+logits = relu(hidden, head)
 tokens = relu(x)
 loss = relu(logits, tokens)
 detach = call_method.detach(logits)
@@ -64,16 +66,17 @@ return (loss, detach, tokens, None, detach_1)""",
     assert ".detach()" in module.code, "the module is recompiled"
 
 
-def test_a_view_of_what_flows_into_the_loss_is_detached() -> None:
-    assert detach_all_but_loss(region("loss", "cut")) == frozenset({1})
+@pytest.mark.parametrize("of", [{}, {"cut": ("hidden",)}])
+def test_what_does_not_flow_into_the_loss_is_detached(of: Mapping[str, tuple[str, ...]]) -> None:
+    """A part of the logits, and a recurrent state: the loss is computed from all of their parameters."""
+    assert detach_all_but_loss(region("loss", "cut", of=of)) == frozenset({1})
 
 
 @pytest.mark.parametrize(
     "of",
     [
         pytest.param({"auxiliary": ("weight",)}, id="a learned temperature"),
-        pytest.param({"auxiliary": ("hidden", "tokens")}, id="a commitment loss"),
-        pytest.param({"auxiliary": ("cut",), "cut": ("hidden", "weight")}, id="a second head"),
+        pytest.param({"auxiliary": ("hidden", "tokens")}, id="a commitment loss before a frozen decoder"),
     ],
 )
 def test_a_scalar_that_is_no_loss(of: Mapping[str, tuple[str, ...]]) -> None:

@@ -67,16 +67,6 @@ class Quantised(nn.Module):
         return F.mse_loss(output, x) + (0.0 if only_outputs else commitment)
 
 
-class Encoder(Quantised):
-    """A quantised encoder whose decoder is another model."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.quantised(self.encoder(x))
-
-    def loss(self, outputs: Any, x: Tensor, *, only_outputs: bool) -> Tensor:
-        return outputs[0].square().mean() + (0.0 if only_outputs else outputs[2])
-
-
 class Experts(nn.Module):
     """Logits, and a loss that balances the experts."""
 
@@ -114,7 +104,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a temperature": Contrastive,
     "a commitment loss": lambda: Quantised(loss_first=False),
     "a commitment loss, first": lambda: Quantised(loss_first=True),
-    "an encoder's commitment loss": lambda: Encoder(loss_first=False),
     "a balance of experts": Experts,
     "a divergence": Variational,
 }
