@@ -41,8 +41,10 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
 
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
     if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they come.
-    Without `example_inputs`, a call whose plain step fits the budget runs plain. Called again with another budget and
-    otherwise the same options, it plans from the graphs that are captured already.
+    Without `example_inputs`, a call whose plain step fits the budget runs plain, unless a plan is to do more than save
+    memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA), calibration,
+    levers on the optimiser. Called again with another budget and otherwise the same options, it plans from the graphs
+    that are captured already.
 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.
@@ -53,12 +55,13 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         optimizer: the optimiser that will step (default AdamW): a class, an instance, a name, or None to leave it out
             of the account.
         precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
-            loss scale: `TrainStep` has one), else fp32; "fp32": bitwise the plain model's numbers; "bf16" or "fp16":
-            each operator gets the dtype that suits it, and parameters stay in fp32; "search": starts from the choices
-            of bf16 (fp16 where the device has only that) and improves them by a minimum cut over time, saved bytes,
-            casts and rounding; or rules, a dtype by operator, module or node name: `{"default": "bf16", "lm_head":
-            "fp32", "softmax": "fp32"}`. Within the caller's own `torch.autocast`, "auto" and "fp32" leave dtypes to it;
-            all others replace it.
+            loss scale: `TrainStep` has one), else fp32, for the calls that are planned; "fp32": bitwise the plain
+            model's numbers; "bf16" or "fp16": each operator gets the dtype that suits it, and parameters stay in fp32;
+            "search": starts from the choices of bf16 (fp16 where the device has only that) and improves them by a
+            minimum cut over time, saved bytes, casts and rounding; or rules, a dtype by operator, module or node name:
+            `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. What the model returns has the plain model's
+            dtypes in all of them. Within the caller's own `torch.autocast`, "auto" and "fp32" leave dtypes to it; all
+            others replace it.
         allow: names of the levers that a plan may use, `memopt.DEFAULT_LEVERS` unless told otherwise; to add to them,
             give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS` says of each what it does, how exact it is and
             what it costs. With `{"recompute", "reinplace"}` and precision "fp32", losses and gradients are bitwise the

@@ -51,8 +51,9 @@ class InsertCasts(Pass):
 
     keeps_signature: ClassVar[bool] = False
     assignment: Mapping[str, torch.dtype]
-    keep_outputs: bool = True
-    """Cast the graph's outputs back to the dtype that they had."""
+    outputs: tuple[torch.dtype | None, ...] | None = None
+    """For each of the graph's outputs, the dtype that it is cast to, or None for any; None where all are cast back to
+    the dtypes that they had."""
 
     def __repr__(self) -> str:
         dtypes = [str(dtype).removeprefix("torch.") for dtype in self.assignment.values()]
@@ -61,7 +62,7 @@ class InsertCasts(Pass):
 
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
         super().ensures(before, after)
-        if self.keep_outputs:
+        if self.outputs is None:
             check_signature(before, after)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
@@ -71,11 +72,22 @@ class InsertCasts(Pass):
             for node in list(graph.nodes):
                 if node.op == "call_function":
                     self._retype(node, given)
-                elif node.op == "output" and self.keep_outputs:
-                    for source in node.all_input_nodes:
-                        if _floating(source) and source.meta["val"].dtype != given[source].dtype:
-                            node.replace_input_with(source, _cast(graph, node, source, given[source].dtype))
+                elif node.op == "output":
+                    self._cast_outputs(node, given)
         return graph_module
+
+    def _cast_outputs(self, output: Node, given: Mapping[Node, Any]) -> None:
+        results = list(output.args[0])  # type: ignore[arg-type]
+        cast: dict[tuple[Node, torch.dtype], Node] = {}
+        for number, source in enumerate(results):
+            if not (isinstance(source, Node) and _floating(source)):
+                continue
+            dtype = given[source].dtype if self.outputs is None else self.outputs[number]
+            if dtype not in (None, source.meta["val"].dtype):
+                if (source, dtype) not in cast:
+                    cast[source, dtype] = _cast(output.graph, output, source, dtype)
+                results[number] = cast[source, dtype]
+        output.args = (tuple(results),)
 
     def _retype(self, node: Node, given: dict[Node, Any]) -> None:
         dtype = self.assignment.get(node.name)

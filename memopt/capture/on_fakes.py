@@ -38,14 +38,18 @@ def capture_on_fakes(
     Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`.
     """
     mode = new_fake_mode()
-    to_capture = partial(training_call, model, loss_fn, narrowed.dtype if narrowed else None)
+    floats = narrowed.dtype if narrowed else None
+    to_capture = partial(training_call, model, loss_fn, floats)
     with torch.enable_grad(), fake_parameters(model, mode, device, narrowed) as fakes:
         args, kwargs = fake_call(call, mode, device)
         ids = _real_ids(fakes)
         found: list[RecordedRegion] = []
 
         def record_whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            found.append(RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, real_ids=ids))
+            region = RecordedRegion.record(
+                graph_module, inputs, differentiate_all=differentiate_all, real_ids=ids, narrowed=floats
+            )
+            found.append(region)
             keep_nodes(graph_module)
             raise _Recorded
 
@@ -78,7 +82,7 @@ def _capture_regions(
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with rehearsal.between.planned():
-            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, whole=False, real_ids=ids)
+            region = RecordedRegion.record(graph_module, inputs, differentiate_all=True, real_ids=ids)
         return lambda *values: rehearsal.run(region, values)
 
     parts = compile_call(forward, record_part, whole=False)

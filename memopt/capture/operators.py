@@ -37,8 +37,9 @@ class OperatorGraph:
     author_typed: frozenset[str] = frozenset()
     """Names of the nodes inside `torch.autocast` blocks that the model itself opens. Their dtypes are the author's
     choice, also in blocks that disable autocast."""
-    keeps_output_dtypes: bool = False
-    """Whether what it returns must have the dtypes that it has here, whatever it is computed in."""
+    result_dtypes: tuple[torch.dtype | None, ...] | None = None
+    """For each result, the dtype that it is returned in, whatever it is computed in, or None for any; None where all
+    are returned in the dtypes that they have here."""
 
 
 @dataclass(frozen=True)

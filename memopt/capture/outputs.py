@@ -54,29 +54,35 @@ def _computed_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {node for node, value in inputs if isinstance(value, nn.Parameter) or _requires_grad(value)}
 
 
-def keeping_dtypes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph which casts its outputs to the dtypes that they have, for where it runs under autocast.
+def keeping_dtypes(graph_module: fx.GraphModule, dtypes: Sequence[torch.dtype | None]) -> fx.GraphModule:
+    """A copy of a graph which casts its outputs to these dtypes, for where it runs under autocast; None is for any.
 
-    It is for regions whose outputs go to code that runs as its author wrote it: outside of autocast, most operators
-    refuse operands of two dtypes, and losses sum in the dtype of their input.
+    They go to code that runs as its author wrote it: outside of autocast, most operators refuse operands of two dtypes,
+    and losses sum in the dtype of their input.
     """
     copied = copy_graph_module(graph_module)
     output = copied.graph.output_node()
-    results = output.args[0]
-    assert isinstance(results, (tuple, list))
+    results = list(output.args[0])  # type: ignore[arg-type]
     with copied.graph.inserting_before(output):
-        cast: dict[Any, fx.Node] = {}
-        for node in dict.fromkeys(results):
-            if isinstance(node, fx.Node) and node.op != "placeholder" and _has_floats(node.meta.get("example_value")):
-                cast[node] = copied.graph.call_method("to", (node, node.meta["example_value"].dtype))
-                cast[node].meta.update(node.meta)
-    output.args = (tuple(cast.get(node, node) for node in results),)
+        cast: dict[fx.Node, fx.Node] = {}
+        for number, (node, dtype) in enumerate(zip(results, dtypes, strict=True)):
+            if dtype is not None and node.op != "placeholder":
+                if node not in cast:
+                    cast[node] = copied.graph.call_method("to", (node, dtype))
+                    cast[node].meta.update(node.meta)
+                results[number] = cast[node]
+    output.args = (tuple(results),)
     copied.recompile()
     return copied
 
 
-def _has_floats(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def example_of(result: Any) -> torch.Tensor | None:
+    """The fake tensor that Dynamo traced a region's result with, detached or not; None where it is no tensor."""
+    if not isinstance(result, fx.Node):
+        return None
+    node = result if "example_value" in result.meta else next(iter(result.args), None)
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _requires_grad(value: Any) -> bool:

@@ -18,7 +18,7 @@ from memopt.capture.data_sizes import DataSizes, Observed, match, without_limit
 from memopt.capture.input_gradients import drop_requires_grad
 from memopt.capture.nested_regions import inline_nested_regions
 from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import detach_all_but_loss, keeping_dtypes
+from memopt.capture.outputs import detach_all_but_loss, example_of, keeping_dtypes
 from memopt.capture.settled_numbers import settle_numbers
 from memopt.capture.shards import check_shards
 from memopt.capture.surrounding_autocast import SurroundingAutocast
@@ -52,12 +52,11 @@ class RecordedRegion:
     tracing_context: Callable[[], AbstractContextManager[Any]] = field(repr=False)
     withheld: Withheld | None = None
     """The outputs that the graph does not return; None where it returns all of them."""
-    whole: bool = True
-    """Whether it is all of a call; else its outputs go to the code between regions, in the dtypes that they have in the
-    plain model."""
     plain: fx.GraphModule | None = field(default=None, repr=False)
     """The graph with all outputs, differentiable as in the plain model; None where no output is detached or withheld,
     and where a second run of it would exchange values with other ranks."""
+    narrowed: torch.dtype | None = None
+    """The dtype that a lever has cast the model's fp32 parameters to; None where there is none."""
     autocast: SurroundingAutocast = field(default_factory=SurroundingAutocast.now)
     """The autocast around the region, under which it is traced."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
@@ -72,17 +71,18 @@ class RecordedRegion:
         inputs: Sequence[Any],
         *,
         differentiate_all: bool,
-        whole: bool = True,
         real_ids: Mapping[int, int] | None = None,
+        narrowed: torch.dtype | None = None,
     ) -> RecordedRegion:
-        """Record a region, in Dynamo's backend; `whole` says whether it is all of a call.
+        """Record a region, in Dynamo's backend.
 
         Edits the graph: nested regions are inlined, numbers that Dynamo guards on become constants, calls of
         `requires_grad_` are removed, and unless `differentiate_all`, all outputs but the loss are detached, and large
         ones withheld.
 
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
-        fake parameter to that of the model's own. Raises `GraphBreak` where a value that calls `requires_grad_` is
+        fake parameter to that of the model's own. With `narrowed`, the dtype that a lever casts an fp32 model to, what
+        it computes in that is returned in fp32. Raises `GraphBreak` where a value that calls `requires_grad_` is
         returned, and `CaptureError` where a value that is spread over ranks comes in or goes out.
         """
         inline_nested_regions(graph_module)
@@ -97,7 +97,7 @@ class RecordedRegion:
         forget_erased(graph_module.graph)
         known = real_ids or {}
         ids = {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs)}
-        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, whole, plain)
+        return cls(graph_module, ids, undifferentiated, tracing_again(), withheld, plain, narrowed)
 
     @property
     def parameters(self) -> frozenset[int]:
@@ -118,9 +118,27 @@ class RecordedRegion:
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
-        """The graph to run under autocast that the model does not have: it returns what goes to the code between
-        regions in the dtypes that it has in the plain model."""
-        return self.graph_module if self.whole else keeping_dtypes(self.graph_module)
+        """The graph to run under autocast that the model does not have: it returns what goes to other code in the
+        dtypes that it has in the plain model."""
+        return keeping_dtypes(self.graph_module, self.result_dtypes)
+
+    @cached_property
+    def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """For each result, the dtype that the plain model gives it; None for what is no floating-point tensor, and for
+        values that outputs are computed from on demand, which may have any."""
+        (results,) = self.graph_module.graph.output_node().args
+        examples = list(map(example_of, results))  # type: ignore[arg-type]
+        returned = len(examples if self.withheld is None else self.withheld.returned)
+        return tuple(
+            self.plain_dtype(example.dtype) if number < returned and example is not None else None
+            for number, example in enumerate(examples)
+        )
+
+    def plain_dtype(self, traced: torch.dtype) -> torch.dtype | None:
+        """The floating dtype that the plain model gives a result for the one that was traced; None for others."""
+        if not traced.is_floating_point:
+            return None
+        return torch.float32 if traced == self.narrowed else traced
 
     @cached_property
     def wrapped(self) -> frozenset[int]:
@@ -199,7 +217,7 @@ class RecordedRegion:
         if key not in self._operator_graphs:
             with self.tracing():
                 graph = operator_graph(self.graph_module, self.inputs, self.parameters, planned_for)
-            self._operator_graphs[key] = replace(graph, keeps_output_dtypes=not self.whole)
+            self._operator_graphs[key] = replace(graph, result_dtypes=self.result_dtypes)
         return self._operator_graphs[key]
 
 
@@ -308,10 +326,8 @@ class CapturedCall:
     def output_bytes(self) -> int:
         """The bytes of the tensors that the last region returns."""
         (results,) = self.runs[-1].region.graph_module.graph.output_node().args
-        nodes = [node for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
-        detached = (node if "example_value" in node.meta else node.args[0] for node in nodes)
-        values = (node.meta.get("example_value") for node in detached if isinstance(node, fx.Node))
-        return sum(storage_bytes(value) for value in values if isinstance(value, torch.Tensor))
+        values = map(example_of, results)  # type: ignore[arg-type]
+        return sum(storage_bytes(value) for value in values if value is not None)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class _Sample:
 
     def whole(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for a call that is one region: runs it here, so that none of the model's Python code runs."""
-        run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all, whole=True)
+        run = self._runner(graph_module, inputs, differentiate_all=self.differentiate_all)
         if run is not None:
             run(*inputs)
         raise _Done
@@ -68,7 +68,7 @@ class _Sample:
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend for one of several regions: its outputs require gradients where the model's do, but have no
         backward."""
-        run = self._runner(graph_module, inputs, differentiate_all=True, whole=False) or graph_module.forward
+        run = self._runner(graph_module, inputs, differentiate_all=True) or graph_module.forward
         (results,) = graph_module.graph.output_node().args
         known = [node.meta.get("example_value") for node in results]  # type: ignore[union-attr]
         differentiable = tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in known)
@@ -80,10 +80,10 @@ class _Sample:
         return region
 
     def _runner(
-        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool, whole: bool
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
     ) -> Callable[..., Any] | None:
         """A function that runs a region's operator graph; None where it has none."""
-        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, whole=whole)
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all)
         if not torch.is_grad_enabled():
             return None
         try:

@@ -85,7 +85,7 @@ class BrokenCalls:
         """The numbers of the tensors of calls that forwards were seen to write to."""
         self._plans_freed = 0
         """The number of plans that were made when solvers were last freed."""
-        self._backend = recording(self, differentiate_all=True, whole=False)
+        self._backend = recording(self, differentiate_all=True)
         self._compiled = compile_call(to_capture(), self._backend, whole=False, symbols=True)
 
     def capture(self, call: Call, reason: str) -> CapturedCall:

@@ -74,13 +74,14 @@ def run_withholding(
     outputs: dict[int, Any] = dict(zip(withheld.returned, values, strict=False))
     taken = dict(zip(withheld.taken, values[len(withheld.returned) :], strict=True))
     for group in withheld.groups:
+        dtypes = [region.plain_dtype(example.dtype) or example.dtype for example in group.examples]
         start = taken[group.head.taken] if group.head and group.head.taken else None
-        later = _Later(group, inputs, start, generators, notice)
+        later = _Later(group, dtypes, inputs, start, generators, notice)
         forward.until_backward(later, later.start_bytes)
         symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
         for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
             sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
-            outputs[position] = OnDemand(_Value(later, number), *sizes, example.dtype, example.device)
+            outputs[position] = OnDemand(_Value(later, number), *sizes, dtypes[number], example.device)
     return [outputs[position] for position in range(len(outputs))]
 
 
@@ -88,9 +89,15 @@ class _Later:
     """The computation of a group of outputs for one call, with what it reads."""
 
     def __init__(
-        self, group: Group, inputs: Sequence[Any], start: torch.Tensor | None, generators: Any, notice: Notice
+        self,
+        group: Group,
+        dtypes: Sequence[torch.dtype],
+        inputs: Sequence[Any],
+        start: torch.Tensor | None,
+        generators: Any,
+        notice: Notice,
     ) -> None:
-        self.group, self.start, self.generators, self.notice = group, start, generators, notice
+        self.group, self.dtypes, self.start, self.generators, self.notice = group, dtypes, start, generators, notice
         read = {number for piece in (group.head, group.forward) if piece for number in piece.inputs}
         self.inputs = {number: inputs[number] for number in read}
         self.states = {number: _state(value) for number, value in self.inputs.items()}
@@ -143,7 +150,8 @@ class _Later:
             if piece.draws:
                 set_generators(self.generators, self.device)
             with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
-                return piece.run(arguments)
+                results = piece.run(arguments)
+                return [result.to(dtype) for result, dtype in zip(results, self.dtypes, strict=True)]
         finally:
             set_generators(now, self.device)
 

@@ -261,12 +261,11 @@ class PlainCalls:
         return MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
 
     def _nothing_else_wanted(self) -> bool:
-        """Whether a plan would only save memory: no precision, passes, compiler or optimiser levers are wanted."""
+        """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision
+        that was named: "auto" chooses one for the plans that there are."""
         planner = self.planner
-        rewriting = planner.rewriting
         return not (
-            rewriting.autocast is not None
-            or rewriting.deciders
+            (planner.options.precision != "auto" and planner.rewriting)
             or planner.options.passes
             or planner.options.calibrate
             or planner.options.hardware

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from memopt.capture.region import RecordedRegion
@@ -31,13 +32,13 @@ class RegionStub:
 
 
 def recording(
-    owner: RunsRegions, *, differentiate_all: bool, whole: bool
+    owner: RunsRegions, *, differentiate_all: bool, narrowed: torch.dtype | None = None
 ) -> Callable[[fx.GraphModule, Sequence[Any]], RegionStub]:
     """A Dynamo backend that records each region and leaves a stub for it; the arguments are those of
     `RecordedRegion.record`."""
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> RegionStub:
-        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, whole=whole)
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
         return RegionStub(region, owner)
 
     return backend

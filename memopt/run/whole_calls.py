@@ -207,7 +207,8 @@ class WholeCalls:
         return self._captured[key]
 
     def _compile(self) -> Callable[..., Any]:
-        backend = recording(self, differentiate_all=self.differentiate_all, whole=True)
+        narrowed = self.road.planner.proposing.floats
+        backend = recording(self, differentiate_all=self.differentiate_all, narrowed=narrowed)
         return compile_call(self.to_capture(), backend, whole=True, symbols=self._symbols)
 
     def _call(self, call: Call) -> Any:

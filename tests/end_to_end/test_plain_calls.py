@@ -126,12 +126,34 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
     assert pending.held_bytes == 0
 
 
-def test_what_else_a_plan_does_is_planned(captures: list[RecordedRegion]) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "search", {"default": "bf16"}])
+def test_what_else_a_plan_does_is_planned(precision: Any, captures: list[RecordedRegion]) -> None:
     family = BY_NAME["gpt2-sdpa"]
     model = family.make()
-    memopt.optimize(model, 1, precision="bf16")
+    memopt.optimize(model, 1, precision=precision)
     train(model, [family.batch("usual")])
     assert len(captures) == 1
+
+
+def test_no_precision_is_chosen_for_a_call_that_fits(
+    captures: list[RecordedRegion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default, "auto", chooses the precision of plans."""
+    monkeypatch.setattr("memopt.rewrite.precision.devices._this_cpu_has_bf16", lambda: True)
+    family = BY_NAME["gpt2-sdpa"]
+    batches = [family.batch("usual")] * 2
+    plain = family.make()
+    model = copy.deepcopy(plain)
+    memopt.optimize(model, 1)
+    assert train(model, batches) == train(plain, batches)
+    assert not captures
+    assert "run as the plain model does" in memopt.plan_of(model).notes[-1]
+    tight = copy.deepcopy(plain)
+    memopt.optimize(tight, 0.9 * plain_peak(plain, batches[0]))
+    captures.clear()
+    train(tight, batches)
+    assert len(captures) == 1
+    assert any("ops in bf16" in note for note in memopt.plan_of(tight).notes)
 
 
 def test_the_count_leaves_no_trace() -> None:

@@ -43,10 +43,14 @@ def test_an_operator_without_assignment_gets_what_it_got() -> None:
     assert [node.meta["val"].dtype for node in after.graph.nodes if node.name == "t"] == [BF16]
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_outputs(keep: bool) -> None:
-    after = InsertCasts({"linear": BF16, "exp": BF16}, keep_outputs=keep)(layer())
-    assert after.graph.output_node().all_input_nodes[0].meta["val"].dtype == (FP32 if keep else BF16)
+@pytest.mark.parametrize("dtypes", [None, (None, None), (FP32, None), (FP32, FP32), (torch.float64, BF16)])
+def test_outputs(dtypes: tuple[torch.dtype | None, ...] | None) -> None:
+    layers = layer()
+    (exp,) = layers.graph.output_node().args[0]
+    layers.graph.output_node().args = ((exp, exp),)
+    after = InsertCasts({"linear": BF16, "exp": BF16}, outputs=dtypes)(layers)
+    found = [node.meta["val"].dtype for node in after.graph.output_node().args[0]]
+    assert found == [dtype or BF16 for dtype in dtypes or (FP32, FP32)]
 
 
 def test_numbers_and_gradients_equal_the_hand_cast_ones() -> None:
@@ -69,7 +73,7 @@ def test_masks_stay_finite(low: torch.dtype) -> None:
     zeros = sketch.call(aten.zeros.default, [])
     mask = sketch.call(aten.where.ScalarOther, seen, zeros, torch.finfo(FP32).min)
     before = sketch.returns(sketch.call(aten.add.Tensor, scores, mask), mask)
-    after = InsertCasts({"add": low}, keep_outputs=False)(before)
+    after = InsertCasts({"add": low}, outputs=(None,))(before)
     masked, _ = after(torch.zeros(2, 3, 3), torch.zeros(3, 3, dtype=torch.bool))
     assert masked.dtype == low
     assert torch.isfinite(masked).all()
@@ -78,7 +82,7 @@ def test_masks_stay_finite(low: torch.dtype) -> None:
 def test_a_sum_reads_16_bits_and_gives_fp32_without_a_cast() -> None:
     sketch = Sketch()
     x = sketch.input("x", 4, dtype=BF16)
-    after = InsertCasts({"sum_1": FP32}, keep_outputs=False)(sketch.returns(sketch.call(aten.sum.default, x)))
+    after = InsertCasts({"sum_1": FP32}, outputs=(None,))(sketch.returns(sketch.call(aten.sum.default, x)))
     assert "to.dtype" not in format_graph(after)
     (found,) = after(torch.full((4,), 0.1, dtype=BF16))
     assert found.dtype == FP32
@@ -89,7 +93,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
     image = sketch.input("image", 2, 3, 4, 4)
     rest = [sketch.input(name, 3) for name in ("weight", "bias", "mean", "variance")]
     norm = sketch.call(aten.batch_norm.default, image, *rest, True, 0.1, 1e-5, False)
-    after = InsertCasts({"batch_norm": BF16}, keep_outputs=False)(sketch.returns(norm))
+    after = InsertCasts({"batch_norm": BF16}, outputs=(None,))(sketch.returns(norm))
     assert format_graph(after).count("to.dtype") == 1
 
 
@@ -98,7 +102,7 @@ def test_what_is_written_to_is_never_cast() -> None:
     total, part = sketch.input("total", 4), sketch.input("part", 4)
     low = sketch.call(aten.neg.default, part)
     sketch.call(aten.add_.Tensor, total, low)
-    after = InsertCasts({"neg": BF16, "add_": BF16}, keep_outputs=False)(sketch.returns(total))
+    after = InsertCasts({"neg": BF16, "add_": BF16}, outputs=(None,))(sketch.returns(total))
     held = torch.zeros(4)
     after(held, torch.ones(4))
     assert held.tolist() == [-1.0] * 4

@@ -46,8 +46,7 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
 class DecidePrecision:
     """Decides the dtype of each operator of a region, and names the passes that apply it.
 
-    What the graph returns keeps the dtype that it is computed in, as under autocast, unless other code of the model
-    takes it.
+    What the model's caller gets has the dtype that the plain model gives it.
     """
 
     low: torch.dtype
@@ -64,7 +63,7 @@ class DecidePrecision:
         if self.left_to_autocast:
             return Decision(Pipeline((), label=LABEL), notes=("torch.autocast is on: dtypes are left to it",))
         plan = self.plan(graph)
-        passes = InsertCasts(plan.assignment, keep_outputs=graph.keeps_output_dtypes), MergeCasts(), EliminateDeadCode()
+        passes = InsertCasts(plan.assignment, outputs=graph.result_dtypes), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         notes, unmatched = (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
         return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
