@@ -90,7 +90,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
-        return func(*args, **kwargs)
+        return LiveBytes.run(self, func, args, kwargs)
 
 
 class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode
 from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
 from memopt.device.generator_states import states_reported
 from memopt.device.op_call import tensors_in
@@ -72,7 +72,8 @@ class LiveBytes(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
-        return func(*args, **kwargs)
+        with kernels_as_in_eager_mode():
+            return func(*args, **kwargs)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes that the operator's kernel holds beside its arguments and results; 0 unless a subclass says more."""
