@@ -3,12 +3,13 @@
     python -m benchmarks.fuzz --seeds 0 20000 [--minutes 60] [--workers 4] [--backend inductor] [--low] [--cases 1]
         [--again]
 
-A seed draws a model, a batch and an optimiser; its inputs may require gradients, be the results of other operators, or
-be written to. Each of its cases draws a schedule for it: a budget for the solvers or a random schedule, planned ahead
-or at the first call, there also only where the plain step does not fit. It trains two steps, then one that accumulates,
-from the same state as the plain model, and compares all losses, gradients, buffers, parameters and random numbers;
-within a budget, the memory of one more step is measured. With `--low` the plan computes in bf16, with all levers that
-are on by default, and the first step's gradients are to be near the plain ones. One capture serves the cases of a seed
+A seed draws a model, a batch and an optimiser; its inputs may require gradients, be the results of other operators,
+or be written to. Each of its cases draws a schedule for it: a budget for the solvers or a random schedule, planned
+ahead or at the first call, there also only where the plain step does not fit. It trains two steps, then one that
+accumulates, from the same state as the plain model, and compares all losses, gradients, buffers, parameters and
+random numbers, of the first run of each emitted graph too, as nothing warms it up; within a budget, the memory of one
+more step is measured. With `--low` the plan computes in bf16, with all levers that are on by default, and the first
+step's gradients are to be near the plain ones. One capture serves the cases of a seed
 (`examples/models/random_trials.py`).
 
 Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.

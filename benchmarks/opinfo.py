@@ -59,7 +59,8 @@ operators that save them. Two samples of each or more: everything recomputed tha
 returned; loss: with the loss alone; in place: where the operator has such a form; transposed: with operands whose
 dimensions lie in memory in reverse order), and the smallest budget; precision fp32, recompute and reinplace. Loss,
 results, gradients, buffers, all their strides and the state of the generator are compared with the plain module's, bit
-by bit. `python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`."""
+by bit, in the first run of what was planned, which torch may run in another way, and in a second one.
+`python -m benchmarks.opinfo` goes on where it stopped; figures in `benchmarks/results/opinfo.json`."""
 
 Record = dict[str, Any]
 

@@ -3,7 +3,8 @@ models of timm and torchvision, too, where these are installed (`pip install -e 
 
     python -m benchmarks.sweep [--stages mid smallest default] [--only bert gpt2] [--again] [--limit-minutes 60]
 
-Each has a process of its own with a time limit, on one thread of the CPU. Results are written after each, so that a run
+Each has a process of its own with a time limit, on one thread of the CPU. The first run of what was planned is compared
+as well as later ones. Results are written after each, so that a run
 goes on where the last one stopped; `--again` repeats what is not right. docs/sweep.md is made from the result file.
 """
 

@@ -13,7 +13,8 @@ import torch
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.profiler import MemoryEvents
-from memopt.compat.storages import sparse_parts
+from memopt.compat.storages import storages_of
+from memopt.compat.subclasses import is_wrapper
 
 GB = 1024**3
 
@@ -180,12 +181,11 @@ def _storages(tensor: torch.Tensor, device: torch.device) -> Iterable[torch.Unty
     try:
         if tensor.device != device:
             return ()
-        if tensor.layout == torch.sparse_coo:
-            return [part.untyped_storage() for part in sparse_parts(tensor)]
-        storage = tensor.untyped_storage()
+        if is_wrapper(tensor):
+            return ()  # the tensors inside it are found by themselves
+        return [storage for storage in storages_of(tensor) if storage.device == device]
     except (NotImplementedError, RuntimeError):
-        return ()  # opaque tensors and wrapper subclasses have no storage of their own
-    return (storage,) if storage.device == device else ()
+        return ()  # opaque tensors have no storage of their own
 
 
 def _address(storage: torch.UntypedStorage) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memopt.compat.modules import buffers_in, modules_of
+from memopt.compat.subclasses import has_no_storage, is_wrapper, special_kind, with_memory
 from passes.ops.fp8_history import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
@@ -30,8 +31,9 @@ class TrainingState:
     model: nn.Module
     device: torch.device
     gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
-    buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], Tensors], ...]
-    """Each module with its table of buffers and with copies of their values in host memory."""
+    buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], dict[str, list[torch.Tensor]]], ...]
+    """Each module with its table of buffers and with copies of their values in host memory, of sparse and nested ones
+    those of the tensors inside."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
     """The magnitudes that 8-bit layers with delayed scaling remember."""
@@ -46,7 +48,7 @@ class TrainingState:
             device,
             tuple((parameter, parameter.grad) for parameter in model.parameters()),
             tuple(
-                (module, table, {name: on_host(buffer) for name, buffer in table.items() if buffer is not None})
+                (module, table, {name: list(map(on_host, _parts(buffer))) for name, buffer in table.items()})
                 for module, table in tables
             ),
             generator_states(device),
@@ -64,10 +66,10 @@ class TrainingState:
         for module, table, values in self.buffers:
             module._buffers.clear()
             module._buffers.update(table)
-            for name, value in values.items():
-                buffer = table[name]
-                if buffer is not None and not torch.equal(buffer.cpu(), value):
-                    buffer.detach().copy_(value)
+            for name, copies in values.items():
+                for part, value in zip(_parts(table[name]), copies, strict=True):
+                    if not torch.equal(part.cpu(), value):
+                        part.detach().copy_(value)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
@@ -79,7 +81,7 @@ class TrainingState:
     def kept(self) -> list[torch.Tensor]:
         """The tensors that this state holds in memory: its gradients, and its copies of the buffers."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
-        return gradients + [value for *_, values in self.buffers for value in values.values()]
+        return gradients + [part for *_, values in self.buffers for parts in values.values() for part in parts]
 
     def gradients_now(self) -> Tensors:
         """The model's current gradients by parameter name: moved to the CPU, or shared if they are there already."""
@@ -89,6 +91,14 @@ class TrainingState:
     def buffers_now(self) -> Tensors:
         """Copies of the model's current buffers in host memory, by name."""
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
+
+
+def _parts(buffer: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors that hold a buffer's values; none for one of oneDNN's, which nothing writes to in place."""
+    if buffer is None or is_wrapper(buffer):
+        return [] if buffer is None else [buffer]
+    with torch.no_grad():
+        return [part for part in with_memory([buffer]) if not has_no_storage(part)]
 
 
 class Attributes:
@@ -252,7 +262,7 @@ def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of a tensor, if it is small: on the CPU in memory of numpy's."""
-    if tensor.nbytes > _COPIED_BYTES or tensor.layout != torch.strided:
+    if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
         return None
     if tensor.device.type != "cpu" or tensor.dtype not in _OF_NUMPY:
         return tensor.detach().clone()
@@ -293,6 +303,8 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 def _has_version(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain one with values that counts how often it is written to."""
+    if special_kind(tensor):
+        return False
     return type(tensor) in (torch.Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference())
 
 

@@ -14,7 +14,7 @@ from memopt.account.card_state import CardState
 from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.compat.storages import storage_key
-from memopt.compat.subclasses import is_replicated, shard_of, with_memory
+from memopt.compat.subclasses import has_no_storage, is_replicated, shard_of, with_memory
 from memopt.device.hardware_table import Hardware
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.training_state import undo_bytes
@@ -166,6 +166,11 @@ def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
 
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
     """Bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`. A wrapper
-    counts as the tensors inside it."""
-    storages = {storage_key(tensor): tensor.untyped_storage() for tensor in with_memory(tensors)}
-    return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in storages.values())
+    counts as the tensors inside it, a sparse tensor as its indices and values."""
+    sizes: dict[int, int] = {}
+    for tensor in with_memory(tensors):
+        if has_no_storage(tensor):
+            sizes[id(tensor)] = tensor.nbytes
+        else:
+            sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values())

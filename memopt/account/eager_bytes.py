@@ -12,6 +12,8 @@ from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import makes_unknown_bytes, schema_of
+from memopt.compat.storages import storages_of
+from memopt.compat.subclasses import special_kind
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import eager_workspace_bytes
@@ -67,6 +69,9 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         """An upper bound by rule; on the CPU, where that bound would raise the peak, what a run of the kernel takes."""
         if next(tensors_in(result), None) is None:
             return 0
+        tensors = list(tensors_in((result, args, list(kwargs.values()))))
+        if any(map(special_kind, tensors)):  # no rule is known: its kernels convert or copy operands at most
+            return sum({storage: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}.values())
         call = describe(func, args, kwargs, result)
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
@@ -90,7 +95,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
-        return func(*args, **kwargs)
+        return LiveBytes.run(self, func, args, kwargs)
 
 
 class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]

@@ -19,6 +19,8 @@ from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
+from memopt.compat.storages import storages_of
+from memopt.compat.subclasses import special_kind
 from memopt.compat.true_strides import correct_strides
 from memopt.compat.uncomputed import reads_raise, same_memory
 from memopt.device import Hardware
@@ -146,7 +148,7 @@ def count_on_values(
     home = next(model.parameters()).device
     try:
         args, kwargs = copied(call)
-        most_bytes -= sum(tensor.untyped_storage().nbytes() for tensor in tensors_in((args, kwargs)))
+        most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
         count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             resident = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
@@ -184,7 +186,7 @@ def _counted(
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, and has values on the CPU or none."""
-    own = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    own = type(tensor) in (torch.Tensor, nn.Parameter) and not special_kind(tensor)
     return own and tensor.device.type in ("cpu", "meta")
 
 
@@ -201,4 +203,4 @@ def _is_loss(value: Any) -> bool:
 
 def _bytes_of(outputs: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.dispatch import TorchDispatchMode, plain_tensors
+from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of, limit_of, plain_symbol, shape_symbols
 from memopt.training_state import undone, values_restored
@@ -98,7 +98,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.observed: list[Observed] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with kernels_as_in_eager_mode():
+            result = func(*args, **(kwargs or {}))
         if _may_depend_on_data(func, args):
             first = _first(result)
             size = tuple(first.shape) if isinstance(first, torch.Tensor) else first

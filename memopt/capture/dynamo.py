@@ -22,6 +22,7 @@ from memopt.compat.dynamo import (
     compile_with,
     compiled_several_times,
     drop_compilations,
+    fails_to_compile,
     without_propagated_marks,
 )
 from memopt.compat.mask_branches import eager_mask_branches
@@ -171,6 +172,12 @@ def compile_call(
             if not whole:
                 raise
             reason = in_brief_with_line(failure)
+        except (IndexError, AttributeError, AssertionError) as failure:
+            if not fails_to_compile(failure):
+                raise
+            reason = f"torch.compile ends in {type(failure).__name__}: {in_brief(failure)}"
+            if not whole:
+                raise CaptureError(reason) from failure
         gc.collect()  # a failed compilation leaves reference cycles that hold the inputs
         raise GraphBreak(reason)
 

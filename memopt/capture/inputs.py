@@ -10,6 +10,8 @@ from torch import nn
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
 from memopt.compat.pytree import tree_leaves, tree_map
+from memopt.compat.subclasses import special_kind
+from memopt.errors import CaptureError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -111,6 +113,28 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
                 f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is on {home}; "
                 f"move one of them with .to(…)"
             )
+
+
+def special_tensors(call: Call, model: nn.Module) -> dict[str, str]:
+    """The tensors that torch.compile does not capture as arrays of numbers, such as sparse and quantised ones, among
+    the parameters and buffers of the model and the arguments: the name of each → its kind."""
+    own = {
+        f"the {sort} {name}": special_kind(tensor)
+        for sort, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+        for name, tensor in named
+    }
+    given = {leaf_name(call, number): special_kind(tensor) for number, tensor in enumerate(tensors_in(call))}
+    return {name: kind for name, kind in (own | given).items() if kind}
+
+
+def check_kinds(call: Call, model: nn.Module) -> None:
+    """Raise `CaptureError` where a call has tensors that cannot be planned."""
+    for name, kind in special_tensors(call, model).items():
+        raise CaptureError(
+            f"{name} of {type(model).__name__} is a {kind} tensor, whose operators cannot be captured, and the plain "
+            "step does not fit the budget or was not asked for: give a budget in which the plain step fits and leave "
+            "out example_inputs, or compute with a tensor of the usual kind (to_dense(), dequantize(), padding)"
+        )
 
 
 def on_meta(call: Call) -> Call:

@@ -25,9 +25,10 @@ from memopt.capture.surrounding_autocast import SurroundingAutocast
 from memopt.capture.withheld import Withheld, withhold
 from memopt.compat.dynamo import capture_settings, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.subclasses import is_sharded, is_wrapper
+from memopt.compat.subclasses import is_sharded, is_wrapper, special_kind
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.device.storages import storage_bytes
+from memopt.errors import CaptureError
 from memopt.units import size
 from passes import copy_graph_module
 from passes.compat import forget_erased
@@ -83,8 +84,10 @@ class RecordedRegion:
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. With `narrowed`, the dtype that a lever casts an fp32 model to, what
         it computes in that is returned in fp32. Raises `GraphBreak` where a value that calls `requires_grad_` is
-        returned, and `CaptureError` where a value that is spread over ranks comes in or goes out.
+        returned, and `CaptureError` where a value that is spread over ranks comes in or goes out, or one is sparse,
+        nested or quantised.
         """
+        _check_kinds(graph_module)
         inline_nested_regions(graph_module)
         settle_numbers(graph_module)
         drop_requires_grad(graph_module)
@@ -219,6 +222,18 @@ class RecordedRegion:
                 graph = operator_graph(self.graph_module, self.inputs, self.parameters, planned_for)
             self._operator_graphs[key] = replace(graph, result_dtypes=self.result_dtypes)
         return self._operator_graphs[key]
+
+
+def _check_kinds(graph_module: fx.GraphModule) -> None:
+    """Raise `CaptureError` where a value of the graph is no array of numbers: it cannot be planned."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
+            line = "; made by: " + node.meta["stack_trace"].strip().splitlines()[-1].strip() if node.stack_trace else ""
+            raise CaptureError(
+                f"the forward has a {kind} tensor, whose operators cannot be planned, and the plain step does not fit "
+                f"the budget or was not asked for: give a budget in which it fits, without example_inputs{line}"
+            )
 
 
 def parameter_numbers(inputs: Sequence[Any]) -> frozenset[int]:

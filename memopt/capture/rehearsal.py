@@ -227,6 +227,8 @@ RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unpla
 def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
     """The error for a user whose model's forward cannot be captured; a reason that names no line gets the forward's.
     `further` is added to the reason."""
+    if "storage of Sparse" in reason:
+        reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and not re.search(r":\d+, in ", reason):
         reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"

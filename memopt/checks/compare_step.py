@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from memopt.capture.inputs import Call, as_call, check_device, copied, tensors_i
 from memopt.checks.accuracy import Accuracies, Accuracy
 from memopt.checks.comparison import Comparison, Difference
 from memopt.checks.free_memory import free_bytes
-from memopt.checks.measured_step import MeasuredStep, autocast_step, measured, scaled, train
+from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, scaled
 from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
 from memopt.progress import stage
@@ -34,8 +36,9 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     scaled, from 65,536 down until all gradients are finite.
 
     Every run starts from the same parameters, buffers and random state, and has the same meter. The optimised model
-    runs once before, so that planning and compiling are not measured. Afterwards gradients, buffers and random states
-    are as they were, also when a step fails.
+    runs once before, so that planning and compiling are not measured. The values of that run are compared as well: each
+    difference and error of the optimised model is the larger one of its two runs, with a note where they differ.
+    Afterwards gradients, buffers and random states are as they were, also when a step fails.
 
     Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimiser
     does not step; its state counts where it exists.
@@ -67,7 +70,7 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
     notes: list[str] = []
     try:
         with torch.enable_grad(), stage("comparing with the plain model"):
-            optimized, plain, autocast = _runs(planned, call, start, low, notes)
+            ours, plain, autocast = _runs(planned, call, start, low, notes)
             loss_fn = (planned.with_loss or planned.forward).loss_fn
             exact = _exact(model, call, loss_fn, start, plain, reference, notes)
     finally:
@@ -75,33 +78,46 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
         start.restore_gradients()
     return Comparison(
         plain=plain.run,
-        optimized=optimized.run,
-        gradients=_differences(optimized.gradients, plain.gradients),
-        buffers=_differences(optimized.buffers, plain.buffers),
+        optimized=replace(ours[0].run, loss=_furthest([step.run.loss for step in ours], plain.run.loss)),
+        gradients=_differences([step.gradients for step in ours], plain.gradients),
+        buffers=_differences([step.buffers for step in ours], plain.buffers),
         budget_bytes=planned.options.budget_bytes,
         autocast=autocast.run if autocast else None,
         autocast_dtype=dtype_name(low) if autocast and low else "",
-        accuracies=_accuracies(exact, plain, autocast, optimized),
+        accuracies=_accuracies(exact, plain, autocast, ours),
         notes=tuple(notes),
     )
 
 
 def _runs(
     planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
-) -> tuple[MeasuredStep, MeasuredStep, MeasuredStep | None]:
-    """Measured steps of the optimised model, of the plain model, and, given a dtype `low`, of that under autocast."""
+) -> tuple[list[MeasuredStep], MeasuredStep, MeasuredStep | None]:
+    """Steps of the optimised model, a measured one and its first, which is not; measured steps of the plain model, and,
+    given a dtype `low`, of that under autocast."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     tensors = list(tensors_in(call))
-    start.restore()
     with values_restored(tensors):
-        train(lambda: calls(*args, **kwargs))
+        first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
     with values_restored(tensors):
-        optimized = scaled(lambda: calls(*args, **kwargs), start, (), planned.low)
+        beside = () if first is None else (first,)
+        ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
+    if first is None:
+        notes.append("the first run is not compared: with the first loss scale its gradients are not finite")
+    elif not _same(first, ours[0]):
+        notes.append("the first run of the optimised model gives other values than the second one")
     with values_restored(tensors):
-        plain = measured(lambda: calls.plain(*args, **kwargs), start, (optimized,))
+        plain = measured(lambda: calls.plain(*args, **kwargs), start, ours)
     with values_restored(tensors):
-        autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (optimized, plain), low, notes)
-    return optimized, plain, autocast
+        autocast = autocast_step(lambda: calls.plain(*args, **kwargs), start, (*ours, plain), low, notes)
+    return ours, plain, autocast
+
+
+def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
+    """Whether all bits of two steps are the same, where they ran with the same loss scale."""
+    pairs = (([first.gradients], later.gradients), ([first.buffers], later.buffers))
+    return first.run.loss_scale != later.run.loss_scale or all(
+        found.bitwise for pair in pairs for found in _differences(*pair)
+    )
 
 
 def _checked(model: nn.Module, reference: str) -> Session:
@@ -159,7 +175,7 @@ def _exact(
 
 
 def _accuracies(
-    exact: Exact | None, plain: MeasuredStep, autocast: MeasuredStep | None, optimized: MeasuredStep
+    exact: Exact | None, plain: MeasuredStep, autocast: MeasuredStep | None, ours: Sequence[MeasuredStep]
 ) -> Accuracies:
     against = exact or Exact(plain.run.loss, plain.gradients)
 
@@ -171,10 +187,23 @@ def _accuracies(
         against.loss,
         accuracy(plain) if exact else None,
         accuracy(autocast) if autocast else None,
-        accuracy(optimized),
+        max(map(accuracy, ours), key=lambda found: (found.gradient, found.loss)),
     )
 
 
-def _differences(optimized: Tensors, plain: Tensors) -> tuple[Difference, ...]:
-    names = dict.fromkeys([*plain, *optimized])
-    return tuple(Difference.of(name, optimized.get(name), plain.get(name)) for name in names)
+def _furthest(losses: Sequence[float], plain: float) -> float:
+    """The loss that is furthest from the plain model's; the first one where all are equal to it."""
+    others = [loss for loss in losses if loss != plain and not (math.isnan(loss) and math.isnan(plain))]
+    return max(others, key=lambda loss: math.inf if math.isnan(loss) else abs(loss - plain), default=losses[0])
+
+
+def _differences(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
+    """The largest difference of each tensor of the optimised model in several runs."""
+    names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
+    return tuple(
+        max(
+            (Difference.of(name, tensors.get(name), plain.get(name)) for tensors in ours),
+            key=lambda found: (found.relative, not found.bitwise),
+        )
+        for name in names
+    )

@@ -54,12 +54,24 @@ def measured(
         started = time.perf_counter()
         loss = train(call, scale, around)
         seconds = time.perf_counter() - started
-    run = Run(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale)
-    generators = generator_states(start.device)
+    return _step(Run(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale), start)
+
+
+def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
+    """Run a step that plans and compiles, without its peak and seconds, with the first loss scale in fp16; None where
+    the gradients are not finite with that."""
+    start.restore()
+    scale = _FIRST_SCALE if low == torch.float16 else 1.0
+    step = _step(Run(train(call, scale), 0, 0.0, scale), start)
+    return step if scale == 1 or _is_finite(step) else None
+
+
+def _step(run: Run, start: TrainingState) -> MeasuredStep:
+    """The run with what it has left behind."""
     gradients = start.gradients_now()
-    if scale != 1:
-        gradients = {name: gradient / scale for name, gradient in gradients.items()}
-    return MeasuredStep(run, gradients, start.buffers_now(), generators)
+    if run.loss_scale != 1:
+        gradients = {name: gradient / run.loss_scale for name, gradient in gradients.items()}
+    return MeasuredStep(run, gradients, start.buffers_now(), generator_states(start.device))
 
 
 def scaled(
@@ -74,7 +86,7 @@ def scaled(
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, around)
-        if scale == 1 or all(bool(_values(gradient).isfinite().all()) for gradient in step.gradients.values()):
+        if scale == 1 or _is_finite(step):
             return step
         scale = max(1.0, scale / _BACKOFF)
 
@@ -105,6 +117,10 @@ def train(call: Callable[[], Any], scale: float = 1.0, around: Around = nullcont
     loss = scalar_loss(output)
     (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())  # waits for the device
+
+
+def _is_finite(step: MeasuredStep) -> bool:
+    return all(bool(_values(gradient).isfinite().all()) for gradient in step.gradients.values())
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.capture.dynamo import in_brief, loss_call
 from memopt.capture.inputs import Call
-from memopt.compat.dispatch import TorchDispatchMode, without_autocast
+from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode, without_autocast
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_map
 from memopt.run.loss import scalar_loss
@@ -92,7 +92,8 @@ class _InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _drawn(func, args, kwargs)
         if kwargs.get("dtype") == torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+        with kernels_as_in_eager_mode():
+            return func(*args, **kwargs)
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:

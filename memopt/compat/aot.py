@@ -1,12 +1,15 @@
 """AOTAutograd: the joint graph, its two halves, and modules in its calling convention.
 
 Private names, in torch 2.11 to 2.15: `torch._functorch.partitioners._extract_fwd_bwd_modules`,
-`torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, and the attribute `_boxed_call` of a function.
+`torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, the attribute `_boxed_call` of a function, and
+`torch._functorch._aot_autograd.runtime_wrappers._FirstInvocationContext` with its attribute `_is_first`; where
+torch has no such class, it has no such first run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import fx
@@ -16,7 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 from memopt.compat.dispatch import without_autocast
 from passes.compat import forget_erased
 
-__all__ = ["boxed", "extract_halves", "mark_boxed"]
+__all__ = ["boxed", "extract_halves", "first_runs_as_later_ones", "mark_boxed"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -41,6 +44,32 @@ def extract_halves(
 
     objects: Any = {"saved_opaque_nodes": saved_objects} if saved_objects else {}
     return _extract_fwd_bwd_modules(joint, saved, saved_symbols, num_fwd_outputs=forward_outputs, **objects)
+
+
+@contextmanager
+def first_runs_as_later_ones() -> Iterator[None]:
+    """Context in which regions are compiled whose first forward runs as all later ones do.
+
+    AOTAutograd runs it under a dispatch mode that looks for custom operators which return an argument. In a mode some
+    kernels compute other values (`memopt.compat.dispatch.kernels_as_in_eager_mode`).
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    context: Any = getattr(runtime_wrappers, "_FirstInvocationContext", None)
+    if context is None:
+        yield
+        return
+    make = context.__init__
+
+    def make_later_one(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._is_first = False
+
+    context.__init__ = make_later_one
+    try:
+        yield
+    finally:
+        context.__init__ = make
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -3,7 +3,8 @@
 Private names, in torch 2.11 to 2.15: `torch.utils._python_dispatch.TorchDispatchMode` and `_disable_current_modes`,
 `torch._C.DisableTorchFunctionSubclass`, `torch._C.DisableTorchFunction`, `torch._C._DisableAutocast`,
 `torch._C.DispatchKey`, `torch._C._dispatch_has_kernel_for_dispatch_key`,
-`torch._C._dispatch_get_registrations_for_dispatch_key`, `OpOverload._op_dk`.
+`torch._C._dispatch_get_registrations_for_dispatch_key`, `OpOverload._op_dk`, `torch._C._ForceDispatchKeyGuard`,
+`torch._C._dispatch_tls_local_include_set` and `_dispatch_tls_local_exclude_set`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "autocast_kernel",
     "composite_kernel",
     "cuda_autocast_names",
+    "kernels_as_in_eager_mode",
     "plain_tensors",
     "without_autocast",
     "without_torch_functions",
@@ -37,6 +39,15 @@ def plain_tensors() -> ExitStack:
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
     return stack
+
+
+def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
+    """Context for the operators that a dispatch mode runs on real values: their kernels see that a tensor is a
+    conjugate or a negative. Inside of a mode torch leaves these keys out, and a kernel that makes such views itself
+    (`linalg_pinv` of complex numbers) reads their memory as it is, and computes with other values."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
 def without_autocast() -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ __all__ = [
     "compiled_several_times",
     "copy_source",
     "drop_compilations",
+    "fails_to_compile",
     "is_exporting",
     "keep_nodes",
     "marked_changing",
@@ -62,6 +64,13 @@ _ERRORS = {
     "RecompileLimit": "FailOnRecompileLimitHit",
     "DynamoError": "TorchDynamoException",
 }
+
+
+def fails_to_compile(failure: BaseException) -> bool:
+    """Whether an error was raised in code of torch's while Dynamo compiled, by no code of the model's or ours."""
+    files = [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(failure.__traceback__)]
+    return any(file.endswith("torch/_dynamo/convert_frame.py") for file in files) and "/torch/" in files[-1]
+
 
 RECOMPILE_LIMIT = 256
 """The most compilations of one code object, which are sets of input shapes of a call or of a function it calls."""

@@ -1,7 +1,7 @@
-"""Storages: which one a tensor lives in, and the tensors inside a sparse one.
+"""Storages: which ones a tensor lives in.
 
-Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `Tensor._indices`, `Tensor._values`,
-`torch._C._storage_Use_Count`, `Tensor._use_count`.
+Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `torch._C._storage_Use_Count`,
+`Tensor._use_count`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["WeakStorage", "is_view", "sparse_parts", "storage_key", "users_of", "weak_storages"]
+from memopt.compat.dispatch import plain_tensors
+from memopt.compat.subclasses import has_no_storage, special_kind, with_memory
+
+__all__ = ["WeakStorage", "is_view", "storage_key", "storages_of", "users_of", "weak_storages"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -32,9 +35,13 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices and values of a sparse COO tensor, coalesced or not, without a copy."""
-    return tensor._indices(), tensor._values()
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages in which a tensor lies: those of its indices and values where it is sparse, those of the tensors
+    inside a wrapper, and else its own; none where it has none that torch hands out (oneDNN's)."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not special_kind(tensor):
+        return [tensor.untyped_storage()]
+    with plain_tensors(), torch.no_grad():
+        return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
 
 
 class WeakStorage:
@@ -61,6 +68,6 @@ def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
     for value in values:
         if isinstance(value, torch.Tensor):
             try:
-                yield WeakStorage(value.untyped_storage())
+                yield from map(WeakStorage, storages_of(value))
             except (NotImplementedError, RuntimeError):
                 continue

@@ -1,6 +1,7 @@
-"""Tensor subclasses without memory of their own, and which functions on tensors read no values.
+"""Tensors without memory of their own: subclasses and sparse ones; and which functions on tensors read no values.
 
-Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`,
+Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `Tensor._indices`, `Tensor._values`,
+`Tensor._nested_tensor_size`, `torch._mkldnn`, `torch._C.DisableTorchFunctionSubclass`,
 `torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`,
 `torch._library.fake_class_registry.FakeScriptObject`.
 """
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "as_implemented",
+    "has_no_storage",
     "is_opaque",
     "is_replicated",
     "is_sharded",
@@ -26,6 +28,8 @@ __all__ = [
     "ranks_of",
     "reads_no_values",
     "shard_of",
+    "sizes_within",
+    "special_kind",
     "spread_of",
     "with_memory",
     "wrapper_tensor",
@@ -71,16 +75,62 @@ def is_wrapper(value: object) -> bool:
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of these: themselves, or those inside a wrapper such as a quantised weight of
-    torchao or a sharded parameter."""
+    """The tensors that hold the memory of these: themselves, those inside a wrapper such as a quantised weight of
+    torchao or a sharded parameter, or the indices and values of a sparse or
+    nested one, without a copy."""
     for tensor in tensors:
+        anything: Any = tensor
         if is_wrapper(tensor):
-            anything: Any = tensor
             names: Sequence[str] = anything.__tensor_flatten__()[0]
             parts = (getattr(tensor, name) for name in names)
             yield from with_memory(part for part in parts if isinstance(part, torch.Tensor))
+        elif tensor.layout is torch.sparse_coo:
+            yield from (anything._indices(), anything._values())
+        elif tensor.layout in _COMPRESSED:
+            by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            yield tensor.crow_indices() if by_rows else tensor.ccol_indices()
+            yield from (tensor.col_indices() if by_rows else tensor.row_indices(), tensor.values())
+        elif tensor.is_nested:
+            yield tensor.values()
         else:
             yield tensor
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+_LAYOUTS = {
+    torch.sparse_coo: "sparse COO",
+    torch.sparse_csr: "sparse CSR",
+    torch.sparse_csc: "sparse CSC",
+    torch.sparse_bsr: "sparse BSR",
+    torch.sparse_bsc: "sparse BSC",
+    torch.jagged: "jagged nested",
+    _MKLDNN: "mkldnn",
+}
+
+
+def special_kind(tensor: torch.Tensor) -> str:
+    """The kind of a tensor that is no array of numbers in memory, such as "sparse CSR"; empty for one that is, and for
+    wrappers that torch.compile looks into."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return "strided nested"
+    return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
+
+
+def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
+    """The sizes of a tensor, of a sparse or nested one those of the tensors that hold its memory."""
+    if not special_kind(tensor):
+        return tensor.shape
+    if tensor.is_nested and tensor.layout is torch.strided:
+        anything: Any = tensor
+        return [size for row in anything._nested_tensor_size().tolist() for size in row]
+    own = [] if tensor.is_nested else [*tensor.shape]
+    return [*own, *(size for part in with_memory([tensor]) for size in part.shape)]
+
+
+def has_no_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory lies in no storage that torch knows of: oneDNN's."""
+    return tensor.layout is _MKLDNN
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:

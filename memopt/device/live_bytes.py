@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import TorchDispatchMode
+from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode
 from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
+from memopt.compat.storages import storages_of
 from memopt.device.generator_states import states_reported
 from memopt.device.op_call import tensors_in
 
@@ -61,6 +62,8 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         if (device := device_asked_for(func, args)) is not None:
             return device
+        if any(tensor.layout is torch.jagged for tensor in tensors_in((args, list(kwargs.values())))):
+            return NotImplemented  # it runs on the tensors inside
         result = self.run(func, args, kwargs)
         if func.is_view and isinstance(args[0], FakeTensor):  # no storage is made, no kernel runs
             return result
@@ -72,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result."""
-        return func(*args, **kwargs)
+        with kernels_as_in_eager_mode():
+            return func(*args, **kwargs)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Bytes that the operator's kernel holds beside its arguments and results; 0 unless a subclass says more."""
@@ -81,19 +85,17 @@ class LiveBytes(TorchDispatchMode):
     def exclude(self, tensors: Any) -> None:
         """Leave the storages of these tensors (nested tuples and lists) out of the count, unless they are in it."""
         for tensor in tensors_in(tensors):
-            if tensor.layout == torch.strided:
-                self._known.add(tensor.untyped_storage())
+            self._known.update(_storages(tensor))
 
     def count(self, tensors: Any) -> None:
         """Count those storages of these tensors (nested tuples and lists) that are new, until they die."""
         for tensor in tensors_in(tensors):
-            if tensor.layout != torch.strided or self._device_type not in (None, device_type_of(tensor)):
+            if self._device_type not in (None, device_type_of(tensor)):
                 continue
-            storage = tensor.untyped_storage()
-            if storage in self._known:
-                continue
-            self._known.add(storage)
-            self._count(storage)
+            for storage in _storages(tensor):
+                if storage not in self._known:
+                    self._known.add(storage)
+                    self._count(storage)
         self.raise_peak(0)
 
     def count_state(self, state: torch.Tensor) -> None:
@@ -111,15 +113,11 @@ class LiveBytes(TorchDispatchMode):
 
     def has_counted(self, value: Any) -> bool:
         """Whether a value is a tensor in a counted storage."""
-        return (
-            isinstance(value, torch.Tensor)
-            and value.layout == torch.strided
-            and value.untyped_storage() in self._counted
-        )
+        return isinstance(value, torch.Tensor) and any(storage in self._counted for storage in _storages(value))
 
     def bytes_among(self, tensors: Any) -> int:
         """The bytes of the counted storages that these tensors lie in."""
-        storages = {tensor.untyped_storage() for tensor in tensors_in(tensors) if tensor.layout == torch.strided}
+        storages = {storage for tensor in tensors_in(tensors) for storage in _storages(tensor)}
         return sum(storage.nbytes() for storage in storages if storage in self._counted)
 
     def raise_peak(self, workspace_bytes: int) -> None:
@@ -137,6 +135,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, held: _Bytes) -> None:
         self.live_bytes -= held.nbytes
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages of a tensor; of a wrapper its own, as what is inside is counted where operators make it."""
+    return [tensor.untyped_storage()] if tensor.layout is torch.strided else storages_of(tensor)
 
 
 @contextmanager

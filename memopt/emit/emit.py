@@ -10,6 +10,7 @@ from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
+from memopt.compat.aot import first_runs_as_later_ones
 from memopt.emit.aten import compile_as_aten
 from memopt.emit.emitted import Emitted
 from memopt.emit.exchanges import exchanges_of
@@ -60,7 +61,7 @@ def emit_region(
         exchanges = exchanges_of(forward.graph, backward.graph)
         return forward, backward
 
-    with joint.trace.active():
+    with joint.trace.active(), first_runs_as_later_ones():
         if joint.fused:
             emitted = compile_by_backend(joint, cut, accumulation, limit_bytes)
         else:

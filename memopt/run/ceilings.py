@@ -13,6 +13,7 @@ from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.compat.storages import storage_key
+from memopt.compat.subclasses import special_kind
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.device.storages import storage_bytes
 
@@ -69,7 +70,7 @@ class Ceilings:
     def see(self, call: Call) -> None:
         """Note the sizes of a call that is planned, or that runs as the plain model does."""
         for number, tensor in enumerate(tensors_in(call)):
-            for dimension, size in enumerate(tensor.shape):
+            for dimension, size in enumerate(tensor.shape) if not special_kind(tensor) else ():
                 place = number, dimension
                 if size > self._largest.setdefault(place, size):
                     self._largest[place] = size

@@ -19,11 +19,11 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
-from memopt.capture.inputs import Call, check_device, on_meta, tensors_in
+from memopt.capture.inputs import Call, check_device, on_meta, special_tensors, tensors_in
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.subclasses import is_sharded, sizes_within, special_kind
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
@@ -217,12 +217,13 @@ class PlainCalls:
     def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> Fitting | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
-        for batch in (*_grown(call, kind), call):
+        special = bool(special_tensors(call, self.model))
+        for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
                 step = self._count_step(batch, situation)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
-                self.latest = on_meta(call)
+                self.latest = call if special else on_meta(call)
                 return fitting
         kind.too_large.append(sizes)
         return None
@@ -235,6 +236,8 @@ class PlainCalls:
         room = self.planner.options.budget_bytes - self._account(call, situation).resident_bytes
         try:
             most = room / self._margin
+            if special_tensors(call, self.model):
+                raise ValueIsRead  # how much a sparse result holds depends on values
             return count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
         except ValueIsRead:
             if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
@@ -290,11 +293,12 @@ def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
 
 
 def _without_sizes(tensor: torch.Tensor) -> Hashable:
-    return tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad
+    return tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad, special_kind(tensor)
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:
-    return tuple([size for tensor in tensors for size in tensor.shape])
+    """The sizes of tensors, of sparse and nested ones those of the tensors inside."""
+    return tuple([size for tensor in tensors for size in sizes_within(tensor)])
 
 
 def _grown(call: Call, kind: _Kind) -> Iterator[Call]:

@@ -16,7 +16,7 @@ from torch import nn
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
-from memopt.capture.inputs import Call, check_device, on_meta, tensors_in
+from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, tensors_in
 from memopt.compat.modules import CurrentParts, plain_call
 from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
@@ -117,6 +117,7 @@ class TrainingCalls:
         check_device(call, self.model)
         try:
             with self._refusing(), self.planner.types():
+                check_kinds(call, self.model)
                 try:
                     return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
                 except BudgetError as refused:
@@ -204,6 +205,7 @@ class TrainingCalls:
             return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
+        check_kinds(call, self.model)
         if not self.options.kept or self.recorded.needs_fakes(call):
             call = at_largest(call, self.recorded.declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -321,3 +322,29 @@ def test_a_zero_with_rounding_is_not_the_worst() -> None:
 def test_free_memory_is_known_here() -> None:
     free = free_bytes(torch.device("cpu"))
     assert free is None or free > 2**20
+
+
+class Inverted(nn.Module):
+    """The pseudo-inverse of complex numbers, whose kernel computes other values under a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(8, 5, dtype=torch.complex64))
+
+    def forward(self, signal: Tensor) -> Tensor:
+        return torch.view_as_real(signal @ torch.linalg.pinv(self.mixing).mT).tanh().sum(-1).square().mean()
+
+
+def test_the_first_run_of_a_graph_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    signal = torch.randn(64, 8, dtype=torch.complex64)
+    for mended in (True, False):
+        if not mended:
+            monkeypatch.setattr("memopt.emit.emit.first_runs_as_later_ones", contextlib.nullcontext)
+        model = memopt.optimize(Inverted(), 1, precision="fp32", allow={"recompute"})
+        found = memopt.compare(model, signal)
+        assert found.bitwise == mended
+        assert (found.loss_error == 0) == mended
+        assert any("first run" in note for note in found.notes) != mended
+        assert found.accuracies is not None
+        assert (found.accuracies.optimized.gradient < 1e-4) == mended

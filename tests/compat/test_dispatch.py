@@ -10,6 +10,7 @@ from memopt.compat.dispatch import (
     TorchDispatchMode,
     autocast_kernel,
     composite_kernel,
+    kernels_as_in_eager_mode,
     plain_tensors,
     without_autocast,
     without_torch_functions,
@@ -86,3 +87,18 @@ def test_composite_kernel() -> None:
     with Operators() as operators:
         linear(x, weight)
     assert operators.names == ["aten::t", "aten::mm"]
+
+
+class InEagerMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with kernels_as_in_eager_mode():
+            return func(*args, **(kwargs or {}))
+
+
+def test_kernels_under_a_mode_see_conjugates() -> None:
+    values = torch.randn(8, 5, dtype=torch.complex64)
+    plain = torch.linalg.pinv(values)
+    with Operators():
+        assert not torch.allclose(torch.linalg.pinv(values), plain), "torch has mended it"
+    with InEagerMode():
+        assert torch.equal(torch.linalg.pinv(values), plain)
