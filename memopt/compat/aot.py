@@ -1,8 +1,4 @@
-"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention.
-
-Private names, in torch 2.11 to 2.15: `torch._functorch.partitioners._extract_fwd_bwd_modules`,
-`torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, and the attribute `_boxed_call` of a function.
-"""
+"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention."""
 
 from __future__ import annotations
 
@@ -15,6 +11,15 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
 from passes.compat import forget_erased
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._functorch.partitioners", "_extract_fwd_bwd_modules", call="joint, saved, symbols, num_fwd_outputs="
+    ),
+    *private("torch._prims.rng_prims", "run_and_save_rng_state"),
+    *private("torch.fx.graph", "_BoxedCodeGen"),
+)
 
 __all__ = ["boxed", "extract_halves", "mark_boxed"]
 

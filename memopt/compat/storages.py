@@ -1,8 +1,4 @@
-"""Storages: which one a tensor lives in, and the tensors inside a sparse one.
-
-Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `Tensor._indices`, `Tensor._values`,
-`torch._C._storage_Use_Count`, `Tensor._use_count`.
-"""
+"""Storages: which one a tensor lives in, and the tensors inside a sparse one."""
 
 from __future__ import annotations
 
@@ -10,6 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch", "UntypedStorage._cdata", "Tensor._is_view", "Tensor._indices", "Tensor._values", "Tensor._use_count"
+    ),
+    *private("torch._C", "_storage_Use_Count"),
+)
 
 __all__ = ["WeakStorage", "is_view", "sparse_parts", "storage_key", "users_of", "weak_storages"]
 

@@ -1,9 +1,4 @@
-"""Tensor subclasses without memory of their own, and which functions on tensors read no values.
-
-Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `torch._C.DisableTorchFunctionSubclass`,
-`torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`,
-`torch._library.fake_class_registry.FakeScriptObject`.
-"""
+"""Tensor subclasses without memory of their own, and which functions on tensors read no values."""
 
 from __future__ import annotations
 
@@ -14,6 +9,16 @@ from typing import Any, TypeVar
 import torch
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch", "Tensor._make_wrapper_subclass"),
+    *private("torch._C", "DisableTorchFunctionSubclass"),
+    *private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+    *private("torch.distributed.tensor", "DTensor._local_tensor", needed=False),
+    *private("torch._library.fake_class_registry", "FakeScriptObject"),
+)
 
 __all__ = [
     "as_implemented",
