@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,11 +125,23 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
     elif name in _MODULES:
-        value = getattr(import_module(_MODULES[name]), name)
+        value = getattr(_imported(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of that name. Raises `ImportError` with all names that memopt misses in this version of torch."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        if not (error.name or "").startswith("torch."):
+            raise
+        from memopt.compat.check import missing_names
+
+        raise missing_names(error) from error
 
 
 def __dir__() -> list[str]:

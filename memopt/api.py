@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from memopt.compat.check import check as check_torch
 from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.planning.frontier import Frontier
 from memopt.planning.keywords import takes_options
@@ -108,6 +109,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
         BudgetError: no plan fits; names the smallest budget that works. With lazy planning, at the training call.
         CaptureError, ValueError, TypeError: an argument cannot be used. The model is then as it was before.
     """
+    check_torch()
     checked = check_options(budget_gb, **options)
     session = Session(model, replace(checked, kept=True))
     if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
@@ -141,6 +143,7 @@ def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unp
 
 def _planned(model: nn.Module, options: Options) -> Session:
     """The call of a model that is only planned: that of one card's part where it is planned for a cluster."""
+    check_torch()
     return Session(model if options.cluster is None else options.cluster.one_card(model), options)
 
 

@@ -1,4 +1,5 @@
-"""The errors that memopt raises for its users' input. Each is a `ValueError`; its message says what to change."""
+"""The errors that memopt raises for its users' input, each a `ValueError`, and for a torch that it cannot run with.
+Their messages say what to change."""
 
 from __future__ import annotations
 
@@ -56,6 +57,10 @@ class BudgetError(ValueError):
             proposals=self.proposals,
             smallest_with=self.smallest_with,
         )
+
+
+class TorchNamesError(ImportError):
+    """This version of torch lacks private names that memopt needs."""
 
 
 class RankError(ValueError):

@@ -1,8 +1,5 @@
 """The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
 
-Private names, in torch 2.11 to 2.15: `OpOverload._schema`, `OpOverload._overloadname`, `Graph._graph_namespace` with
-`_obj_to_name`, `Node._erased`, `torch._dispatch.python.enable_python_dispatcher`, and `SymInt.node` with `has_hint` and
-`hint`, which are undocumented.
 `tests/compat/private_names.py` finds private names elsewhere.
 `torch.fx.experimental.symbolic_shapes` imports sympy, which takes a third of a second.
 """
@@ -13,6 +10,18 @@ import contextlib
 from typing import Any
 
 from torch import fx
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._ops", "OpOverload._schema", "OpOverload._overloadname", needed=False),
+    *private("torch.fx", "Graph._graph_namespace", "Node._erased", needed=False),
+    *private("torch.fx.graph", "_Namespace._obj_to_name", needed=False),
+    *private("torch._dispatch.python", "enable_python_dispatcher"),
+    *private("torch.fx.experimental.symbolic_shapes", "statically_known_true", "free_unbacked_symbols"),
+    *private("torch.fx.experimental.symbolic_shapes", "GuardOnDataDependentSymNode"),
+    *private("torch.fx.experimental.sym_node", "SymNode.has_hint", "SymNode.hint", needed=False),
+)
 
 __all__ = [
     "depends_on_data",

@@ -1,10 +1,4 @@
-"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention.
-
-Private names, in torch 2.11 to 2.15: `torch._functorch.partitioners._extract_fwd_bwd_modules`,
-`torch._prims.rng_prims`, `torch.fx.graph._BoxedCodeGen`, the attribute `_boxed_call` of a function, and
-`torch._functorch._aot_autograd.runtime_wrappers._FirstInvocationContext` with its attribute `_is_first`; where
-torch has no such class, it has no such first run.
-"""
+"""AOTAutograd: the joint graph, its two halves, and modules in its calling convention."""
 
 from __future__ import annotations
 
@@ -18,6 +12,21 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
 from passes.compat import forget_erased
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._functorch.partitioners", "_extract_fwd_bwd_modules", call="joint, saved, symbols, num_fwd_outputs="
+    ),
+    *private("torch._prims.rng_prims", "run_and_save_rng_state"),
+    *private("torch.fx.graph", "_BoxedCodeGen"),
+    *private(
+        "torch._functorch._aot_autograd.runtime_wrappers",
+        "_FirstInvocationContext.__init__",
+        since=(2, 13),
+        needed=False,
+    ),
+)
 
 __all__ = ["boxed", "extract_halves", "first_runs_as_later_ones", "mark_boxed"]
 

@@ -1,11 +1,4 @@
-"""Autograd: the backward pass that is running, and the hooks on a tensor.
-
-Private names, in torch 2.11 to 2.15: `torch._C._will_engine_execute_node`, `torch._C._current_autograd_node`,
-`torch._C._current_graph_task_id`, `maybe_clear_saved_tensors` of a node of Python's,
-`torch._C._autograd._get_current_graph_task_keep_graph`,
-`torch.autograd.graph.Node._sequence_nr`, `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`; from torch
-2.13 on, `torch._higher_order_ops.register_hook.RegisterHookOp`.
-"""
+"""Autograd: the backward pass that is running, and the hooks on a tensor."""
 
 from __future__ import annotations
 
@@ -15,6 +8,16 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import torch
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._C", "_will_engine_execute_node", "_current_autograd_node", "_current_graph_task_id"),
+    *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
+    *private("torch.autograd.graph", "Node._sequence_nr"),
+    *private("torch", "Tensor._backward_hooks", "Tensor._post_accumulate_grad_hooks"),
+    *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
+)
 
 __all__ = [
     "Fate",

@@ -1,8 +1,4 @@
-"""Triton's autotuning: a kernel that inductor wrote is timed in all of its configurations when it first runs.
-
-Private names, in torch 2.11 to 2.15: `torch._inductor.runtime.benchmarking.benchmarker`, with its method
-`benchmark_gpu` and its attribute `L2_cache_size`.
-"""
+"""Triton's autotuning: a kernel that inductor wrote is timed in all of its configurations when it first runs."""
 
 from __future__ import annotations
 
@@ -12,6 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from passes.private import private
+
+PRIVATE_NAMES = (*private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),)
 
 __all__ = ["autotuning_within"]
 

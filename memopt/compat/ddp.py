@@ -1,12 +1,4 @@
-"""`DistributedDataParallel` (DDP): the wrapper that runs, its buckets, and its hooks on gradients.
-
-Private names, in torch 2.11 to 2.15: `DistributedDataParallel._get_active_ddp_module`, `_build_params_for_reducer`,
-`_get_ddp_logging_data`, `_delay_all_reduce_all_params`, `_use_python_reducer`, `_ddp_sink_clone`,
-`_static_graph_delay_allreduce_enqueued`, `_join_config`, of its reducer `_autograd_hook` and
-`_remove_autograd_hooks` (DDP's own mixed precision calls the first from Python),
-`torch.distributed.distributed_c10d._get_default_store`, `Variable._execution_engine.queue_callback` (which DDP uses,
-too), and `Tensor._is_view`.
-"""
+"""`DistributedDataParallel` (DDP): the wrapper that runs, its buckets, and its hooks on gradients."""
 
 from __future__ import annotations
 
@@ -19,6 +11,30 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.autograd import current_backward
+from passes.private import private
+
+# DDP's own mixed precision calls the reducer's hooks from Python, and DDP itself queues callbacks so.
+PRIVATE_NAMES = (
+    *private(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._get_active_ddp_module",
+        "DistributedDataParallel._build_params_for_reducer",
+        "DistributedDataParallel._get_ddp_logging_data",
+    ),
+    *private(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._delay_all_reduce_all_params",
+        "DistributedDataParallel._use_python_reducer",
+        "DistributedDataParallel._ddp_sink_clone",
+        "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
+        "DistributedDataParallel._join_config",
+        needed=False,
+    ),
+    *private("torch._C._distributed_c10d", "Reducer._autograd_hook", "Reducer._remove_autograd_hooks"),
+    *private("torch.distributed.distributed_c10d", "_get_default_store"),
+    *private("torch.autograd", "Variable._execution_engine.queue_callback"),
+    *private("torch", "Tensor._is_view"),
+)
 
 __all__ = [
     "ReducerHooks",

@@ -1,11 +1,4 @@
-"""The dispatcher: modes, and the kernels of an operator by dispatch key.
-
-Private names, in torch 2.11 to 2.15: `torch.utils._python_dispatch.TorchDispatchMode` and `_disable_current_modes`,
-`torch._C.DisableTorchFunctionSubclass`, `torch._C.DisableTorchFunction`, `torch._C._DisableAutocast`,
-`torch._C.DispatchKey`, `torch._C._dispatch_has_kernel_for_dispatch_key`,
-`torch._C._dispatch_get_registrations_for_dispatch_key`, `OpOverload._op_dk`, `torch._C._ForceDispatchKeyGuard`,
-`torch._C._dispatch_tls_local_include_set` and `_dispatch_tls_local_exclude_set`.
-"""
+"""The dispatcher: modes, and the kernels of an operator by dispatch key."""
 
 from __future__ import annotations
 
@@ -17,6 +10,25 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch.utils._python_dispatch", "TorchDispatchMode", "_disable_current_modes"),
+    *private(
+        "torch._C",
+        "DisableTorchFunctionSubclass",
+        "DisableTorchFunction",
+        "_DisableAutocast",
+        "DispatchKey",
+        "_dispatch_has_kernel_for_dispatch_key",
+        "_dispatch_get_registrations_for_dispatch_key",
+        "_ForceDispatchKeyGuard",
+        "_dispatch_tls_local_include_set",
+        "_dispatch_tls_local_exclude_set",
+    ),
+    *private("torch._ops", "OpOverload._op_dk", needed=False),
+)
 
 __all__ = [
     "TorchDispatchMode",

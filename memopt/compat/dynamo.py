@@ -1,16 +1,5 @@
 """Dynamo: its settings, errors and caches, and the context in which it lowers a region.
 
-Private names, in torch 2.11 to 2.15: `torch._dynamo.config` and `torch._functorch.config` (the settings below),
-`torch._dynamo.exc.BackendCompilerFailed`, `FailOnRecompileLimitHit` and `TorchDynamoException`,
-`torch._dynamo.eval_frame.cached_backends`, `torch._dynamo.convert_frame.input_codes`,
-`torch._dynamo.maybe_mark_dynamic` and the attributes of tensors that it sets (`_dynamo_weak_dynamic_indices`,
-`_has_dynamo_dim_marking`), `_dynamo_propagated_dynamic_indices` (from torch 2.13 on),
-`torch._dynamo.utils._get_dynamo_config_for_logging` (may be missing),
-`torch._C._dynamo.eval_frame._debug_get_cache_entry_list` and `reset_code`, `torch._guards.TracingContext`,
-`torch._guards.tracing`, `fx.Node._dynamo_source`, `torch._dynamo.variables.torch.tracing_state_functions`,
-`fx.Graph._clear_nodes`, `TorchDynamoException.real_stack`, `torch._dynamo.pgo._CODE_STATE` and `CodeState`,
-`torch.compiler._is_exporting_flag`.
-
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
 """
@@ -29,16 +18,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from memopt.compat.check import check
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.strided_outs import strided_outs_captured
 from memopt.compat.subclasses import is_wrapper
 from memopt.compat.traced_methods import scaled_operators_kept
 from memopt.compat.written_backwards import outputs_without_gradients
+from passes.private import private
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimit
     from torch._dynamo.exc import TorchDynamoException as DynamoError
+
+# Dynamo itself refuses settings that it does not have. Attributes that it sets on objects of others are seen only
+# there: `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
+PRIVATE_NAMES = (
+    *private("torch._dynamo.exc", "BackendCompilerFailed", "FailOnRecompileLimitHit", "TorchDynamoException"),
+    *private("torch._dynamo.eval_frame", "cached_backends"),
+    *private("torch._dynamo.convert_frame", "input_codes.seen"),
+    *private("torch._dynamo", "maybe_mark_dynamic"),
+    *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list", "reset_code"),
+    *private("torch._guards", "TracingContext.get", "tracing"),
+    *private("torch._dynamo.variables.torch", "tracing_state_functions", call=""),
+    *private("torch._dynamo.pgo", "_CODE_STATE", "CodeState"),
+    *private("torch.compiler", "_is_exporting_flag"),
+)
 
 __all__ = [
     "BackendCompilerFailed",
@@ -97,6 +102,7 @@ def capture_settings() -> ExitStack:
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
+    check()
     stack = ExitStack()
     ignored = set(dynamo_config.ignore_logging_functions)
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph

@@ -1,9 +1,4 @@
-"""Tracing by the kernels that eager mode runs, where torch traces by Python replacements that give other bits.
-
-Private names, in torch 2.11 to 2.15: of operator overloads `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._C.DispatchKey`, `torch._C._dispatch_get_all_op_names`, `torch._C._set_mkldnn_enabled`, and the setting
-`torch._inductor.config.fallback_random`.
-"""
+"""Tracing by the kernels that eager mode runs, where torch traces by Python replacements that give other bits."""
 
 from __future__ import annotations
 
@@ -18,6 +13,13 @@ from torch._C import DispatchKey
 from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.symbols import is_symbolic
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._ops", "OpOverload.py_kernels", "OpOverload._dispatch_cache", "OpOverload._op_dk", needed=False),
+    *private("torch._C", "DispatchKey", "_dispatch_get_all_op_names", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    *private("torch._inductor.config", "fallback_random"),
+)
 
 aten = torch.ops.aten
 

@@ -1,10 +1,4 @@
-"""Fake tensors: tensors with shape, dtype and device, but without memory.
-
-Private names, in torch 2.11 to 2.15: `torch._subclasses.fake_tensor.FakeTensor` (with `fake_device`) and
-`FakeTensorMode` (with `fake_tensor_converter.from_meta_and_device`, `from_tensor`, `shape_env.fake_tensor_cache`),
-`torch._subclasses.fake_impls.op_implementations_dict`, `torch._guards.TracingContext` (with `fake_mode`,
-`tensor_to_context`), and the logger "torch._subclasses.fake_tensor".
-"""
+"""Fake tensors: tensors with shape, dtype and device, but without memory."""
 
 from __future__ import annotations
 
@@ -15,6 +9,27 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"),
+    *private(
+        "torch._subclasses.fake_tensor", "FakeTensor.fake_device", "FakeTensorMode.fake_tensor_converter", needed=False
+    ),
+    *private(
+        "torch._subclasses.fake_tensor", "FakeTensorConverter.from_meta_and_device", call="self, mode, tensor, device"
+    ),
+    *private(
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode.from_tensor",
+        call="self, tensor, symbolic_context=, source=, trace=",
+    ),
+    *private("torch._subclasses.fake_impls", "op_implementations_dict"),
+    *private("torch._guards", "TracingContext.get"),
+    *private("torch._guards", "TracingContext.fake_mode", "TracingContext.tensor_to_context", needed=False),
+    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
+)
 
 __all__ = [
     "FakeTensor",

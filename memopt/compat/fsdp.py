@@ -1,9 +1,4 @@
-"""FSDP2 (`fully_shard`): the groups of parameters that are gathered together, and how they exchange.
-
-Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_fsdp_param_group` (2.11),
-`_fsdp_param_groups` (from 2.13); of a group `_all_gather_comm`, `_reduce_scatter_comm`,
-`_partial_reduce_output`; of a parameter `_unsharded_param`, `unsharded_accumulated_grad` and `is_dtensor`.
-"""
+"""FSDP2 (`fully_shard`): the groups of parameters that are gathered together, and how they exchange."""
 
 from __future__ import annotations
 
@@ -17,6 +12,31 @@ import torch
 from torch import nn
 
 from memopt.compat.subclasses import is_sharded
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_groups", since=(2, 13), needed=False
+    ),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_group", until=(2, 11), needed=False
+    ),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup._all_gather_comm",
+        "FSDPParamGroup._reduce_scatter_comm",
+        "FSDPParamGroup._partial_reduce_output",
+        needed=False,
+    ),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "FSDPParam._unsharded_param",
+        "FSDPParam.unsharded_accumulated_grad",
+        "FSDPParam.is_dtensor",
+        needed=False,
+    ),
+)
 
 __all__ = [
     "NOTHING_GATHERED",

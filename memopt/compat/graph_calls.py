@@ -1,14 +1,18 @@
-"""The private functions that Dynamo writes as calls in its graphs.
-
-Private names, in torch 2.11 to 2.15: `torch._C._set_grad_enabled`, `torch.amp.autocast_mode._enter_autocast` and
-`_exit_autocast`, `torch._C._autograd._get_data_attr`.
-"""
+"""The private functions that Dynamo writes as calls in its graphs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._C", "_set_grad_enabled"),
+    *private("torch.amp.autocast_mode", "_enter_autocast", "_exit_autocast"),
+    *private("torch._C._autograd", "_get_data_attr"),
+)
 
 __all__ = ["enters_autocast", "is_checkpoint", "is_nested_region", "leaves_autocast", "reads_data", "sets_grad_mode"]
 

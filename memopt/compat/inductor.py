@@ -1,11 +1,4 @@
-"""Inductor: a region compiled with a partition and with fusions of memopt's choice.
-
-Private names, in torch 2.11 to 2.15:
-`torch._inductor.compile_fx.compile_fx` and `compile_fx_inner`, `torch._inductor.custom_graph_pass.CustomPartitionerFn`,
-`torch._inductor.exc.InductorError`, `torch._inductor.virtualized.V.set_choices_handler`,
-`torch._inductor.choices.InductorChoices`, and the settings `custom_partitioner_fn`, `inductor_choices_class`,
-`allow_buffer_reuse` of inductor and `enable_autograd_cache`, `force_non_lazy_backward_lowering` of functorch.
-"""
+"""Inductor: a region compiled with a partition and with fusions of memopt's choice."""
 
 from __future__ import annotations
 
@@ -16,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from memopt.compat.check import check
 from memopt.compat.inductor_fallbacks import FALLBACKS, make_fallbacks_known
 from memopt.compat.inductor_random import order_of_random_kernels
+from passes.private import private
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+PRIVATE_NAMES = (
+    *private("torch._inductor.compile_fx", "compile_fx", call="module, inputs, inner_compile=, config_patches="),
+    *private("torch._inductor.compile_fx", "compile_fx_inner"),
+    *private("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    *private("torch._inductor.exc", "InductorError"),
+    *private("torch._inductor.virtualized", "V.set_choices_handler"),
+    *private("torch._inductor.choices", "InductorChoices"),
+)
 
 __all__ = ["InductorFailed", "compile_by_inductor"]
 
@@ -49,6 +53,8 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
     from torch._inductor.virtualized import V
+
+    check()
 
     def compile_half(half: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
         nodes, is_backward = list(half.graph.find_nodes(op="placeholder")), bool(options.get("is_backward"))

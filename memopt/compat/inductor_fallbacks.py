@@ -4,13 +4,6 @@ Inductor makes an operator known (`make_fallback`) when it comes to the first ca
 written to memory at once if one of them is known to need its inputs in memory. In the first graph of a process that has
 such an operator, what comes before the call was therefore lowered without it, and other code was written for the same
 graph later on, which holds other bytes.
-
-Private names, in torch 2.11 to 2.15:
-`torch._inductor.lowering.lowerings`, `decompositions`, `make_fallback`, `require_contiguous`,
-`tag_to_layout_constraint` and `FALLBACK_ALLOW_LIST`, `torch._inductor.config.implicit_fallbacks`,
-`torch._inductor.ir.ExternKernel.require_exact_strides` and `FlexibleLayout.stride_ordered_for_memory_format`,
-`torch._inductor.virtualized.V.graph` with `nodes_prefer_channels_last`,
-`torch._library.utils.get_layout_constraint_tag` and `is_builtin`.
 """
 
 from __future__ import annotations
@@ -23,6 +16,26 @@ from torch import fx
 from torch._ops import OpOverload
 
 from passes.ops.offload_ops import COPY_OUT, TRANSFERS
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._inductor.lowering",
+        "lowerings",
+        "decompositions",
+        "require_contiguous",
+        "tag_to_layout_constraint",
+        "FALLBACK_ALLOW_LIST",
+    ),
+    *private("torch._inductor.lowering", "make_fallback", call="op, layout_constraint=, warn=, override_decomp="),
+    *private("torch._inductor.config", "implicit_fallbacks"),
+    *private("torch._inductor.ir", "ExternKernel.require_exact_strides", call="value, strides, allow_padding="),
+    *private("torch._inductor.ir", "FlexibleLayout.stride_ordered_for_memory_format"),
+    *private("torch._inductor.virtualized", "V"),
+    *private("torch._inductor.graph", "GraphLowering.nodes_prefer_channels_last", needed=False),
+    *private("torch._library.utils", "get_layout_constraint_tag", call="op, with_default="),
+    *private("torch._library.utils", "is_builtin"),
+)
 
 __all__ = ["FALLBACKS", "make_fallbacks_known"]
 

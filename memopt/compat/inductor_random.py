@@ -3,12 +3,6 @@
 From torch 2.13 on, inductor keeps that order itself where `fallback_random` is set, but not after an operator whose
 results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves the generator's
 state for the backward. Later draws then get other numbers than in eager mode.
-
-Private names, in torch 2.11 to 2.15:
-`torch._inductor.config._pre_fusion_custom_pass`, `torch._inductor.custom_graph_pass.CustomSchedulerPass` (from 2.13 on)
-or `CustomGraphPass`, `torch._inductor.dependencies.WeakDep`, `torch._inductor.scheduler.NodeUser`, the `Scheduler` with
-`topological_sort_schedule` and `compute_ancestors`, its nodes with `add_fake_dep`, and
-`torch._inductor.virtualized.V.graph.operations`.
 """
 
 from __future__ import annotations
@@ -18,6 +12,23 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._inductor.config", "_pre_fusion_custom_pass"),
+    *private("torch._inductor.custom_graph_pass", "CustomSchedulerPass", since=(2, 13), needed=False),
+    *private("torch._inductor.custom_graph_pass", "CustomGraphPass"),
+    *private("torch._inductor.dependencies", "WeakDep", call="name, mutating, is_fake="),
+    *private("torch._inductor.scheduler", "NodeUser", call="node, is_weak="),
+    *private(
+        "torch._inductor.scheduler",
+        "Scheduler.topological_sort_schedule",
+        "Scheduler.compute_ancestors",
+        "BaseSchedulerNode.add_fake_dep",
+    ),
+    *private("torch._inductor.graph", "GraphLowering.operations", needed=False),
+)
 
 __all__ = ["keep_random_order", "order_of_random_kernels"]
 

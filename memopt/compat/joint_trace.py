@@ -1,14 +1,5 @@
 """AOTAutograd in two phases: a region's joint graph is traced first; later it is cut and compiled, once or repeatedly.
 
-Private names, in torch 2.11 to 2.15: `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`,
-`torch._functorch._aot_autograd.graph_compile.aot_stage2_compile`, `torch._dynamo.compiled_autograd._disable`,
-`torch._dynamo.utils.preserve_rng_state`, `torch._dispatch.python.enable_python_dispatcher`, and of an exported joint
-graph `_aot_state` (with `needs_autograd`, `fw_metadata`, `aot_config`, `fake_mode`; of the metadata `output_info`,
-`input_info`, `dynamic_saved_tensors_idxs`, `subclass_inp_meta` and its like, and
-`torch._functorch._aot_autograd.schemas.OutputType`) and
-`_aot_graph_capture` (with `graph_module` and `maybe_subclass_meta`), `torch._logging._internal.getArtifactLogger`,
-`torch._dynamo.symbolic_convert.TensorifyState`, and of a shape environment `backed_var_to_val`, once `var_to_val`.
-
 Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
 """
 
@@ -26,10 +17,50 @@ import torch
 from torch import fx
 from torch._logging._internal import getArtifactLogger
 
+from memopt.compat.check import check
 from memopt.compat.eager_kernels import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_strides import correct_strides
 from passes.compat import erase_all, forget_erased
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._functorch.aot_autograd",
+        "aot_export_joint_with_descriptors",
+        call="stack, module, args, keep_inference_input_mutations=",
+    ),
+    *private(
+        "torch._functorch._aot_autograd.graph_compile",
+        "aot_stage2_compile",
+        call="state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=",
+    ),
+    *private("torch._dynamo.compiled_autograd", "_disable"),
+    *private("torch._dynamo.utils", "preserve_rng_state"),
+    *private("torch._dispatch.python", "enable_python_dispatcher"),
+    *private("torch._functorch._aot_autograd.schemas", "OutputType.alias_of_input", "OutputType.is_input"),
+    *private(
+        "torch._functorch._aot_autograd.schemas",
+        "JointWithDescriptors._aot_state",
+        "JointWithDescriptors._aot_graph_capture",
+        "AOTState.needs_autograd",
+        "AOTState.fw_metadata",
+        "AOTState.aot_config",
+        "AOTState.fake_mode",
+        needed=False,
+    ),
+    *private(
+        "torch._functorch._aot_autograd.schemas",
+        "ViewAndMutationMeta.output_info",
+        "ViewAndMutationMeta.input_info",
+        "ViewAndMutationMeta.dynamic_saved_tensors_idxs",
+        "ViewAndMutationMeta.subclass_inp_meta",
+        "ViewAndMutationMeta.bw_donated_idxs",
+        needed=False,
+    ),
+    *private("torch._logging._internal", "getArtifactLogger"),
+    *private("torch._dynamo.symbolic_convert", "TensorifyState.force_specializations"),
+)
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
@@ -120,6 +151,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     """Traces a region's forward and backward on fake `inputs`. To be called in the region's tracing context."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+    check()
     correct_strides(traced_mode())
     with eager_kernels(), dead_draws_kept(), broadcast_masks(), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(

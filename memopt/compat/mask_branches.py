@@ -2,10 +2,6 @@
 
 Both concern attention in which several heads share keys: with a mask the keys are repeated, without one attention
 shares them itself, and the gradients of the keys are then summed in another order.
-
-Private names: of transformers 4.56 and later `masking_utils.find_packed_sequence_indices`,
-`integrations.sdpa_attention.use_gqa_in_sdpa`; in torch 2.11 to 2.15 `torch._dynamo.comptime.comptime`,
-`torch._dynamo.eval_frame.skip_code` and `torch._dynamo.variables.ConstantVariable`.
 """
 
 from __future__ import annotations
@@ -22,6 +18,17 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import FakeTensor
+from passes.private import private
+
+# transformers 4.56 and later.
+PRIVATE_NAMES = (
+    *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
+    *private("transformers.integrations.sdpa_attention", "use_gqa_in_sdpa", needed=False),
+    *private("torch._dynamo.comptime", "comptime"),
+    *private("torch._dynamo.comptime", "ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator"),
+    *private("torch._dynamo.eval_frame", "skip_code"),
+    *private("torch._dynamo.variables", "ConstantVariable.create"),
+)
 
 _SAME_VALUES = {"expand", "to", "long", "contiguous"}
 

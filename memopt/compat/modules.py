@@ -1,11 +1,4 @@
-"""Modules: what a call of a model goes through.
-
-Private names, in torch 2.11 to 2.15: `Module._buffers`, `Module._forward_hooks`, `Module._forward_pre_hooks`,
-`Module._modules`, `Module._parameters`, `Module._call_impl` and `Module._compiled_call_impl`. The last is what
-`Module.compile()` sets: an attribute of the instance (None on the class) that `Module.__call__` prefers to
-`_call_impl`. Pickling and `copy.deepcopy` leave it out. `OptimizedModule._orig_mod` is the module that
-`torch.compile(module)` wraps.
-"""
+"""Modules: what a call of a model goes through."""
 
 from __future__ import annotations
 
@@ -23,6 +16,23 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from memopt.compat.autograd import hook_tables
+from passes.private import private
+
+# `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
+# `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
+PRIVATE_NAMES = (
+    *private("torch.nn", "Module._call_impl", "Module._compiled_call_impl"),
+    *private(
+        "torch.nn",
+        "Module._buffers",
+        "Module._modules",
+        "Module._parameters",
+        "Module._forward_hooks",
+        "Module._forward_pre_hooks",
+        needed=False,
+    ),
+    *private("torch.utils.hooks", "BackwardHook.__init__", call="self, module, full, before"),
+)
 
 __all__ = [
     "CurrentParts",

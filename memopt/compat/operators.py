@@ -1,14 +1,17 @@
-"""Operators: their types, schemas and overload names.
-
-Private names, in torch 2.11 to 2.15: `torch._ops.OpOverload`, `torch._ops.HigherOrderOperator`,
-`OpOverload._schema`, `OpOverload._overloadname`.
-"""
+"""Operators: their types, schemas and overload names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch._ops import HigherOrderOperator, OpOverload
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._ops", "OpOverload", "HigherOrderOperator"),
+    *private("torch._ops", "OpOverload._schema", "OpOverload._overloadname", needed=False),
+)
 
 __all__ = [
     "HigherOrderOperator",

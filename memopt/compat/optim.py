@@ -1,9 +1,4 @@
-"""Optimizers and gradient scalers.
-
-Private names, in torch 2.11 to 2.15: `GradScaler._found_inf_per_device`, the attribute `_step_supports_amp_scaling` of
-optimizers, `torch.optim.optimizer._foreach_supported_types` and `_get_foreach_kernels_supported_devices`,
-`torch.compiler._is_compiling_flag`.
-"""
+"""Optimizers and gradient scalers."""
 
 from __future__ import annotations
 
@@ -16,6 +11,14 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),
+    *private("torch.optim.optimizer", "_foreach_supported_types"),
+    *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
+    *private("torch.compiler", "_is_compiling_flag"),
+)
 
 __all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device"]
 

@@ -1,8 +1,4 @@
-"""The stages, the order and the loss function of schedules of `torch.distributed.pipelining`.
-
-Private names, in torch 2.11 to 2.15: of a schedule `_stage`, `_stages`, `_n_microbatches`, `_loss_fn`, `_has_backward`
-and `_split_inputs`, and the class `_PipelineSchedule`.
-"""
+"""The stages, the order and the loss function of schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -12,6 +8,22 @@ from typing import Any
 from torch import distributed
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch.distributed.pipelining.schedules", "_PipelineSchedule"),
+    *private(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineSchedule._n_microbatches",
+        "_PipelineSchedule._loss_fn",
+        "_PipelineSchedule._has_backward",
+        "_PipelineSchedule._split_inputs",
+        "PipelineScheduleSingle._stage",
+        "PipelineScheduleMulti._stages",
+        needed=False,
+    ),
+)
 
 __all__ = [
     "first_microbatch",

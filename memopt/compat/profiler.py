@@ -1,9 +1,4 @@
-"""Profilers: the allocations and frees of torch's allocators.
-
-Private names, in torch 2.11 to 2.15 unless said otherwise: `torch._C._autograd` (`_profiler_enabled`, `DeviceType`, and
-the legacy `_enable_profiler_legacy`, `_disable_profiler_legacy`), `profiler_legacy.profile._start_trace`, and the
-symbols `c10::profiledCPUMemoryReporter` and `c10::ProfiledCPUMemoryReporter::New` of libc10.
-"""
+"""Profilers: the allocations and frees of torch's allocators."""
 
 from __future__ import annotations
 
@@ -17,6 +12,16 @@ from typing import Any
 
 import torch
 from torch.autograd import profiler, profiler_legacy
+
+from passes.private import private
+
+# The legacy profiler (`_enable_profiler_legacy`, `profile._start_trace`) may be missing: see below.
+_SYMBOLS = "_ZN3c1025profiledCPUMemoryReporterEv", "_ZN3c1025ProfiledCPUMemoryReporter3NewEPvm"
+"""`c10::profiledCPUMemoryReporter` and `c10::ProfiledCPUMemoryReporter::New`, as libc10 exports them."""
+PRIVATE_NAMES = (
+    *private("torch._C._autograd", "_profiler_enabled", "DeviceType"),
+    *private("libc10", *_SYMBOLS, needed=False),
+)
 
 # `torch._C` is the extension module: these parts have no complete stubs, hence Any.
 _autograd: Any = torch._C._autograd
@@ -100,15 +105,24 @@ _M_MMAP_THRESHOLD = -3
 
 
 @functools.cache
-def _declare_block() -> Callable[[int, int], None]:
-    """`c10::profiledCPUMemoryReporter().New(address, nbytes)`, which libc10 exports without a Python binding."""
+def libc10() -> ctypes.CDLL | None:
+    """torch's library libc10, which holds the allocators; None where it goes by another name (Windows)."""
     lib = Path(torch.__file__).parent / "lib"
     found = [path for path in (lib / "libc10.so", lib / "libc10.dylib") if path.exists()]
     try:
-        c10 = ctypes.CDLL(str(found[0]))
-        reporter, new = c10._ZN3c1025profiledCPUMemoryReporterEv, c10._ZN3c1025ProfiledCPUMemoryReporter3NewEPvm
-    except (IndexError, OSError, AttributeError):
-        raise RuntimeError(f"the CPU meter needs libc10's memory reporter, which {lib} does not have") from None
+        return ctypes.CDLL(str(found[0]))
+    except (IndexError, OSError):
+        return None
+
+
+@functools.cache
+def _declare_block() -> Callable[[int, int], None]:
+    """`c10::profiledCPUMemoryReporter().New(address, nbytes)`, which libc10 exports without a Python binding."""
+    c10 = libc10()
+    try:
+        reporter, new = (getattr(c10, symbol) for symbol in _SYMBOLS)
+    except AttributeError:
+        raise RuntimeError("the CPU meter needs the memory reporter of torch's libc10, which this one lacks") from None
     reporter.restype = ctypes.c_void_p
     new.argtypes, new.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
     return functools.partial(new, reporter())

@@ -1,9 +1,5 @@
 """Pytrees: nested containers of tensors, those of `collections.UserDict` among them, which torch takes for leaves
-(`BatchEncoding` and `BatchFeature` of transformers).
-
-Private names, in torch 2.11 to 2.15: `torch.utils._pytree.tree_flatten`, `tree_leaves`, `tree_map` and
-`tree_unflatten`.
-"""
+(`BatchEncoding` and `BatchFeature` of transformers)."""
 
 from __future__ import annotations
 
@@ -14,6 +10,10 @@ from typing import Any
 
 from torch.utils import _pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from passes.private import private
+
+PRIVATE_NAMES = (*private("torch.utils._pytree", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),)
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 

@@ -1,9 +1,5 @@
 """FSDP2's choice for each block: free its parameters after the forward and gather them again for the backward
 (ZeRO-3), or keep them gathered in between (ZeRO-2).
-
-Private names, in torch 2.11 to 2.15: `FSDPModule._get_fsdp_state`; of the state `_is_root` and
-`_auto_reshard_after_forward`; of a group of parameters `post_forward_mesh_info`, `mesh_info`; of a
-parameter `_sharded_param_data`.
 """
 
 from __future__ import annotations
@@ -16,6 +12,23 @@ from typing import Any
 from torch import nn
 
 from memopt.compat.fsdp import groups_of
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState._is_root",
+        "FSDPState._auto_reshard_after_forward",
+        needed=False,
+    ),
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup.post_forward_mesh_info",
+        "FSDPParamGroup.mesh_info",
+        needed=False,
+    ),
+    *private("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam._sharded_param_data", needed=False),
+)
 
 ALL = sys.maxsize
 """A number of blocks that is larger than any model's."""

@@ -3,9 +3,6 @@
 gloo's threads drop their references to the tensors of an exchange some time after it is over, and with them, by chance,
 the last one: the memory is then freed late, by a thread that no profiler of this one sees. A step would hold more than
 was planned by up to two exchanges, or seem to.
-
-Private names, in torch 2.11 to 2.15: of a group of FSDP2's parameters `_all_gather_comm`, `_reduce_scatter_comm`,
-`_all_gather_process_group`.
 """
 
 from __future__ import annotations
@@ -21,6 +18,15 @@ from torch import Tensor, distributed, nn
 
 from memopt.compat.fsdp import groups_of
 from memopt.compat.storages import users_of
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup._all_gather_process_group",
+        needed=False,
+    ),
+)
 
 __all__ = ["gather_of", "leave", "reduce_scatter", "settle", "settling"]
 

@@ -1,8 +1,4 @@
-"""Storages: which ones a tensor lives in.
-
-Private names, in torch 2.11 to 2.15: `UntypedStorage._cdata`, `Tensor._is_view`, `torch._C._storage_Use_Count`,
-`Tensor._use_count`.
-"""
+"""Storages: which ones a tensor lives in."""
 
 from __future__ import annotations
 
@@ -13,6 +9,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.subclasses import has_no_storage, special_kind, with_memory
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch", "UntypedStorage._cdata", "Tensor._is_view", "Tensor._use_count"),
+    *private("torch._C", "_storage_Use_Count"),
+)
 
 __all__ = ["WeakStorage", "is_view", "storage_key", "storages_of", "users_of", "weak_storages"]
 

@@ -1,8 +1,5 @@
 """Calls of operators with an `out=` that is not contiguous, as TRL's heads make them, which Dynamo breaks graphs at.
 
-Private names, in torch 2.11 to 2.15: `torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function`,
-`VariableTracker.is_tensor`, `as_proxy` and `call_method`.
-
 torch._dynamo takes more than a second to import, so functions import it.
 """
 
@@ -13,6 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
+    ),
+    *private("torch._dynamo.variables.base", "VariableTracker.is_tensor", "VariableTracker.as_proxy", call="self"),
+    *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
+)
 
 
 @contextmanager

@@ -1,10 +1,4 @@
-"""Tensors without memory of their own: subclasses and sparse ones; and which functions on tensors read no values.
-
-Private names, in torch 2.11 to 2.15: `Tensor._make_wrapper_subclass`, `Tensor._indices`, `Tensor._values`,
-`Tensor._nested_tensor_size`, `torch._mkldnn`, `torch._C.DisableTorchFunctionSubclass`,
-`torch.utils._python_dispatch.is_traceable_wrapper_subclass`, `DTensor._local_tensor`,
-`torch._library.fake_class_registry.FakeScriptObject`.
-"""
+"""Tensors without memory of their own: subclasses and sparse ones; and which functions on tensors read no values."""
 
 from __future__ import annotations
 
@@ -15,6 +9,19 @@ from typing import Any, TypeVar
 import torch
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch", "Tensor._make_wrapper_subclass", "Tensor._indices", "Tensor._values", "Tensor._nested_tensor_size"
+    ),
+    *private("torch", "_mkldnn"),
+    *private("torch._C", "DisableTorchFunctionSubclass"),
+    *private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+    *private("torch.distributed.tensor", "DTensor._local_tensor", needed=False),
+    *private("torch._library.fake_class_registry", "FakeScriptObject"),
+)
 
 __all__ = [
     "as_implemented",

@@ -1,10 +1,4 @@
-"""Symbolic sizes: their values, bounds and names, and the conditions on them that a trace assumed.
-
-No underscores, but undocumented, in torch 2.11 to 2.15: `SymInt.node` (with `has_hint`, `hint`, `expr`, `shape_env`,
-`maybe_as_float`), `ShapeEnv.bound_sympy`, `guards`, `replacements`, `replacements_slocs`, `produce_guards_expression`
-and `evaluate_guards_expression`, `symbolic_shapes.free_unbacked_symbols` and `rebind_unbacked`. Functions import sympy
-and symbolic_shapes themselves, which takes a third of a second.
-"""
+"""Symbolic sizes: their values, bounds and names, and the conditions on them that a trace assumed."""
 
 from __future__ import annotations
 
@@ -19,6 +13,36 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.errors import CaptureError
+from passes.private import private
+
+# No underscores, but undocumented.
+PRIVATE_NAMES = (
+    *private("torch", "SymInt.node", needed=False),
+    *private(
+        "torch.fx.experimental.sym_node",
+        "SymNode.has_hint",
+        "SymNode.hint",
+        "SymNode.expr",
+        "SymNode.shape_env",
+        "SymNode.maybe_as_float",
+        needed=False,
+    ),
+    *private(
+        "torch.fx.experimental.symbolic_shapes",
+        "ShapeEnv.bound_sympy",
+        "ShapeEnv.produce_guards_expression",
+        "ShapeEnv.evaluate_guards_expression",
+        "free_unbacked_symbols",
+        "rebind_unbacked",
+    ),
+    *private(
+        "torch.fx.experimental.symbolic_shapes",
+        "ShapeEnv.guards",
+        "ShapeEnv.replacements",
+        "ShapeEnv.replacements_slocs",
+        needed=False,
+    ),
+)
 
 __all__ = [
     "AssumedSizes",

@@ -1,9 +1,5 @@
 """Methods of tensors that Dynamo traces otherwise than the region's author wrote them, and how to keep them.
 
-Private names, in torch 2.11 to 2.15: `torch._dynamo.variables.TensorVariable.method_requires_grad_`, `method_add_`,
-`method_addcdiv_` and `method_addcmul_`, the table `tp_methods` of the same methods (torch 2.15), and
-`torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers`.
-
 torch._dynamo takes more than a second to import, so functions import it.
 """
 
@@ -15,6 +11,21 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
+    *private(
+        "torch._dynamo.variables",
+        "TensorVariable.method_addcdiv_",
+        "TensorVariable.method_addcmul_",
+        "TensorVariable.method_add_",
+        needed=False,
+    ),
+    *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", since=(2, 15), needed=False),
+    *private("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable._get_handlers", call=""),
+)
 
 __all__ = ["keeping_requires_grad", "scaled_operators_kept"]
 

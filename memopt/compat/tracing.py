@@ -1,9 +1,4 @@
-"""Pre-dispatch tracing: a region as operators, before any of them is decomposed or differentiated.
-
-Private names, in torch 2.11 to 2.15: `torch._guards.TracingContext` (with `module_context`, `fake_mode`) and
-`torch._guards.tracing`. `torch.fx.experimental.proxy_tensor` has no underscore, but what `get_proxy_mode` and
-`track_tensor_tree` return and take is not documented: `__torch_dispatch__` of the mode is replaced here.
-"""
+"""Pre-dispatch tracing: a region as operators, before any of them is decomposed or differentiated."""
 
 from __future__ import annotations
 
@@ -19,6 +14,20 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.pytree import tree_leaves, tree_map
+from passes.private import private
+
+# Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
+# of the mode is replaced.
+PRIVATE_NAMES = (
+    *private("torch._guards", "TracingContext.get", "tracing"),
+    *private("torch._guards", "TracingContext.module_context", "TracingContext.fake_mode", needed=False),
+    *private(
+        "torch.fx.experimental.proxy_tensor",
+        "get_proxy_mode",
+        "track_tensor_tree",
+        "ProxyTorchDispatchMode.__torch_dispatch__",
+    ),
+)
 
 __all__ = ["before_tracing", "opaque_call", "pre_dispatch_graph"]
 

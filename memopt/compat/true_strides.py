@@ -7,8 +7,6 @@ kernel's: the statistics of a `batch_norm` in bfloat16 with weights in float32, 
 
 Only operators that have such a decomposition are tried, and none that reads indices: others might not survive made-up
 operands.
-
-Private names, in torch 2.11 to 2.15: `FakeTensorMode.dispatch`, `torch._decomp.decomposition_table`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,12 @@ from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.small_operands import SmallOperands, order
 from memopt.compat.symbols import is_symbolic
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),
+    *private("torch._decomp", "decomposition_table"),
+)
 
 _TRUSTED = ("mm", "conv", "empty", "new_", "as_strided", "attention", "set_", "_like", "lift", "rng")
 """Parts of the names of operators whose fake results are laid out as their kernels' are, or whose layout depends on

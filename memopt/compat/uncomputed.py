@@ -1,9 +1,4 @@
-"""Tensors on the CPU whose values nobody may use.
-
-Private names, in torch 2.11 to 2.15: `torch._C._set_throw_on_mutable_data_ptr`, by which kernels that would write to a
-tensor, and code that asks for its address, raise `RuntimeError`; `torch._C._construct_storage_from_data_pointer`, a
-storage in memory that it does not own.
-"""
+"""Tensors on the CPU whose values nobody may use."""
 
 from __future__ import annotations
 
@@ -15,6 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from passes.private import private
+
+# By the first, kernels that would write to a tensor, and code that asks for its address, raise `RuntimeError`; the
+# second makes a storage in memory that it does not own.
+PRIVATE_NAMES = (*private("torch._C", "_set_throw_on_mutable_data_ptr", "_construct_storage_from_data_pointer"),)
 
 __all__ = ["protected", "reads_raise", "same_memory", "uncomputed"]
 

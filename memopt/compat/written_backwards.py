@@ -3,9 +3,6 @@
 A backward that asks for strides is traced again with its gradients made contiguous, by a function of torch that
 fails for outputs which are no tensors and so have no gradient.
 
-Private names, in torch 2.11 to 2.15: `torch._dynamo._trace_wrapped_higher_order_op` and its
-`autograd_function_backward_rewritten` (may be missing).
-
 torch._dynamo takes more than a second to import, so functions import it.
 """
 
@@ -14,6 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from passes.private import private
+
+PRIVATE_NAMES = (
+    *private(
+        "torch._dynamo._trace_wrapped_higher_order_op",
+        "autograd_function_backward_rewritten",
+        since=(2, 13),
+        needed=False,
+    ),
+)
 
 _NAME = "autograd_function_backward_rewritten"
 
