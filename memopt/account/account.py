@@ -69,6 +69,8 @@ class Account:
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
+    optimizer_guess: str = field(default="", repr=False)
+    """Why the optimiser's rows are an upper guess; empty where they are counted."""
     state_blocks: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimiser makes them."""
     card_state: CardState | None = field(default=None, repr=False)
@@ -142,6 +144,7 @@ def account_of(
         context=card.context_bytes if on_cuda else 0,
         trained=tuple(parameter.nbytes for parameter in trained),
         state_blocks=optimizer_bytes.state_blocks,
+        optimizer_guess=optimizer_bytes.guess,
     )
 
 

@@ -1,8 +1,9 @@
 """Optimizers and gradient scalers.
 
 Private names, in torch 2.11 to 2.15: `GradScaler._found_inf_per_device`, the attribute `_step_supports_amp_scaling` of
-optimizers, `torch.optim.optimizer._foreach_supported_types` and `_get_foreach_kernels_supported_devices`,
-`torch.compiler._is_compiling_flag`.
+optimizers, `_wrapped_by_lr_sched` of their steps, `torch.compiler._is_compiling_flag`, and in `torch.optim.optimizer`
+`_foreach_supported_types`, `_get_foreach_kernels_supported_devices` and the tables of hooks on all optimizers,
+`_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor
 
-__all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device"]
+__all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device", "wrapped_by_scheduler"]
 
 
 def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -33,12 +34,18 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def wrapped_by_scheduler(step: Any) -> Any | None:
+    """The function of an optimizer's step around which a scheduler has put its own; None for any other value."""
+    return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
+
+
 @contextmanager
 def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
 
-    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. With
-    `foreach`, their default on the CPU is the foreach implementation, as it is on a GPU.
+    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. Functions
+    that the user has compiled run as written, and hooks on the steps of all optimizers are not called. With `foreach`,
+    their default on the CPU is the foreach implementation, as it is on a GPU.
     """
     types: list[Any] = _foreach_supported_types
     compiler: Any = torch.compiler
@@ -48,9 +55,13 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     compiler._is_compiling_flag = False
     if foreach:
         module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    hooks = module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+    module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks = {}, {}
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
+        module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks = hooks
         module._get_foreach_kernels_supported_devices = devices
         compiler._is_compiling_flag = compiling
         types.remove(FakeTensor)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -93,12 +94,14 @@ class CallAccounts(ModelTerms):
     ) -> OptimizerAccount:
         """As `optimizer_account`, for the one optimiser of this planning."""
         stepped = list(parameters)
-        if self._counted is None:
-            return optimizer_account(optimizer, stepped, device_type)
         key = (device_type, tuple(map(id, stepped)))
-        if key not in self._counted:
-            self._counted[key] = optimizer_account(optimizer, stepped, device_type)
-        return self._counted[key]
+        found = self._counted.get(key) if self._counted is not None else None
+        if found is None:
+            found = optimizer_account(optimizer, stepped, device_type)
+            _say_once(found.guess)
+        if self._counted is not None:
+            self._counted[key] = found
+        return found
 
     def _card_state_now(self, call: Call) -> CardState | None:
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
@@ -142,6 +145,13 @@ class CallAccounts(ModelTerms):
         return Elsewhere(
             self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
         )
+
+
+@cache
+def _say_once(guess: str) -> None:
+    """Warn that an optimiser's memory is guessed, if it is."""
+    if guess:
+        warnings.warn(guess, stacklevel=2)
 
 
 def _with_buckets(account: Account, buckets: Buckets) -> Account:
