@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ class Account:
     optimizer_state: int
     optimizer_temporaries: int
     gradients: int
-    """The gradients of all trainable parameters: made by the backward, or held from its start (`gradients_held`)."""
+    """The gradients of the parameters that get any: made by the backward, or held from its start (`gradients_held`)."""
     reserve: int
     """Scalars; on a GPU also the workspaces of libraries, and the context."""
     gradients_held: bool = False
@@ -69,6 +69,8 @@ class Account:
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
+    optimizer_guess: str = field(default="", repr=False)
+    """Why the optimiser's rows are an upper guess; empty where they are counted."""
     state_blocks: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimiser makes them."""
     card_state: CardState | None = field(default=None, repr=False)
@@ -99,8 +101,10 @@ class Account:
         return resident + outputs + self.optimizer_temporaries
 
 
-Count = Callable[[Any, Iterable[torch.Tensor], str], OptimizerAccount]
+Count = Callable[[Any, Iterable[torch.Tensor], str, Collection[torch.Tensor]], OptimizerAccount]
 """Counts what an optimiser of these parameters holds on a type of device, as `optimizer_account`."""
+Trains = Callable[[torch.Tensor], bool]
+"""Whether a trainable parameter gets a gradient."""
 
 
 def account_of(
@@ -108,14 +112,16 @@ def account_of(
     inputs: Iterable[torch.Tensor],
     optimizer: Any,
     card: Hardware,
-    trains: Callable[[torch.Tensor], bool] = lambda parameter: True,
+    trains: Trains = lambda parameter: True,
+    steps: Trains | None = None,
     live: LiveOptimizer | None = None,
     count: Count = optimizer_account,
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    `trains` says which of the trainable parameters get a gradient: optimisers have no state for the others. `live` is
-    the optimiser of that class that will step them, where it is there already. `count` counts what an optimiser holds.
+    `trains` says which of the trainable parameters get a gradient, and `steps` for which of them there may be one when
+    the optimiser steps, of any call: it has no state for the others but what an instance has already. `live` is the
+    optimiser of that class that will step them, where it is there already. `count` counts what an optimiser holds.
 
     On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
     once there is a schedule (`memopt.planning.on_card`).
@@ -123,12 +129,13 @@ def account_of(
     on_cuda = card.name != "cpu"
     block = _block_bytes(card)
     parameters = list(model.parameters())
-    trained: list[torch.Tensor] = [
-        parameter for parameter in parameters if parameter.requires_grad and trains(parameter)
-    ]  # fmt: skip
+    steps = steps or trains
+    trainable: list[torch.Tensor] = [parameter for parameter in parameters if parameter.requires_grad]
+    trained, stepped = ([parameter for parameter in trainable if gets(parameter)] for gets in (trains, steps))
+    idle = [parameter for parameter in trainable if not steps(parameter)]
     if live is not None:
-        optimizer, trained = live.like(optimizer), live.in_order(trained)
-    optimizer_bytes = count(optimizer, trained, "cuda" if on_cuda else "cpu")
+        optimizer, trained, stepped = live.like(optimizer), live.in_order(trained), live.in_order(stepped)
+    optimizer_bytes = count(optimizer, stepped, "cuda" if on_cuda else "cpu", idle)
     home = parameters[0].device
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
@@ -142,6 +149,7 @@ def account_of(
         context=card.context_bytes if on_cuda else 0,
         trained=tuple(parameter.nbytes for parameter in trained),
         state_blocks=optimizer_bytes.state_blocks,
+        optimizer_guess=optimizer_bytes.guess,
     )
 
 

@@ -30,12 +30,21 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     For use inside of a fake mode with `allow_non_fake_inputs`. Tensors of one element in the host's memory stay real:
     optimisers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
     that are read as numbers are stand-ins; without, reading one, or a random number, raises `ValueIsRead`. Where the
-    peak exceeds `most_bytes`, `TooManyBytes` is raised.
+    peak exceeds `most_bytes`, `TooManyBytes` is raised, and after `most_calls` operators `ValueIsRead`, for loops that
+    end by a value.
     """
 
-    def __init__(self, device_type: str, home: str, *, stand_ins: bool = True, most_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        home: str,
+        *,
+        stand_ins: bool = True,
+        most_bytes: float = math.inf,
+        most_calls: float = math.inf,
+    ) -> None:
         super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
-        self._stand_ins, self.most_bytes = stand_ins, most_bytes
+        self._stand_ins, self.most_bytes, self._calls_left = stand_ins, most_bytes, most_calls
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self._kernels_of = device_type
@@ -43,6 +52,9 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator's result; of numbers in the host's memory a real one, of a fake read as a number a stand-in."""
         self.kernels.add(schema_of(func).name)
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            raise ValueIsRead("it has a loop that ends by a value")
         if not self._stand_ins and makes_unknown_bytes(func):
             raise ValueIsRead
         given = list(tensors_in((args, list(kwargs.values()))))
@@ -50,7 +62,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             if not self._stand_ins:
                 raise ValueIsRead
             return _stand_in_number(given[0])
-        if given and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
+        alone = func.namespace != "c10d"  # other ranks do not take part
+        if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors_in(result))

@@ -17,7 +17,7 @@ from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.live_optimizer import LiveOptimizer, steps_any
-from memopt.account.optimizer_state import state_tensors
+from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.subclasses import with_memory
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.meter import blocks_of, live_objects
@@ -247,7 +247,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     named = around.addresses()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *around.own]), device)
-    states = (tensor for optimizer in optimizers for tensor in state_tensors(optimizer))
+    states = (tensor for optimizer in optimizers for tensor in held_tensors(optimizer))
     state = blocks_of(with_memory(states), device)
     state = {address: nbytes for address, nbytes in state.items() if address not in own}
     tensors = [one for one in found if not isinstance(one, torch.optim.Optimizer)]

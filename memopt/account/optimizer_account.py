@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,15 +12,21 @@ import torch
 from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes, MetaBytes
+from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
+from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of, step
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.pytree import tree_leaves
 from memopt.compat.subclasses import shard_of
 from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
 _LATE_STEP = 1000
+_MOST_CALLS = 5000
+"""The operators that three steps run for each parameter at most."""
+_COPIES, _LARGEST = 2, 4
+"""The guess for what cannot be tried: fp32 copies of a parameter in the state, and of the largest one in a step."""
 
 _SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD)
 
@@ -37,15 +43,22 @@ class OptimizerAccount:
     """The optimiser's class and its implementation, as in "AdamW (foreach)"; "none" without an optimiser."""
     state_blocks: tuple[int, ...] = ()
     """The bytes of each tensor of the state on a GPU, in the order in which the first step makes them."""
+    guess: str = ""
+    """Why the bytes are an upper guess, where no step could be tried; empty where they are counted."""
 
 
 def optimizer_account(
-    optimizer: OptimizerLike, parameters: Iterable[torch.Tensor], device_type: str | None = None
+    optimizer: OptimizerLike,
+    parameters: Iterable[torch.Tensor],
+    device_type: str | None = None,
+    idle: Collection[torch.Tensor] = (),
 ) -> OptimizerAccount:
     """Find the bytes that an optimiser holds by running three of its steps on fake tensors.
 
     Any optimiser written with torch's operators will do. Whether it loops over the parameters or takes all at once
-    (foreach, fused) is torch's choice for the device.
+    (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are an upper guess
+    (`guess`): of state as much for each element as an instance holds already where it has stepped, or else two copies
+    in fp32, as Adam has; of temporaries one such copy of all parameters, and no less than four of the largest.
 
     Args:
         optimizer: a class (its defaults), an instance (with its groups, options and state; it is not changed), a
@@ -53,22 +66,23 @@ def optimizer_account(
             any case ("adamw"), or None.
         parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` count nothing.
             An instance's own parameters take their place.
+        idle: those of an instance's parameters that have no gradient when it steps; what state it has for them counts.
         device_type: where the step will run, "cpu" or "cuda"; by default the device of the parameters (CPU for meta).
 
     Raises:
-        ValueError: for an unknown name, an optimiser that needs a closure (LBFGS) or sparse gradients, or one that
-            cannot be made from the parameters alone or whose step does not run on fake tensors.
+        ValueError: for an unknown name, for LBFGS and SparseAdam, or one that cannot be made from the parameters alone.
     """
     if optimizer is None:
         return OptimizerAccount(0, 0, "none")
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
-    trained = [parameter for parameter in given if parameter.requires_grad]
+    still = set(map(id, idle))
+    trained = [parameter for parameter in given if parameter.requires_grad and id(parameter) not in still]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
     if isinstance(optimizer, (str, type)):
         shards = map(shard_of, trained)
         layouts = tuple((shard.shape, shard.stride(), shard.dtype) for shard in shards)
         return _account_of_class(optimizer, layouts, device_type, torch.get_num_threads())
-    return _account_of(optimizer, trained, device_type)
+    return _account_of(optimizer, trained, device_type, [parameter for parameter in given if id(parameter) in still])
 
 
 @lru_cache(maxsize=64)
@@ -80,18 +94,38 @@ def _account_of_class(
     return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
 
 
-def _account_of(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str) -> OptimizerAccount:
+def _account_of(
+    optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, idle: Sequence[torch.Tensor] = ()
+) -> OptimizerAccount:
     if device_type == "cpu" and trained and _takes_singly(optimizer):
         found = _one_by_one(optimizer, trained)
         if found is not None:
             return found
-    try:
-        return _tried(optimizer, trained, device_type, home=device_type)
-    except _TrialError:
-        if device_type == "cpu":
-            raise
     # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
-    return _tried(optimizer, trained, device_type, home="cpu")
+    for home in dict.fromkeys((device_type, "cpu")):
+        try:
+            return _tried(optimizer, trained, device_type, home, idle)
+        except _TrialError as error:
+            name, why = error.args
+    return _guessed(optimizer, trained, name, why)
+
+
+def _guessed(optimizer: OptimizerLike, trained: list[torch.Tensor], name: str, why: str) -> OptimizerAccount:
+    """The upper guess for an optimiser whose steps cannot be tried, as `optimizer_account` says."""
+    state = dict(optimizer.state) if isinstance(optimizer, Optimizer) else {}
+    groups = [group["params"] for group in (optimizer.param_groups if isinstance(optimizer, Optimizer) else ())]
+    used = [one for group in groups if any(one in state for one in group) for one in group]
+    held = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+    singles = [4 * shard_of(one).numel() for one in trained]
+    further = [single for one, single in zip(trained, singles, strict=True) if one not in state]
+    copies = held / max(1, sum(4 * shard_of(one).numel() for one in used)) if held else _COPIES
+    temporaries = max(sum(singles), _LARGEST * max(singles, default=0))
+    return OptimizerAccount(
+        held + math.ceil(copies * sum(further)),
+        temporaries + SCALARS,
+        f"{name} (guessed)",
+        guess=f"a step of {name} cannot be tried without values ({why}): its memory is an upper guess",
+    )
 
 
 def _takes_singly(optimizer: OptimizerLike) -> bool:
@@ -158,33 +192,46 @@ def _between(low: OptimizerAccount, high: OptimizerAccount, part: float) -> Opti
 
 
 class _TrialError(ValueError):
-    """A step does not run on fake tensors."""
+    """A step does not run on fake tensors: the name of the optimiser, and why."""
 
 
-def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, home: str) -> OptimizerAccount:
+def _tried(
+    optimizer: OptimizerLike,
+    trained: list[torch.Tensor],
+    device_type: str,
+    home: str,
+    idle: Sequence[torch.Tensor] = (),
+) -> OptimizerAccount:
     """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
-    count = MetaBytes() if home == "meta" else EagerBytes(device_type, home)
-    with optimizer_on_fakes(optimizer, trained, count, home, foreach=device_type != "cpu") as on_fakes:
+    most_calls = _MOST_CALLS * (1 + len(trained))
+    count = MetaBytes() if home == "meta" else EagerBytes(device_type, home, most_calls=most_calls)
+    foreach = device_type != "cpu"
+    with optimizer_on_fakes(optimizer, trained, count, home, foreach=foreach, idle=idle) as on_fakes:
         name = type(on_fakes).__name__
-        _refuse(on_fakes, name)
+        refuse(on_fakes)
         if not trained:
-            return OptimizerAccount(0, 0, name)
+            return OptimizerAccount(count.live_bytes if isinstance(optimizer, Optimizer) else 0, 0, name)
         _run_steps(on_fakes, count, name)
-        temporaries = max(0, count.peak_bytes - count.live_bytes) + SCALARS
+        stepped = parameters_of(on_fakes)
+        moved = count.bytes_among([parameter.data for parameter in stepped])  # in place of memory that they had before
+        made = count.bytes_among([parameter.grad for parameter in stepped])  # for parameters that had none
+        temporaries = max(0, count.peak_bytes - count.live_bytes) + made + SCALARS
         name = f"{name} ({_way(count.kernels)})"
-        blocks = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if count.has_counted(tensor))
-        return OptimizerAccount(count.live_bytes, temporaries, name, blocks if device_type != "cpu" else ())
+        held = dict.fromkeys([*state_tensors(on_fakes), *held_tensors(on_fakes)])
+        blocks = tuple(tensor.nbytes for tensor in held if count.has_counted(tensor))
+        state = count.live_bytes - moved - made
+        return OptimizerAccount(state, temporaries, name, blocks if device_type != "cpu" else ())
 
 
-def _refuse(on_fakes: Optimizer, name: str) -> None:
-    """Raise `ValueError` for an optimiser that needs a closure or sparse gradients."""
-    closure = inspect.signature(type(on_fakes).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+def refuse(optimizer: Optimizer) -> None:
+    """Raise `ValueError` for an optimiser of torch that evaluates the model many times, or takes sparse gradients."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another, or plan "
             "with optimizer=None and a budget less what it holds"
         )
-    if isinstance(on_fakes, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             f"{name} takes sparse gradients only, which cannot be planned; use Adam, and embeddings with sparse=False"
         )
@@ -200,13 +247,10 @@ def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
             if number is not None:
                 _set_step(on_fakes, number)
             with count:
-                on_fakes.step()
-    except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        raise _TrialError(
-            f"a step of {name} cannot be tried on fake tensors: {why}. Plan with optimizer=None, and a budget less "
-            "what it holds"
-        ) from error
+                step(on_fakes)
+    except Exception as error:  # whatever an optimiser of the user's raises
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _TrialError(name, why) from error
 
 
 def _set_step(on_fakes: Optimizer, number: int) -> None:

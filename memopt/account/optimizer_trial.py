@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -14,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes
+from memopt.account.optimizer_copy import Fakes, OptimizerCopy, bare_copy
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.optim import eager_optimizers
-from memopt.compat.pytree import tree_map
 from memopt.compat.subclasses import shard_of
 
 OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimizer] | str | None"
@@ -25,29 +23,41 @@ OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimize
 Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
 """Shape, strides and dtype of a parameter."""
 
-Fakes: TypeAlias = dict[int, torch.nn.Parameter]
-"""Stand-ins, each with a gradient, by the `id` of the parameter that they stand for."""
-
 
 @contextmanager
 def optimizer_on_fakes(
-    optimizer: OptimizerLike, parameters: Iterable[torch.Tensor], count: EagerBytes, home: str, *, foreach: bool
+    optimizer: OptimizerLike,
+    parameters: Iterable[torch.Tensor],
+    count: EagerBytes,
+    home: str,
+    *,
+    foreach: bool,
+    idle: Iterable[torch.Tensor] = (),
 ) -> Iterator[Optimizer]:
     """A block in which `optimizer` stands on fakes of `parameters` on the device `home`, whose steps may be tried; on
     "meta" they are plain tensors of that device.
 
     What making the optimiser allocates is counted by `count`, which also keeps its step numbers real: an optimiser
-    that has state is read here, and only here. `foreach` is whether torch would take all parameters at once.
+    that has state is read here, and only here. `foreach` is whether torch would take all parameters at once, and `idle`
+    are parameters of an instance that have no gradient when it steps. What is compiled runs as it was written.
 
     Raises `ValueError` as `trial` does.
     """
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with plain_tensors(), mode, eager_optimizers(foreach=foreach):
         device = torch.device(home)
-        fakes = {id(parameter): _fake_with_gradient(parameter, device) for parameter in parameters}
-        with count:
-            on_fakes = trial(optimizer, fakes, device)
-        yield on_fakes
+        fakes = {id(parameter): _fake(parameter, device, gradient=False) for parameter in idle}
+        fakes |= {id(parameter): _fake(parameter, device) for parameter in parameters}
+        if isinstance(optimizer, Optimizer):
+            copies = OptimizerCopy(fakes, device)
+            on_fakes = copies.of(optimizer)
+            count.count(copies.made)
+            with copies.put_aside():
+                yield on_fakes
+        else:
+            with count:
+                on_fakes = trial(optimizer, fakes, device)
+            yield on_fakes
 
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
@@ -56,7 +66,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
     Raises `ValueError` where `optimizer` is none, or cannot be made from the parameters alone.
     """
     if isinstance(optimizer, Optimizer):
-        return _same_on_fakes(optimizer, fakes, device)
+        return OptimizerCopy(fakes, device).of(optimizer)
     make: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
     if not callable(make):
         raise ValueError(f"an optimizer is a class, an instance, a partial, a name or None, not {optimizer!r}")
@@ -84,7 +94,7 @@ def fused(optimizer: OptimizerLike) -> OptimizerLike:
     if any(group.get("fused", True) for group in groups):
         return None
     if isinstance(optimizer, Optimizer):
-        return _by_fused_kernels(copy.copy(optimizer))
+        return _by_fused_kernels(bare_copy(optimizer))
     return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), torch.device("cpu")))
 
 
@@ -103,47 +113,38 @@ def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> 
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta").requires_grad_()
 
 
-def _fake_with_gradient(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """A parameter of the same shape, strides and dtype, with a gradient; of a sharded one the part on this rank."""
+def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = True) -> torch.nn.Parameter:
+    """A parameter of the same shape, strides and dtype, with a gradient or without; of a sharded one the part on this
+    rank."""
     shard = shard_of(parameter)
     fake = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=device)
     standing_in = torch.nn.Parameter(fake)
-    standing_in.grad = torch.empty_like(fake)
+    standing_in.grad = torch.empty_like(fake) if gradient else None
     return standing_in
 
 
-def _same_on_fakes(optimizer: Optimizer, fakes: Fakes, device: torch.device) -> Optimizer:
-    """A copy of an instance, with its options and its state, over the fakes; the instance is not changed."""
-    same: Any = copy.copy(optimizer)  # shallow: the attributes replaced below are the copy's own
-    same.__dict__.pop("step", None)  # a scheduler's wrapper around the original's step
-    for name in [name for name in same.__dict__ if name.endswith(("_hooks", "_hooks_with_kwargs"))]:
-        same.__dict__[name] = type(same.__dict__[name])()
-    same.state = defaultdict(dict)
-    for parameter, state in optimizer.state.items():
-        if id(parameter) in fakes and parameter.device.type == device.type:  # a step elsewhere makes state there
-            same.state[fakes[id(parameter)]] = _without_storage(state)
-    same.param_groups = [
-        {**_without_storage(group), "params": [fakes[id(p)] for p in group["params"] if id(p) in fakes]}
-        for group in optimizer.param_groups
-    ]
-    return same
+def step(on_fakes: Any) -> None:
+    """Run a step of an optimiser on fakes. One that needs a closure gets one, after which the gradients are those that
+    were there."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(on_fakes)]
+
+    def closure() -> torch.Tensor:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return torch.zeros(())
+
+    try:
+        on_fakes.step(*[closure] * _needs_closure(on_fakes))
+    except (AssertionError, TypeError, ValueError, RuntimeError):
+        if _needs_closure(on_fakes) or "closure" not in inspect.signature(on_fakes.step).parameters:
+            raise
+        closure()
+        on_fakes.step(closure)
 
 
-def _without_storage(values: dict[str, Any]) -> dict[str, Any]:
-    """State or options of a parameter or group, with fakes for their tensors, so that no step writes to the original's.
-
-    Single numbers in the host's memory, as step numbers and some learning rates are, become real copies while
-    `EagerBytes` is active: their values decide what a step does.
-    """
-
-    def stand_in(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.copy(value)
-        if value.device.type == "cpu" and value.numel() == 1:
-            return torch.tensor(value.item(), dtype=value.dtype).reshape(value.shape)
-        return torch.empty_like(shard_of(value))
-
-    return {key: tree_map(stand_in, value) for key, value in values.items() if key != "params"}
+def _needs_closure(optimizer: Any) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _class_named(name: str) -> Callable[..., Any]:

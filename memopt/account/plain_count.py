@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,9 @@ class PlainStep:
     output_bytes: int
     depends_on_values: bool = False
     """Whether it was counted on one batch's values, since the code branches on values: others may hold more."""
+    reached: frozenset[int] = frozenset()
+    """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
+    other outputs."""
 
 
 def count_plain_step(
@@ -90,7 +93,7 @@ def _count_uncomputed(
                 for tensor, part in parts.items():
                     part.grad = tensor.grad
             args, kwargs = replaced_tensors(call, count.stand_in)
-            step = _counted(count, [*parts.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
+            step = _counted(count, parts, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
     except TensorsTooLarge:
         if count.reads and any(tensor.is_meta for tensor in tensors_in(call)):
             return None
@@ -126,7 +129,7 @@ def _count_on_fakes(
             kernels_of = "cpu" if card.name == "cpu" else "cuda"
             count = EagerBytes(kernels_of, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
-                return _counted(count, [*fakes.values(), *tree_leaves((args, kwargs))], lambda: run(*args, **kwargs))
+                return _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
     except ValueIsRead:
         raise
     except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
@@ -151,8 +154,8 @@ def count_on_values(
         most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
         count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
-            resident = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
-            step = _counted(count, resident, lambda: run(*args, **kwargs), others_too=False)
+            own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
+            step = _counted(count, own, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), others_too=False)
         return step and replace(step, depends_on_values=True)
     except Exception:  # whatever it is, the real call will say it
         return None
@@ -161,12 +164,18 @@ def count_on_values(
 
 
 def _counted(
-    count: EagerBytes, resident: list[Any], run: Callable[[], Any], *, others_too: bool = True
+    count: EagerBytes,
+    own: Mapping[torch.Tensor, torch.Tensor],
+    inputs: list[Any],
+    run: Callable[[], Any],
+    *,
+    others_too: bool = True,
 ) -> PlainStep | None:
-    """Count a forward and the backward of its losses. None where it returns no loss, and where the backward would
-    change what is not the step's own: a graph that was there before, or leaves that are not `resident`, unless
-    `others_too` allows for those without hooks."""
-    tensors = [value for value in resident if isinstance(value, torch.Tensor)]
+    """Count a forward and the backward of its losses; `own` has the model's parameters and buffers, and what stands for
+    each. None where it returns no loss, and where the backward would change what is not the step's own: a graph that
+    was there before, or leaves that are neither `own` nor `inputs`, unless `others_too` allows for those without hooks.
+    """
+    tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first = next_node_number()
     with count:
         count.exclude(tensors)
@@ -181,7 +190,10 @@ def _counted(
         held = count.live_bytes
         with gradients_kept(losses):
             torch.autograd.backward(losses)
-    return PlainStep(count.peak_bytes, held, _bytes_of(outputs))
+    ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    leaves = set(map(id, leaves_of(ends)))
+    reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
+    return PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

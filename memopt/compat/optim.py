@@ -15,12 +15,17 @@ from passes.private import private
 
 PRIVATE_NAMES = (
     *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),
-    *private("torch.optim.optimizer", "_foreach_supported_types"),
+    *private(
+        "torch.optim.optimizer",
+        "_foreach_supported_types",
+        "_global_optimizer_pre_hooks",
+        "_global_optimizer_post_hooks",
+    ),
     *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
     *private("torch.compiler", "_is_compiling_flag"),
 )
 
-__all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device"]
+__all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device", "wrapped_by_scheduler"]
 
 
 def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -36,12 +41,18 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def wrapped_by_scheduler(step: Any) -> Any | None:
+    """The function of an optimizer's step around which a scheduler has put its own; None for any other value."""
+    return getattr(step, "__wrapped__", None) if hasattr(step, "_wrapped_by_lr_sched") else None
+
+
 @contextmanager
 def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
 
-    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. With
-    `foreach`, their default on the CPU is the foreach implementation, as it is on a GPU.
+    They treat fake tensors as plain ones, and do not notice that something is being compiled around them. Functions
+    that the user has compiled run as written, and hooks on the steps of all optimizers are not called. With `foreach`,
+    their default on the CPU is the foreach implementation, as it is on a GPU.
     """
     types: list[Any] = _foreach_supported_types
     compiler: Any = torch.compiler
@@ -51,9 +62,13 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     compiler._is_compiling_flag = False
     if foreach:
         module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    hooks = module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+    module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks = {}, {}
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
+        module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks = hooks
         module._get_foreach_kernels_supported_devices = devices
         compiler._is_compiling_flag = compiling
         types.remove(FakeTensor)

@@ -13,7 +13,7 @@ from torch import optim
 from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_state import state_tensors
-from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, trial
+from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, step, trial
 from memopt.compat.operators import schema_of
 from memopt.device.hardware_table import Hardware
 from memopt.device.op_call import tensors_in
@@ -58,7 +58,7 @@ def optimizer_step_price(
     """The price of stepping all trained `parameters` by the plain optimiser; their values are not read, so they may be
     on "meta".
 
-    Raises `ValueError` as `optimizer_account` does.
+    Raises `ValueError` as `optimizer_account` does, and for an optimiser whose steps cannot be tried.
     """
     if optimizer is None or not parameters:
         return NOTHING
@@ -190,12 +190,14 @@ def _tried(
 ) -> _Trial:
     """Bytes by the optimiser's account, and the traffic of the second step, since the first makes the state."""
     account = optimizer_account(make, parameters, device)
+    if account.guess:
+        raise ValueError(account.guess)
     traffic = _Traffic()
     with optimizer_on_fakes(make, parameters, traffic, "cpu", foreach=foreach) as on_fakes:
         with traffic:
-            on_fakes.step()
+            step(on_fakes)
             traffic.moved.clear()
-            on_fakes.step()
+            step(on_fakes)
         arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
     return _Trial(account.state_bytes, account.step_temporary_bytes, tuple(traffic.moved), arrays)
 

@@ -97,7 +97,8 @@ class Advice:
 
     def with_optimizer(self, optimizer: Any, steps: Sequence[Candidate]) -> int:
         """The smallest budget in bytes with another optimiser."""
-        account = self.like(self.planner, optimizer=optimizer).account(self.call, self.situation)
+        planner = self.like(self.planner, optimizer=optimizer)
+        account = planner.account(self.call, self.situation, reached=self.planner.reached)
         return self.smallest_of([(levers, captured, account) for levers, captured, _ in steps])
 
     @staticmethod

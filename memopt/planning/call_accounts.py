@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.account.account import Account, account_of
+from memopt.account.account import Account, Trains, account_of
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Around, Elsewhere
@@ -46,27 +47,24 @@ class CallAccounts(ModelTerms):
         """The optimiser's memory by device type and the `id`s of the parameters that it steps, kept while a call is
         being planned; None at other times."""
 
-    def account(self, call: Call, situation: Situation, *, captured: bool = False) -> Account:
-        """The bytes of the step that no schedule changes. `captured`: the call is captured, so that it is known which
-        parameters get gradients (`reached`)."""
+    def account(self, call: Call, situation: Situation, *, reached: frozenset[int] | None = None) -> Account:
+        """The bytes of the step that no schedule changes. `reached`: the `id`s of the parameters that get gradients in
+        the call, where that is known."""
         found = self.elsewhere.now(self.around(call)) if situation.elsewhere is None else None
+        trains, steps = self._trained(reached, situation)
         account = account_of(
             self.model,
             tensors_in(call),
             None if self.sharding else self.options.optimizer,
             self.card,
-            self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
+            trains,
+            steps,
             self.live_optimizer,
             self._optimizer_account,
         )
         held, others = situation.gradients_held, situation.other_forwards
         if self.sharding is not None:
-            account = self.sharding.account(
-                account,
-                self.options.optimizer,
-                self.card,
-                self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
-            )
+            account = self.sharding.account(account, self.options.optimizer, self.card, steps)
         account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)
@@ -89,16 +87,18 @@ class CallAccounts(ModelTerms):
             self._card_state, self._counted = before, counted
 
     def _optimizer_account(
-        self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str
+        self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]
     ) -> OptimizerAccount:
         """As `optimizer_account`, for the one optimiser of this planning."""
         stepped = list(parameters)
-        if self._counted is None:
-            return optimizer_account(optimizer, stepped, device_type)
         key = (device_type, tuple(map(id, stepped)))
-        if key not in self._counted:
-            self._counted[key] = optimizer_account(optimizer, stepped, device_type)
-        return self._counted[key]
+        found = self._counted.get(key) if self._counted is not None else None
+        if found is None:
+            found = optimizer_account(optimizer, stepped, device_type, idle)
+            _say_once(found.guess)
+        if self._counted is not None:
+            self._counted[key] = found
+        return found
 
     def _card_state_now(self, call: Call) -> CardState | None:
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
@@ -116,14 +116,22 @@ class CallAccounts(ModelTerms):
         """The optimiser of the class that is planned for, where one steps the model already."""
         return the_live_one(self.options.optimizer, self.elsewhere.optimizers)
 
-    def _is_reached(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self.reached
+    def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
+        """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:
+        also those that other calls reach, or code outside of the forward. All of them where it is not known."""
+        if reached is None or self.proposing.chosen is not None or situation.buckets is not None:
+            return (lambda parameter: True), (lambda parameter: True)
+        stepped = reached | self.reached | self.stepped_elsewhere
+        trained = stepped if situation.gradients_held else reached | self.stepped_elsewhere
+        return (lambda parameter: id(parameter) in trained), (lambda parameter: id(parameter) in stepped)
 
-    def _counts_reached(self, situation: Situation) -> bool:
-        """Whether the account leaves out the parameters without gradients: not where other calls may have left
-        gradients or state for them."""
-        state_unknown = isinstance(self.options.optimizer, torch.optim.Optimizer) or self.proposing.chosen is not None
-        return not (state_unknown or situation.gradients_held or situation.buckets is not None)
+    @property
+    def stepped_elsewhere(self) -> frozenset[int]:
+        """The `id`s of parameters that no call reaches and the optimiser that was given has stepped: code outside of
+        the forward gives them gradients."""
+        optimizer = self.options.optimizer
+        state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
+        return frozenset(id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)) - self.reached
 
     def still_fits(self, plan: Plan, call: Call, situation: Situation) -> bool:
         """Whether a plan that was kept on disk fits beside what lies on the device now."""
@@ -142,6 +150,13 @@ class CallAccounts(ModelTerms):
         return Elsewhere(
             self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
         )
+
+
+@cache
+def _say_once(guess: str) -> None:
+    """Warn that an optimiser's memory is guessed, if it is."""
+    if guess:
+        warnings.warn(guess, stacklevel=2)
 
 
 def _with_buckets(account: Account, buckets: Buckets) -> Account:

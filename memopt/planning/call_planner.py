@@ -117,8 +117,9 @@ class CallPlanner(CallAccounts):
     ) -> Account:
         """The account of a captured call whose priced graphs are those of `step`: with all inputs of its graphs, and
         the clones of outputs that `DistributedDataParallel` makes."""
-        self.reached |= trained(step.regions, captured)
-        account = self.account(call, situation, captured=True)
+        reached = trained(step.regions, captured)
+        self.reached |= reached
+        account = self.account(call, situation, reached=reached)
         account = replace(
             account,
             inputs=max(account.inputs, in_blocks(captured.input_bytes, self.card)),

@@ -79,7 +79,7 @@ def plan_by(
         regions=regions,
         modules=module_rows(joined, solution.schedule),
         host_seconds=0.0 if account.context else _host_seconds(captured),
-        notes=captured.all_notes,
+        notes=captured.all_notes + (account.optimizer_guess,) * bool(account.optimizer_guess),
         effort=effort,
         **_offloading(joined, solution),
         source=CapturedStep(lambda: captured),

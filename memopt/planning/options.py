@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
-from memopt.account.optimizer_account import optimizer_account
+from memopt.account.optimizer_account import optimizer_account, refuse
 from memopt.errors import GIB
 from memopt.planning.cluster_terms import ClusterTerms, check_cluster_terms
 from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
@@ -244,7 +244,9 @@ def positive_int(name: str, value: Any) -> int:
 def _check_training(loss_fn: Any, optimizer: Any) -> None:
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        refuse(optimizer)
+    else:
         optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for other values
 
 

@@ -132,4 +132,4 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 def _key(
     planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation
 ) -> tuple[tuple[RecordedRegion, ...], Account]:
-    return captured.regions, planner.account(call, situation)
+    return captured.regions, planner.account(call, situation, reached=planner.reached)

@@ -167,6 +167,10 @@ class PlainCalls:
         counted = self._count(kind, call, sizes, situation)
         return counted if counted is not None and counted.fits(beside) else None
 
+    def forget(self) -> None:
+        """Have calls counted again."""
+        self._kinds.clear()
+
     def run(self, call: Call, fitting: Fitting) -> Any:
         """Run the plain model, and remember that its forward waits for its backward."""
         result = self.plain(*call[0], **call[1])
@@ -233,7 +237,8 @@ class PlainCalls:
         rank waits for its gradients. None where it does not fit the budget: the count stops as soon as that is clear.
         """
         card, held = self.planner.card, situation.gradients_held
-        room = self.planner.options.budget_bytes - self._account(call, situation).resident_bytes
+        stateless = replace(self._account(call, situation), optimizer_state=0)  # it is not known yet for what
+        room = self.planner.options.budget_bytes - stateless.resident_bytes
         try:
             most = room / self._margin
             if special_tensors(call, self.model):
@@ -247,7 +252,7 @@ class PlainCalls:
 
     def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> Fitting | None:
         """The count with the room that the step leaves beside it; None where it leaves none."""
-        account = self._account(call, situation)
+        account = self._account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
         margin = VALUES_MARGIN if step.depends_on_values else self._margin
@@ -255,9 +260,10 @@ class PlainCalls:
         room = self.planner.options.budget_bytes - max(peak, account.optimizer_step_bytes(step.output_bytes))
         return Fitting(step, room, account.optimizer_state) if room >= 0 else None
 
-    def _account(self, call: Call, situation: Situation) -> Account:
-        """The bytes of a call beside its activations, with nothing elsewhere on the device."""
-        return self.planner.account(call, replace(situation, elsewhere=0))
+    def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
+        """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
+        `account`."""
+        return self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
 
     @property
     def _margin(self) -> float:

@@ -17,7 +17,7 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, tensors_in
-from memopt.compat.modules import CurrentParts, plain_call
+from memopt.compat.modules import CurrentParts, Parts, plain_call
 from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
@@ -79,6 +79,9 @@ class TrainingCalls:
         """The state after the latest call, which `_enter` alone changes."""
         self._reached: frozenset[int] = frozenset()
         """The parameters with gradients in any call before the present one."""
+        self._stepped_elsewhere: frozenset[int] | None = None
+        """Parameters that the optimiser had stepped before the present call, and no call reached; None before the first
+        one."""
         self._log, self._plans_logged = PlanningLog(), 0
         self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
@@ -100,19 +103,19 @@ class TrainingCalls:
         """Run a training call: plain where that fits, else by its plan."""
         if self.status.state is State.UNPLANNED:
             return self._unplanned(call)
-        self._forget_plans_without_state()
+        parts = self._parts.now()
+        self._forget_plans_without_state(parts)
         self.planner.proposing.check_parameters()
         waiting = self.surroundings.begin(call)
         self.accumulation.allowed = self.options.one_by_one or not waiting
         self.accumulation.exchange = self.parallel.exchange
-        parts = self._parts.now()
         situation = self.surroundings.situation(parts)
         beside = self.surroundings.beside(call, situation)
         one_graph = not self.recorded.breaks
         if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
             self._enter(State.PLAIN, fits.reason)
             self.recorded.ceilings.see(call)
-            self.planner.reached |= parts.parameter_ids  # which is not looked at
+            self.planner.reached |= fits.step.reached
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
         try:
@@ -265,13 +268,16 @@ class TrainingCalls:
         self.recorded.forget()
         self.planner.forget_sizes()
 
-    def _forget_plans_without_state(self) -> None:
-        """Have calls planned again once a call has trained parameters that those before it did not reach: there is
-        state of the optimiser for them from then on."""
-        reached = self.planner.reached
-        if self._reached and reached != self._reached:
+    def _forget_plans_without_state(self, parts: Parts) -> None:
+        """Have calls planned again once a call, or code outside of the forward, has trained parameters that those
+        before it did not reach: there is state of the optimiser for them from then on."""
+        self.planner.reached |= {id(one) for one in parts.parameters if one.grad is not None}
+        reached, elsewhere = self.planner.reached, self.planner.stepped_elsewhere & parts.parameter_ids
+        known = elsewhere if self._stepped_elsewhere is None else self._stepped_elsewhere
+        if (self._reached and reached != self._reached) or not elsewhere <= known:
             self.recorded.forget_plans(but=self.status.plan)
-        self._reached = reached
+            self.plain_calls.forget()
+        self._reached, self._stepped_elsewhere = reached, known | elsewhere
 
     def _begin(
         self, call: Call, started: float, plan: Plan, situation: Situation, exchanges: int = 0

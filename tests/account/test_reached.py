@@ -67,11 +67,51 @@ def test_parameters_of_outputs_that_are_not_differentiated_have_no_state(
     assert 2 * own <= plan.account.optimizer_state < 2 * own + 1024
 
 
-def test_gradients_that_are_held_may_be_of_any_parameter() -> None:
+def test_gradients_that_are_held_count_with_those_of_the_call() -> None:
     model = TwoEncoders().train()
     text = torch.randn(32, 64)
     memopt.optimize(model, 1, example_inputs=(text,), **EXACT)
-    model(text).backward()
-    model(text).backward()
+    own = sum(parameter.nbytes for parameter in model.text.parameters())
     every = sum(parameter.nbytes for parameter in model.parameters())
-    assert memopt.plan_of(model).account.gradients == every
+    model(text).backward()
+    model(text).backward()
+    assert memopt.plan_of(model).account.gradients == own
+    model.image.weight.norm().backward()  # outside of any call
+    model(text).backward()
+    assert memopt.plan_of(model).account.gradients == every - model.image.bias.nbytes
+
+
+def test_an_optimizer_that_is_given_has_state_for_what_calls_reach_or_it_has_stepped() -> None:
+    model = TwoEncoders().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text, image = torch.randn(32, 64), torch.randn(32, 256)
+    memopt.optimize(model, 1, example_inputs=(text,), **EXACT | {"optimizer": optimizer})
+    own = sum(parameter.nbytes for parameter in model.text.parameters())
+    every = sum(parameter.nbytes for parameter in model.parameters())
+
+    def step(*batch: torch.Tensor) -> tuple[int, int]:
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        account = memopt.plan_of(model).account
+        return account.gradients, account.optimizer_state // 1024
+
+    for _ in range(2):
+        assert step(text) == (own, 2 * own // 1024)
+    assert step(text, image) == (every, 2 * every // 1024)
+    assert step(text) == (own, 2 * every // 1024), "the state is there from the call before"
+
+
+def test_parameters_that_are_trained_outside_of_the_forward_count_from_the_second_step() -> None:
+    model = TwoEncoders().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = torch.randn(32, 64)
+    memopt.optimize(model, 1, **EXACT | {"optimizer": optimizer})
+    found = []
+    for _ in range(3):
+        (model(text) + model.image.weight.norm()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(memopt.plan_of(model).account.gradients)
+    own = sum(parameter.nbytes for parameter in model.text.parameters())
+    assert found == [own, *[own + model.image.weight.nbytes] * 2]
