@@ -34,10 +34,10 @@ if TYPE_CHECKING:
         StaleOutputError,
         UnplannedGradientError,
     )
+    from memopt.levers import DEFAULT_LEVERS, LEVERS
     from memopt.memory_error import StepMemoryError
     from memopt.meter import measure_peak
     from memopt.planning.frontier import Frontier
-    from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
     from memopt.planning.plan import Plan
     from memopt.train import RunState, StepResult, TrainStep
 
@@ -78,8 +78,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "DEFAULT_LEVERS": "memopt.planning.levers",
-    "LEVERS": "memopt.planning.levers",
+    "DEFAULT_LEVERS": "memopt.levers",
+    "LEVERS": "memopt.levers",
     "AccountCheck": "memopt.checks.account_check",
     "AccountRow": "memopt.checks.account_check",
     "BudgetError": "memopt.errors",

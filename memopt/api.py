@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.levers.optimizer_levers import apply_levers
 from memopt.planning.frontier import Frontier
 from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
@@ -103,7 +103,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     """
     checked = check_options(budget_gb, **options)
     call = PlannedCall(model, replace(checked, kept=True))
-    if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
+    if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
     with call.from_captures(planned_call_of(model)):
         if example_inputs is not None:
@@ -271,7 +271,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     call = planned_call_of(model)
     if call is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
-    return call.chosen.apply(call.model, optimizer)
+    return apply_levers(call.chosen, call.model, optimizer)
 
 
 def remove(model: Model) -> Model:

@@ -7,14 +7,16 @@ import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
 from memopt.account.optimizer_account import optimizer_account
 from memopt.errors import GIB
+from memopt.levers import DEFAULT_LEVERS, Lever, levers_named
+from memopt.levers.allow import check_allow, recompute_note
 from memopt.planning.cluster_terms import ClusterTerms, check_cluster_terms
-from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
 from memopt.rewrite.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
@@ -24,6 +26,7 @@ Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
 """Which outputs are differentiated and held; "loss_only" is an older name of "loss"."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 
 
@@ -33,7 +36,7 @@ class StepOptions(TypedDict, total=False):
     loss_fn: Callable[..., Any] | None
     optimizer: Any
     precision: Policy
-    allow: Collection[str]
+    allow: Collection[str | Lever]
     backend: Backend
     outputs: Outputs
     dynamic: Any
@@ -56,10 +59,6 @@ class PlanOptions(StepOptions, total=False):
     tp_plan: Mapping[str, str] | None
 
 
-BACKENDS = ("auto", "aten", "inductor")
-"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
-
-
 @dataclass(frozen=True)
 class Effort:
     """How hard to look for a plan."""
@@ -80,7 +79,8 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = None
     precision: Policy = "auto"
-    allow: frozenset[str] = DEFAULT_LEVERS
+    levers: tuple[Lever, ...] = levers_named(DEFAULT_LEVERS)
+    """The allowed levers, in the order in which they are tried."""
     backend: Backend = "auto"
     outputs: Outputs = "loss"
     dynamic: Any = None
@@ -103,6 +103,16 @@ class Options:
     """Whether plans are kept on disk, and looked up there."""
     one_by_one: bool = False
     """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
+
+    @cached_property
+    def allow(self) -> frozenset[str]:
+        """The names of the allowed levers."""
+        return frozenset(lever.name for lever in self.levers)
+
+    @property
+    def optimizer_levers(self) -> frozenset[str]:
+        """The names of the allowed levers that change the optimiser."""
+        return frozenset(lever.name for lever in self.levers if lever.optimizer is not None)
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""
@@ -128,7 +138,7 @@ def check_options(
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
     precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_LEVERS,
+    allow: Collection[str | Lever] = DEFAULT_LEVERS,
     backend: Backend = "auto",
     outputs: Outputs = "loss",
     dynamic: Any = None,
@@ -154,9 +164,10 @@ def check_options(
     _check_choice("outputs", outputs, OUTPUTS)
     if calibrate and device is not None:
         raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
-    allowed = check_allow(allow)
+    levers = check_allow(allow)
+    names = [lever.name for lever in levers]
     cluster = check_cluster_terms(
-        mesh, interconnect, tp_plan, device=device, precision=precision, optimizer=optimizer, allow=allowed
+        mesh, interconnect, tp_plan, device=device, precision=precision, optimizer=optimizer, allow=names
     )
     return Options(
         budget_bytes(budget_gb),
@@ -164,7 +175,7 @@ def check_options(
         optimizer,
         # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
         precision if cluster is None else "fp32",
-        allowed,
+        levers,
         backend,
         outputs,
         dynamic,
