@@ -17,6 +17,7 @@ from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
 from memopt.planning.options import (
     DEFAULT_EFFORT,
+    DEFAULTS,
     Options,
     PlanOptions,
     StepOptions,
@@ -34,7 +35,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _ROOMY_GB = 2.0**40
 
 
-@takes_options(StepOptions, check_options)
+@takes_options(StepOptions, DEFAULTS)
 def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **options: Unpack[StepOptions]) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
@@ -113,7 +114,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     return model
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a training step without running anything or changing the model, which may live on the "meta" device.
 
@@ -137,7 +138,7 @@ def _planned(model: nn.Module, options: Options) -> PlannedCall:
     return PlannedCall(model if options.cluster is None else options.cluster.one_card(model), options)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def frontier(
     model: nn.Module, example_inputs: Any, *, points: int = 40, **options: Unpack[PlanOptions]
 ) -> Frontier[Plan]:
@@ -158,7 +159,7 @@ def frontier(
     return roomy.frontier(points, effort=checked.effort.name, limit_seconds=limit_seconds)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def max_batch(
     model: nn.Module,
     budget_gb: float,
@@ -190,7 +191,7 @@ def max_batch(
     return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def max_length(
     model: nn.Module,
     budget_gb: float,
