@@ -39,17 +39,11 @@ from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
+from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS, levers_named
+from memopt.levers.optimizer_levers import PricedLevers
+from memopt.levers.training_facts import TrainingFacts
 from memopt.microbatch import split
-from memopt.optimizers import (
-    OPTIMIZER_PROPOSALS,
-    Proposals,
-    ProposalSet,
-    TrainingFacts,
-    price_proposals,
-    price_training,
-)
 from memopt.planning.joined import Joined
-from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.planner import smallest
 from memopt.solver import Schedule
 
@@ -182,20 +176,20 @@ class Ladder:
         self.add(f"exact, {precision}, {samples} microbatches", nbytes - context, added)
         facts = TrainingFacts.of(model, ADAMW, hardware(CARD))
         for names in (("low_bit_optimizer",), ("offload_optimizer",)):
-            offer = ProposalSet(Proposals.named(names), price_proposals(facts, Proposals.named(names)))
+            offer = PricedLevers.of(facts, levers_named(names))
             nbytes, _ = smallest(joined, offer.adjusted(account))
             step = f"exact, {precision}, {samples} microbatches, {' and '.join(names)}"
             self.add(step, nbytes - context, added + offer.added_seconds / seconds)
 
     def narrow(self, seconds: float) -> None:
         """Plan with all optimiser levers: parameters and gradients in bf16, the optimiser's state on the host."""
-        levers = Proposals.named(("bf16_parameters", "offload_optimizer"))
-        price = price_training(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
+        levers = levers_named(("bf16_parameters", "offload_optimizer"))
+        price = PricedLevers.of(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers).after
         samples, joined, account = self.sample_by_sample(self.article.make().bfloat16(), precision="fp32")
         account = replace(
             account,
-            optimizer_state=price.device.optimizer_state,
-            optimizer_temporaries=price.device.optimizer_temporaries,
+            optimizer_state=price.optimizer_state,
+            optimizer_temporaries=price.optimizer_temporaries,
         )
         nbytes, _ = smallest(joined, account)
         added = self.added(samples, joined, seconds) + price.seconds / seconds
@@ -204,15 +198,13 @@ class Ladder:
 
     def everything(self, context: int, seconds: float) -> None:
         """The whole batch at once, at the article's best and at the smallest budget, with what the planner pulls."""
-        allow = HERE | set(OPTIMIZER_PROPOSALS)
+        allow = HERE | OPTIMIZER_LEVERS
         least = self.least(precision="bf16", allow=allow)
         for budget in (int(self.article.best_gb * GB) + context, least):
             if budget >= least:
                 plan = self.plan(budget, precision="bf16", allow=allow)
-                levers = Proposals.named(plan.proposals)
-                price = ProposalSet(
-                    levers, price_proposals(TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD)), levers)
-                )
+                facts = TrainingFacts.of(self.article.make(), ADAMW, hardware(CARD))
+                price = PricedLevers.of(facts, levers_named(plan.proposals))
                 added = (plan.step_seconds + plan.added_seconds + price.added_seconds) / seconds - 1
                 step = f"whole batch, {' + '.join(plan.proposals) or 'exact'}"
                 self.add(step, plan.predicted_peak_bytes - context, added)

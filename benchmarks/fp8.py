@@ -34,9 +34,9 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.trace import trace_call
 from memopt.device import hardware
+from memopt.levers import lever_sets, levers_named
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite import lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.solver import RematProblem, Schedule
 
@@ -112,8 +112,8 @@ def keeps(sizes: Mapping[str, int], card: str = "h100") -> list[Kept]:
     found, planned_for = [], hardware(card)
     for mode, levers in MODES.items():
         base = precision_rewriting("bf16", planned_for)
-        top = lever_sets(base, {"chunked_loss", *levers}, card=planned_for)[-1]
-        regions = trace_call(captured, replace(top.rewriting, needed=""))
+        top = lever_sets(base, levers_named({"chunked_loss", *levers}), planned_for)[-1]
+        regions = trace_call(captured, replace(top, needed=""))
         problem = Captured("Llama", regions, planned_for).joined(accumulating=False).problem
         everything = Schedule.save_all(problem)
         weights = copies_of_parameters(regions[0], problem)

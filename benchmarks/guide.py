@@ -26,9 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from benchmarks.real_models import integers
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
-from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS
 from memopt.optimizers.low_rank import with_low_rank
-from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.options import check_options
 from memopt.run.session import Session
 
@@ -87,7 +86,7 @@ def made(name: str, *, lora: bool) -> nn.Module:
 
 def needs(name: str, *, lora: bool) -> Needs:
     """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimiser levers."""
-    allow = HERE if lora else HERE | set(OPTIMIZER_PROPOSALS)
+    allow = HERE if lora else HERE | OPTIMIZER_LEVERS
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, precision="bf16", allow=allow, device=CARD)
     try:

@@ -31,10 +31,10 @@ import memopt
 from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
+from memopt.levers import DEFAULT_LEVERS
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
-from memopt.optimizers import OPTIMIZER_IN_BACKWARD
-from memopt.planning.levers import DEFAULT_LEVERS
 
 RESULT = Path(__file__).parent / "results" / "total_budget.json"
 SHARES = (0.5, 0.35, 0.25)
@@ -147,8 +147,8 @@ def rows_of(name: str, share: float, plain_gb: float) -> list[Row]:
     ]
     if refused.proposals:
         rows.append(train(name, share, budget_gb, DEFAULT_LEVERS | set(refused.proposals[0]), refused))
-    if nbytes := refused.smallest_with.get((OPTIMIZER_IN_BACKWARD,)):
-        allow, least_gb = DEFAULT_LEVERS | {OPTIMIZER_IN_BACKWARD}, 1.001 * nbytes / GIB
+    if nbytes := refused.smallest_with.get((OPTIMIZER_IN_BACKWARD.name,)):
+        allow, least_gb = DEFAULT_LEVERS | {OPTIMIZER_IN_BACKWARD.name}, 1.001 * nbytes / GIB
         rows.append(train(name, least_gb / plain_gb, least_gb, allow, refused, by_loop))
     return rows
 

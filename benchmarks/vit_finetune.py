@@ -34,8 +34,8 @@ from benchmarks.gpu import DEVICE, UNSEEN, forget, wait
 from benchmarks.gpu_models import LARGE, Batch, library
 from benchmarks.stamp import stamp, write_result
 from memopt.errors import GIB, BudgetError
+from memopt.levers import DEFAULT_LEVERS
 from memopt.microbatch import split
-from memopt.planning.levers import DEFAULT_LEVERS
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 64

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,113 +13,54 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    # isort: off
     from memopt.api import (
-        frontier,
-        max_batch,
-        max_length,
-        optimize,
-        plan,
-        plan_of,
-        remove,
-        status,
-        training_loss,
-        wrap_optimizer,
+        frontier as frontier,
+        max_batch as max_batch,
+        max_length as max_length,
+        optimize as optimize,
+        plan as plan,
+        plan_of as plan_of,
+        remove as remove,
+        status as status,
+        training_loss as training_loss,
+        wrap_optimizer as wrap_optimizer,
     )
-    from memopt.checks import Comparison, compare
-    from memopt.checks.account_check import AccountCheck, AccountRow
-    from memopt.checks.check import check
+    from memopt.checks import Comparison as Comparison, compare as compare
+    from memopt.checks.account_check import AccountCheck as AccountCheck, AccountRow as AccountRow
+    from memopt.checks.check import check as check
     from memopt.errors import (
-        BudgetError,
-        CaptureError,
-        GradientMismatchError,
-        PlanFileError,
-        RankError,
-        StaleOutputError,
-        UnplannedGradientError,
+        BudgetError as BudgetError,
+        CaptureError as CaptureError,
+        GradientMismatchError as GradientMismatchError,
+        PlanFileError as PlanFileError,
+        RankError as RankError,
+        StaleOutputError as StaleOutputError,
+        UnplannedGradientError as UnplannedGradientError,
     )
-    from memopt.memory_error import StepMemoryError
-    from memopt.meter import measure_peak
-    from memopt.planning.frontier import Frontier
-    from memopt.planning.levers import DEFAULT_LEVERS, LEVERS
-    from memopt.planning.plan import Plan
-    from memopt.run.status import State, Status
-    from memopt.train import RunState, StepResult, TrainStep
+    from memopt.levers import DEFAULT_LEVERS as DEFAULT_LEVERS, LEVERS as LEVERS
+    from memopt.memory_error import StepMemoryError as StepMemoryError
+    from memopt.meter import measure_peak as measure_peak
+    from memopt.planning.frontier import Frontier as Frontier
+    from memopt.planning.plan import Plan as Plan
+    from memopt.run.status import State as State, Status as Status
+    from memopt.train import RunState as RunState, StepResult as StepResult, TrainStep as TrainStep
+    # isort: on
 
     __version__: str
 
-__all__ = [
-    "DEFAULT_LEVERS",
-    "LEVERS",
-    "AccountCheck",
-    "AccountRow",
-    "BudgetError",
-    "CaptureError",
-    "Comparison",
-    "Frontier",
-    "GradientMismatchError",
-    "Plan",
-    "PlanFileError",
-    "RankError",
-    "RunState",
-    "StaleOutputError",
-    "State",
-    "Status",
-    "StepMemoryError",
-    "StepResult",
-    "TrainStep",
-    "UnplannedGradientError",
-    "__version__",
-    "check",
-    "compare",
-    "frontier",
-    "max_batch",
-    "max_length",
-    "measure_peak",
-    "optimize",
-    "plan",
-    "plan_of",
-    "remove",
-    "status",
-    "training_loss",
-    "wrap_optimizer",
-]
 
-_MODULES = {
-    "DEFAULT_LEVERS": "memopt.planning.levers",
-    "LEVERS": "memopt.planning.levers",
-    "AccountCheck": "memopt.checks.account_check",
-    "AccountRow": "memopt.checks.account_check",
-    "BudgetError": "memopt.errors",
-    "CaptureError": "memopt.errors",
-    "Comparison": "memopt.checks",
-    "Frontier": "memopt.planning.frontier",
-    "GradientMismatchError": "memopt.errors",
-    "Plan": "memopt.planning.plan",
-    "PlanFileError": "memopt.errors",
-    "RankError": "memopt.errors",
-    "RunState": "memopt.train",
-    "StaleOutputError": "memopt.errors",
-    "State": "memopt.run.status",
-    "Status": "memopt.run.status",
-    "StepMemoryError": "memopt.memory_error",
-    "StepResult": "memopt.train",
-    "TrainStep": "memopt.train",
-    "UnplannedGradientError": "memopt.errors",
-    "check": "memopt.checks.check",
-    "compare": "memopt.checks",
-    "frontier": "memopt.api",
-    "max_batch": "memopt.api",
-    "max_length": "memopt.api",
-    "measure_peak": "memopt.meter",
-    "optimize": "memopt.api",
-    "plan": "memopt.api",
-    "plan_of": "memopt.api",
-    "remove": "memopt.api",
-    "status": "memopt.api",
-    "training_loss": "memopt.api",
-    "wrap_optimizer": "memopt.api",
-}
-"""The module that defines each public name; the imports above, which type checkers and editors read, say the same."""
+def _imports() -> dict[str, str]:
+    """The module that defines each public name, read from the imports above, which run for type checkers only."""
+    loader: Any = __spec__.loader
+    tree = ast.parse(loader.get_source(__name__))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {name.name: str(node.module) for node in imports for name in node.names}
+
+
+_MODULES = _imports()
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

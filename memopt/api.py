@@ -12,12 +12,13 @@ from torch import nn
 from typing_extensions import Unpack
 
 from memopt.compat.check import check as check_torch
-from memopt.optimizers import OPTIMIZER_PROPOSALS
+from memopt.levers.optimizer_levers import apply_levers
 from memopt.planning.frontier import Frontier
 from memopt.planning.keywords import takes_options
 from memopt.planning.largest import LargestSize
 from memopt.planning.options import (
     DEFAULT_EFFORT,
+    DEFAULTS,
     Options,
     PlanOptions,
     StepOptions,
@@ -36,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _ROOMY_GB = 2.0**40
 
 
-@takes_options(StepOptions, check_options)
+@takes_options(StepOptions, DEFAULTS)
 def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **options: Unpack[StepOptions]) -> Model:
     """Make training steps of `model` fit `budget_gb`, in place, and return the model.
 
@@ -112,7 +113,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     check_torch()
     checked = check_options(budget_gb, **options)
     session = Session(model, replace(checked, kept=True))
-    if example_inputs is None and (named := sorted(checked.allow & set(OPTIMIZER_PROPOSALS))):
+    if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(f"whether {named[0]!r} is used is decided before the optimizer is made: give example_inputs")
     with session.from_captures(session_of(model)):
         if example_inputs is not None:
@@ -122,7 +123,7 @@ def optimize(model: Model, budget_gb: float, *, example_inputs: Any = None, **op
     return model
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def plan(model: nn.Module, budget_gb: float, example_inputs: Any, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a training step without running anything or changing the model, which may live on the "meta" device.
 
@@ -147,7 +148,7 @@ def _planned(model: nn.Module, options: Options) -> Session:
     return Session(model if options.cluster is None else options.cluster.one_card(model), options)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def frontier(
     model: nn.Module, example_inputs: Any, *, points: int = 40, **options: Unpack[PlanOptions]
 ) -> Frontier[Plan]:
@@ -168,7 +169,7 @@ def frontier(
     return roomy.frontier(points, effort=checked.effort.name, limit_seconds=limit_seconds)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def max_batch(
     model: nn.Module,
     budget_gb: float,
@@ -200,7 +201,7 @@ def max_batch(
     return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
 
 
-@takes_options(PlanOptions, check_options)
+@takes_options(PlanOptions, DEFAULTS)
 def max_length(
     model: nn.Module,
     budget_gb: float,
@@ -287,7 +288,7 @@ def wrap_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     for a plain model, and for an optimiser that the levers do not fit.
     """
     session = _session(model)
-    return session.chosen.apply(session.model, optimizer)
+    return apply_levers(session.chosen, session.model, optimizer)
 
 
 def _session(model: nn.Module) -> Session:

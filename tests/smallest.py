@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memopt.errors import BudgetError
-from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.levers import DEFAULT_LEVERS
 from memopt.planning.options import check_options
 from memopt.run.session import Session
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from importlib import import_module
@@ -53,18 +52,6 @@ def test_first_use_of_optimize_loads_no_compiler() -> None:
     loaded = loaded_by("import torch, memopt", "memopt.optimize")
     slow = {"torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "sympy", "networkx", "transformers"}
     assert not loaded & slow
-
-
-def test_the_imports_for_type_checkers_are_those_at_run_time() -> None:
-    tree = ast.parse(Path(memopt.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    imports = {
-        alias.asname or alias.name: node.module
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imports == memopt._MODULES
 
 
 def test_all_names_are_there() -> None:

@@ -84,6 +84,10 @@ class Rewriting:
     """The label of a decision that must have passes to run, or empty: without any, `NothingToRewrite` is raised."""
     reinplace: bool = False
     """Whether results of the backward overwrite operands that die there."""
+    levers: tuple[str, ...] = ()
+    """The names of the levers that it applies, and of the user's passes, in the order in which they are tried."""
+    next_is_faster: bool = False
+    """Whether one lever more promises a shorter step, so that it is tried even if this one fits the budget."""
 
     def __bool__(self) -> bool:
         return bool(self.deciders)
@@ -199,8 +203,8 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
     """Run the passes that the deciders return for a graph.
 
-    Raises `PassError`. Raises `NothingToRewrite` as soon as the decision with the label `needed` turns out to have no
-    passes.
+    Raises `PassError`, and `ValueError` where no decision has the label `needed`; `NothingToRewrite` as soon as the one
+    that has turns out to have no passes.
     """
     stages, decisions = [graph.module], []
 
@@ -212,6 +216,8 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
         if needed and decisions[-1].pipeline.label == needed:
             Operators(decisions=tuple(decisions)).check_needed(needed)
         Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
+    if needed and all(decision.pipeline.label != needed for decision in decisions):
+        raise ValueError(f"no decider of the lever {needed!r} gives its pipeline that label; give label={needed!r}")
     notes = (note for decision in decisions for note in decision.notes)
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from memopt.api import optimize, remove
 from memopt.planning.keywords import takes_options
-from memopt.planning.options import StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions, check_options
 from memopt.planning.plan import Plan
 from memopt.run.session import session_of
 
@@ -23,7 +23,7 @@ class Budgeted:
     autocast) decides, and the optimiser is the loop's.
     """
 
-    @takes_options(StepOptions, check_options)
+    @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
         check_options(budget_gb, **options)
         self.budget_gb = budget_gb

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from memopt.integrations.budgeted import Budgeted
 from memopt.planning.keywords import takes_options
-from memopt.planning.options import StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions
 
 
 class MemoptCallback(Callback):
@@ -27,7 +27,7 @@ class MemoptCallback(Callback):
             where `training_step` calls `self(…)`.
     """
 
-    @takes_options(StepOptions, check_options)
+    @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, *, net: str | None = None, **options: Unpack[StepOptions]) -> None:
         self._budgeted = Budgeted(budget_gb, **options)
         self._net = net

@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from memopt.planning.keywords import takes_options
-from memopt.planning.options import StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions, check_options
 from memopt.run.planned_schedule import PlannedSchedule, planned_schedule_of
 
 Schedule = TypeVar("Schedule")
 _BY_SCHEDULE = ("loss_fn", "forwards", "outputs", "dynamic")
 
 
-@takes_options(StepOptions, check_options)
+@takes_options(StepOptions, DEFAULTS)
 def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[StepOptions]) -> Schedule:
     """Have the steps of a schedule run within a budget on this rank, and return the schedule.
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from memopt.integrations.budgeted import Budgeted
 from memopt.planning.keywords import takes_options
-from memopt.planning.options import StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions
 
 _log = logging.getLogger("memopt")
 
@@ -29,7 +29,7 @@ class MemoptCallback(TrainerCallback):
     under `torch_compile`, what the plan runs is left as it is.
     """
 
-    @takes_options(StepOptions, check_options)
+    @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
         self._budgeted = Budgeted(budget_gb, **options)
         self._checkpointed: list[nn.Module] = []

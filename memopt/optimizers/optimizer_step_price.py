@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import optim
@@ -20,7 +20,9 @@ from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
 from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
-from memopt.optimizers.proposals import NONE, Proposals
+
+Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
+"""What is put around an optimiser, from the inside out."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ def prices_of_each(
     parameters: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype],
     hardware: Hardware,
-    proposals: Proposals = NONE,
+    wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The prices of stepping each parameter alone, in the dtype given for it, with `proposals` around the optimiser.
+    """The prices of stepping each parameter alone, in the dtype given for it, with `wraps` around the optimiser.
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
@@ -88,7 +90,7 @@ def prices_of_each(
     for parameter, dtype in zip(parameters, dtypes, strict=True):
         kind = (_group_number(optimizer, parameter), parameter.shape, parameter.stride(), parameter.dtype, dtype)
         if kind not in tried:
-            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, proposals, device)
+            tried[kind] = _price_of_one(optimizer, parameter, dtype, hardware, wraps, device)
         found.append(tried[kind])
     return found
 
@@ -98,18 +100,18 @@ def _price_of_one(
     parameter: torch.Tensor,
     dtype: torch.dtype,
     hardware: Hardware,
-    proposals: Proposals,
+    wraps: Wraps,
     device: str,
 ) -> OptimizerStepPrice:
     """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
     as much as the third."""
-    make = _maker(optimizer, [parameter], proposals)
+    make = _maker(optimizer, [parameter], wraps)
     foreach = device_type(hardware) != "cpu"
 
     def price(shape: Sequence[int], stride: Sequence[int]) -> OptimizerStepPrice:
         if isinstance(optimizer, (str, type)):
             threads = torch.get_num_threads()
-            tried = _trial_of_class(optimizer, proposals, tuple(shape), tuple(stride), dtype, device, foreach, threads)
+            tried = _trial_of_class(optimizer, wraps, tuple(shape), tuple(stride), dtype, device, foreach, threads)
         else:
             tried = _tried(make, [on_meta(shape, stride, dtype)], device, foreach=foreach)
         return tried.price(hardware)
@@ -142,13 +144,16 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _maker(
-    optimizer: OptimizerLike, originals: Sequence[torch.Tensor], proposals: Proposals = NONE
+    optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wraps: Wraps = ()
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
     """A function that makes the optimiser over stand-ins for the originals, given in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
-        return proposals.wrap(trial(optimizer, named, stand_ins[0].device))
+        made = trial(optimizer, named, stand_ins[0].device)
+        for wrap in wraps:
+            made = wrap(made)
+        return made
 
     return make
 
@@ -171,7 +176,7 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
 @lru_cache(maxsize=1024)
 def _trial_of_class(
     optimizer: OptimizerLike,
-    proposals: Proposals,
+    wraps: Wraps,
     shape: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
@@ -180,9 +185,9 @@ def _trial_of_class(
     threads: int,
 ) -> _Trial:
     """The trial of one parameter by an optimiser given as a class, which depends on nothing but these: it is asked for
-    again by each combination of proposals, and by each plan. `threads` is the number of torch's threads."""
+    again by each combination of levers, and by each plan. `threads` is the number of torch's threads."""
     parameter = on_meta(shape, stride, dtype)
-    return _tried(_maker(optimizer, [parameter], proposals), [parameter], device, foreach=foreach)
+    return _tried(_maker(optimizer, [parameter], wraps), [parameter], device, foreach=foreach)
 
 
 def _tried(

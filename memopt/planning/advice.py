@@ -12,16 +12,16 @@ import torch
 
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
+from memopt.capture.operators import Rewriting
 from memopt.errors import would_do
+from memopt.levers.microbatch import MICROBATCH
 from memopt.microbatch import samples_of, split
 from memopt.optimizers.low_rank import RANK, with_low_rank
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.levers import MICROBATCH
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.plan_search import Candidate
 from memopt.planning.planner import smallest
 from memopt.planning.situation import Situation
-from memopt.rewrite import LeverSet
 
 _log = logging.getLogger("memopt")
 _NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
@@ -68,7 +68,7 @@ class Advice:
             return
         held = replace(steps[0][2], gradients_held=True)
         apart = any(region.has_batch_statistics for _, captured, _ in steps for region in captured.regions)
-        if MICROBATCH not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
+        if MICROBATCH.name not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
             return
         piece = split(batch, samples)[0]
         call: Call = (piece, {}) if self.call[0] else ((), piece)
@@ -126,7 +126,7 @@ class Advice:
         other = replace(planner.options, **options)
         return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
 
-    def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: LeverSet | None = None) -> int:
+    def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: Rewriting | None = None) -> int:
         """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""
         planner = self.like(planner)
         with planner.types(), torch.enable_grad():

@@ -33,6 +33,8 @@ from memopt.capture.trace import (
     trained,
 )
 from memopt.errors import BudgetError, CaptureError
+from memopt.levers.offload_activations import offload_link
+from memopt.levers.recompute import RECOMPUTE
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
@@ -43,7 +45,6 @@ from memopt.planning.sharded_call import ShardedCall
 from memopt.planning.situation import Situation
 from memopt.progress import say, stage
 from memopt.recent import Recent
-from memopt.rewrite import LeverSet, offload_link
 from memopt.rewrite.precision import DecidePrecision, check_rules
 from memopt.rewrite.precision.screenings import Screenings
 
@@ -99,9 +100,9 @@ class CallPlanner(CallAccounts):
         compiled code holds beyond its plan. Raises `CaptureError`.
         """
         if self.options.passes:
-            bare = self.rewrite_and_price(captured, call, situation, self.bare)
+            bare = self.rewrite_and_price(captured, call, situation, self.rewriting)
             account = self.captured_account(captured, call, situation, bare, lowering_bytes=lowering_bytes)
-            search.note_row(self.bare, bare, account)
+            search.note_row(self.rewriting, bare, account)
         lever_sets = self.lever_sets
         for number, levers in enumerate(lever_sets, 1):
             say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
@@ -129,19 +130,21 @@ class CallPlanner(CallAccounts):
             account = replace(account, output_clones=captured.output_bytes)
         return account
 
-    def rewrite_and_price(self, captured: CapturedCall, call: Call, situation: Situation, levers: LeverSet) -> Captured:
+    def rewrite_and_price(
+        self, captured: CapturedCall, call: Call, situation: Situation, levers: Rewriting
+    ) -> Captured:
         """The captured call under a lever set: rewritten, differentiated, and priced for the card.
 
         Raises `CaptureError`, and `NothingToRewrite` where the newest lever finds nothing to rewrite.
         """
-        number = self.lever_sets.index(levers) if levers != self.bare else -1
+        number = self.lever_sets.index(levers) if levers != self.rewriting else -1
         traced = captured.regions, number
         if traced not in self._traces:
-            self._traces[traced] = self._trace(captured, levers.rewriting)
+            self._traces[traced] = self._trace(captured, levers)
         key = id(captured), number, situation.hooked
         if key not in self._steps:
             joints = accumulating(self._traces[traced], captured, situation.hooked)
-            self._steps[key] = captured, self._priced(joints, captured, call, levers.rewriting)
+            self._steps[key] = captured, self._priced(joints, captured, call, levers)
         return self._steps[key][1].stepping_by(self.proposing.stepping)
 
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
@@ -195,7 +198,7 @@ class CallPlanner(CallAccounts):
             sizes,
             self.options.calibrate,
             rewriting,
-            "recompute" in self.options.allow,
+            RECOMPUTE.name in self.options.allow,
             offload_link(self.card, self.options.allow),
             solvers=self.options.solvers,
             run_sizes=() if captured.whole else sizes_of_runs(joints, captured),
@@ -237,12 +240,12 @@ class CallPlanner(CallAccounts):
             notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
         return PlanSearch(self.options.budget_bytes, self.options.effort, proposing.allowed, proposed, notes=notes)
 
-    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[LeverSet], Candidate | None]:
+    def on_narrow_parameters(self, call: Call, situation: Situation) -> Callable[[Rewriting], Candidate | None]:
         """A function that returns the candidate of a lever set for the call with parameters in bf16; None where the
         model's code cannot be captured so."""
         captures: list[CapturedCall] = []
 
-        def step(levers: LeverSet) -> Candidate | None:
+        def step(levers: Rewriting) -> Candidate | None:
             with suppress(NothingToRewrite, CaptureError):
                 if not captures:
                     captures.append(self.capture_on_fakes(call, self.proposing.narrowing()))
@@ -300,7 +303,7 @@ class CallPlanner(CallAccounts):
                 self.model,
                 call,
                 self.loss_fn,
-                [levers.rewriting for levers in self.lever_sets],
+                self.lever_sets,
                 room_bytes=room,
                 differentiate_all=self.differentiate_all,
             )

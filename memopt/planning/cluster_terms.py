@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.capture.tensor_parallel import TensorParallel, meta_copy
 from memopt.device.cluster import Cluster, check_cluster
-from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.levers import DEFAULT_LEVERS
 
 DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """The dtype in which parameters are gathered and a step computes, by the option `precision`."""

@@ -21,6 +21,7 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
 from memopt.compat.subclasses import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
+from memopt.levers import LEVERS, Lever
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
 from memopt.planning.situation import Situation
@@ -82,9 +83,8 @@ class Job:
             account_of(self.model, tensors_in(self.call), None, card),
             (state.gradients_held, state.other_forwards, state.to_come, state.buckets),
             optimizer,
-            (options.budget_bytes, options.precision, sorted(options.allow), options.outputs, options.effort),
-            options.dynamic,
-            [_own(extension) for extension in (*options.passes, *options.solvers)],
+            options.planned_by,
+            [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
             (card, card.name != "cpu" and (expandable_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
@@ -192,8 +192,15 @@ def _optimizer(optimizer: Any) -> Any | None:
     return None
 
 
+def _parts_of_own(levers: Sequence[Lever]) -> list[object]:
+    """The user's own levers, and their deciders."""
+    own = [lever for lever in levers if lever.name not in LEVERS]
+    deciders = [lever.graph.deciders for lever in own if lever.graph is not None]
+    return [*own, *(decide for some in deciders if isinstance(some, tuple) for decide in some)]
+
+
 def _own(extension: object) -> tuple[str, str, str, str]:
-    """A pass or a solver of the user's: its options, its name, and its source."""
+    """A pass, a solver or a part of a lever of the user's: its options, its name, and its source."""
     kind = type(extension)
     return repr(extension), kind.__module__, kind.__qualname__, _source(kind)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ForwardRef, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def takes_options(kind: type, defaults: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes_options(kind: type, defaults: Mapping[str, object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that takes `**options: Unpack[kind]`, for a `TypedDict` named `kind`.
 
     A keyword that neither the function nor `kind` has raises a `TypeError` that names the closest one. What `help` and
-    notebooks show as the signature lists the options, with the defaults that the function `defaults` has for them.
+    notebooks show as the signature lists the options, with their `defaults`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = _listed(inspect.signature(function), kind, inspect.signature(defaults))
+        signature = _listed(inspect.signature(function), kind, defaults)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -35,10 +35,19 @@ def takes_options(kind: type, defaults: Callable[..., object]) -> Callable[[Call
     return decorate
 
 
-def _listed(signature: inspect.Signature, kind: type, defaults: inspect.Signature) -> inspect.Signature:
+def _listed(signature: inspect.Signature, kind: type, defaults: Mapping[str, object]) -> inspect.Signature:
     """The signature with the options of `kind` in place of `**options`."""
     own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    return signature.replace(parameters=[*own, *(defaults.parameters[name] for name in kind.__annotations__)])
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_written(annotation))
+        for name, annotation in kind.__annotations__.items()
+    ]
+    return signature.replace(parameters=[*own, *options])
+
+
+def _written(annotation: Any) -> Any:
+    """An annotation as it is written, where it was not evaluated."""
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
 
 
 def _unknown(function: str, name: str, signature: inspect.Signature) -> str:

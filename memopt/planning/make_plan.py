@@ -9,12 +9,12 @@ from typing import Any
 from memopt.account.account import Account
 from memopt.account.breakdown import breakdown
 from memopt.errors import BudgetError
+from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.captured import Captured
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.joined import Joined
 from memopt.planning.kept_blocks import with_kept_blocks
-from memopt.planning.levers import RECOMPUTE_LEFT_OUT
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan

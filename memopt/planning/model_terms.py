@@ -13,10 +13,11 @@ from memopt.account.sharded import Sharding
 from memopt.capture.operators import Rewriting
 from memopt.compat.dispatch import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
+from memopt.levers import lever_sets
+from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.planning.proposing import Proposing
 from memopt.progress import stage
-from memopt.rewrite import FP8_LEVERS, REINPLACE, LeverSet, lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.rewrite.user_passes import with_passes
 from passes.ops.fp8_history import histories_of
@@ -70,37 +71,24 @@ class ModelTerms:
 
     @cached_property
     def rewriting(self) -> Rewriting:
-        """The rewriting that every lever set includes: precision, and whether results are written in place."""
+        """The rewriting without levers and without the user's passes, which every lever set includes: precision, and
+        whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
-        return replace(by_types, reinplace=REINPLACE in self.options.allow)
+        return replace(by_types, reinplace=REINPLACE.name in self.options.allow)
 
     @property
-    def bare(self) -> LeverSet:
-        """The lever set with no levers and none of the user's passes: the call as captured."""
-        return LeverSet((), self.rewriting)
-
-    @property
-    def lever_sets(self) -> tuple[LeverSet, ...]:
-        """The lever sets to try, each with one lever more, the cheapest first; all of them have the user's passes."""
-        allow = self.options.allow - self.idle_levers
-        found = lever_sets(self.rewriting, allow, card=self.card, histories=self.histories)
-        if not self.options.passes:
-            return found
-        names = tuple(dict.fromkeys(user_pass.name for user_pass in self.options.passes))
-        return tuple(
-            replace(
-                levers,
-                levers=(*names, *levers.levers),
-                rewriting=with_passes(levers.rewriting, self.options.passes),
-            )
-            for levers in found
-        )
+    def lever_sets(self) -> tuple[Rewriting, ...]:
+        """The rewritings to try, each with one lever more, the cheapest first; all of them have the user's passes."""
+        levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
+        found = lever_sets(self.rewriting, levers, self.card, histories=self.histories)
+        return tuple(with_passes(rewriting, self.options.passes) for rewriting in found)
 
     @property
     def idle_levers(self) -> frozenset[str]:
-        """The allowed 8-bit levers that have no step in 16 bits, where nobody has asked for a precision."""
-        no_low_bits = self.options.precision == "auto" and self.rewriting.autocast is None
-        return self.options.allow & frozenset(FP8_LEVERS) if no_low_bits else frozenset()
+        """The allowed levers that need a step in 16 bits, where it is in fp32 and nobody has asked for a precision."""
+        if self.options.precision != "auto" or self.rewriting.autocast is not None:
+            return frozenset()
+        return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)
 
     def types(self) -> AbstractContextManager[None]:
         """A context in which the caller's autocast is off, if the plan decides dtypes itself."""

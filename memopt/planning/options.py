@@ -6,15 +6,19 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
+from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import optimizer_account, refuse
 from memopt.errors import GIB
+from memopt.levers import DEFAULT_LEVERS, Lever
+from memopt.levers.allow import check_allow, recompute_note
 from memopt.planning.cluster_terms import ClusterTerms, check_cluster_terms
-from memopt.planning.levers import DEFAULT_LEVERS, check_allow, recompute_note
+from memopt.planning.keywords import takes_options
 from memopt.rewrite.precision import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
@@ -24,6 +28,7 @@ Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
 """Which outputs are differentiated and held; "loss_only" is an older name of "loss"."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 
 
@@ -33,7 +38,7 @@ class StepOptions(TypedDict, total=False):
     loss_fn: Callable[..., Any] | None
     optimizer: Any
     precision: Policy
-    allow: Collection[str]
+    allow: Collection[str | Lever]
     backend: Backend
     outputs: Outputs
     dynamic: Any
@@ -56,10 +61,6 @@ class PlanOptions(StepOptions, total=False):
     tp_plan: Mapping[str, str] | None
 
 
-BACKENDS = ("auto", "aten", "inductor")
-"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
-
-
 @dataclass(frozen=True)
 class Effort:
     """How hard to look for a plan."""
@@ -72,49 +73,6 @@ class Effort:
 DEFAULT_EFFORT = Effort()
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `memopt.optimize`, valid."""
-
-    budget_bytes: int
-    loss_fn: Callable[..., Any] | None = None
-    optimizer: Any = None
-    precision: Policy = "auto"
-    allow: frozenset[str] = DEFAULT_LEVERS
-    backend: Backend = "auto"
-    outputs: Outputs = "loss"
-    dynamic: Any = None
-    """The sizes that change between batches, as the user declares them: see `memopt.capture.dynamic_shapes`."""
-    passes: tuple[Pass, ...] = ()
-    """The user's own passes, in the order in which they run."""
-    solvers: tuple[Solver, ...] = ()
-    """The user's own solvers, which are asked beside memopt's."""
-    hardware: str | None = None
-    """The card that was named; None: the device at hand."""
-    elsewhere_bytes: int | None = None
-    """The bytes on the device beside the step; None: those that are found there."""
-    forwards: int = 1
-    """The number of forwards that run before the first backward, as far as the user says."""
-    calibrate: bool = False
-    effort: Effort = DEFAULT_EFFORT
-    cluster: ClusterTerms | None = None
-    """The cluster to plan for; None for one card."""
-    kept: bool = False
-    """Whether plans are kept on disk, and looked up there."""
-    one_by_one: bool = False
-    """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
-
-    def notes(self, device_type: str) -> tuple[str, ...]:
-        """The notes of every plan and refusal under these options, for a device of that type."""
-        notes = recompute_note(self.allow)
-        if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
-            notes += (
-                "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
-                "backend='auto' means 'inductor': give backend='inductor' to plan for that",
-            )
-        return notes
-
-
 def backend_for(backend: Backend, device_type: str) -> Literal["aten", "inductor"]:
     """The backend that runs a step on a device of that type: "auto" means "inductor" on "cuda", "aten" elsewhere."""
     if backend == "auto":
@@ -122,61 +80,13 @@ def backend_for(backend: Backend, device_type: str) -> Literal["aten", "inductor
     return backend
 
 
-def check_options(
-    budget_gb: float,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    precision: Policy = "auto",
-    allow: Collection[str] = DEFAULT_LEVERS,
-    backend: Backend = "auto",
-    outputs: Outputs = "loss",
-    dynamic: Any = None,
-    passes: Sequence[Pass] = (),
-    solvers: Sequence[Solver] = (),
-    elsewhere_gb: float | None = None,
-    forwards: int = 1,
-    device: str | None = None,
-    calibrate: bool = False,
-    effort: EffortName = "default",
-    limit_seconds: float | None = None,
-    mesh: Mapping[str, int] | None = None,
-    interconnect: str | None = None,
-    tp_plan: Mapping[str, str] | None = None,
-) -> Options:
-    """The arguments as `Options`; the defaults here are those of all functions that take `StepOptions`.
+def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        return value
 
-    Raises `TypeError` or `ValueError` that names the value and what is expected.
-    """
-    _check_training(loss_fn, optimizer)
-    check_policy(precision)
-    _check_choice("backend", backend, BACKENDS)
-    _check_choice("outputs", outputs, OUTPUTS)
-    if calibrate and device is not None:
-        raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
-    allowed = check_allow(allow)
-    cluster = check_cluster_terms(
-        mesh, interconnect, tp_plan, device=device, precision=precision, optimizer=optimizer, allow=allowed
-    )
-    return Options(
-        budget_bytes(budget_gb),
-        loss_fn,
-        optimizer,
-        # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
-        precision if cluster is None else "fp32",
-        allowed,
-        backend,
-        outputs,
-        dynamic,
-        _check_passes(passes),
-        _check_solvers(solvers),
-        device,
-        None if elsewhere_gb is None else elsewhere_bytes(elsewhere_gb),
-        positive_int("forwards", forwards),
-        calibrate,
-        check_effort(effort, limit_seconds),
-        cluster,
-    )
+    return check
 
 
 def budget_bytes(budget_gb: float) -> int:
@@ -191,8 +101,10 @@ def budget_bytes(budget_gb: float) -> int:
     return int(gb * GIB)
 
 
-def elsewhere_bytes(elsewhere_gb: float) -> int:
-    """Gigabytes of 1024³ bytes beside the step as bytes. Raises `TypeError`, `ValueError`."""
+def elsewhere_bytes(elsewhere_gb: float | None) -> int | None:
+    """Gigabytes of 1024³ bytes beside the step as bytes; None as it is. Raises `TypeError`, `ValueError`."""
+    if elsewhere_gb is None:
+        return None
     if isinstance(elsewhere_gb, bool) or not isinstance(elsewhere_gb, numbers.Real):
         raise TypeError(f"elsewhere_gb must be a number of gigabytes, such as 0 or 1.5, or None, not {elsewhere_gb!r}")
     if not 0 <= float(elsewhere_gb) < math.inf:
@@ -202,7 +114,7 @@ def elsewhere_bytes(elsewhere_gb: float) -> int:
 
 def check_effort(effort: EffortName = "default", limit_seconds: float | None = None) -> Effort:
     """The two as an `Effort`; `limit_seconds` is for "best" only, 60 if None. Raises `TypeError`, `ValueError`."""
-    _check_choice("effort", effort, get_args(EffortName))
+    _one_of("effort", get_args(EffortName))(effort)
     if limit_seconds is None:
         return Effort(effort)
     if isinstance(limit_seconds, bool) or not isinstance(limit_seconds, numbers.Real):
@@ -241,18 +153,18 @@ def positive_int(name: str, value: Any) -> int:
     return value
 
 
-def _check_training(loss_fn: Any, optimizer: Any) -> None:
+def _check_loss(loss_fn: Any) -> Any:
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (output, target), not {loss_fn!r}")
+    return loss_fn
+
+
+def _check_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         refuse(optimizer)
     else:
         optimizer_account(optimizer, [torch.nn.Parameter(torch.empty(1))])  # raises for other values
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+    return optimizer
 
 
 def _check_passes(given: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -292,3 +204,106 @@ def _check_repr(name: str, value: object) -> None:
             f"{name} must have a repr that shows its options, as a frozen dataclass has, not {value!r}: plans are "
             "kept under it"
         )
+
+
+def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
+    """The metadata of a field: the option's default, what makes the field's value of what is given or raises
+    `TypeError` or `ValueError`, and the option's name where it is not the field's."""
+    return {"default": default, "check": check, "name": name}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `memopt.optimize`, valid. An option is its type in `StepOptions` or `PlanOptions`, and a field
+    here with its default and its check; what several options make together is made in `check_options`."""
+
+    budget_bytes: int
+    loss_fn: Callable[..., Any] | None = field(metadata=_given(None, _check_loss))
+    optimizer: Any = field(metadata=_given(torch.optim.AdamW, _check_optimizer))
+    precision: Policy = field(metadata=_given("auto", check_policy))
+    levers: tuple[Lever, ...] = field(metadata=_given(DEFAULT_LEVERS, check_allow, "allow"))
+    """The allowed levers, in the order in which they are tried."""
+    backend: Backend = field(metadata=_given("auto", _one_of("backend", BACKENDS)))
+    outputs: Outputs = field(metadata=_given("loss", _one_of("outputs", OUTPUTS)))
+    dynamic: Any = field(metadata=_given(None))
+    """The sizes that change between batches, as the user declares them: see `memopt.capture.dynamic_shapes`."""
+    passes: tuple[Pass, ...] = field(metadata=_given((), _check_passes))
+    """The user's own passes, in the order in which they run."""
+    solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))
+    """The user's own solvers, which are asked beside memopt's."""
+    hardware: str | None = field(metadata=_given(None, None, "device"))
+    """The card that was named; None: the device at hand."""
+    elsewhere_bytes: int | None = field(metadata=_given(None, elsewhere_bytes, "elsewhere_gb"))
+    """The bytes on the device beside the step; None: those that are found there."""
+    forwards: int = field(metadata=_given(1, partial(positive_int, "forwards")))
+    """The number of forwards that run before the first backward, as far as the user says."""
+    calibrate: bool = field(metadata=_given(False))
+    effort: Effort
+    cluster: ClusterTerms | None
+    """The cluster to plan for; None for one card."""
+    kept: bool = False
+    """Whether plans are kept on disk, and looked up there."""
+    one_by_one: bool = False
+    """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
+
+    @cached_property
+    def allow(self) -> frozenset[str]:
+        """The names of the allowed levers."""
+        return frozenset(lever.name for lever in self.levers)
+
+    @property
+    def optimizer_levers(self) -> frozenset[str]:
+        """The names of the allowed levers that change the optimiser."""
+        return frozenset(lever.name for lever in self.levers if lever.optimizer is not None)
+
+    @property
+    def planned_by(self) -> tuple[Any, ...]:
+        """The values that plans depend on and that print the same in all processes: see `Job`."""
+        return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic
+
+    def notes(self, device_type: str) -> tuple[str, ...]:
+        """The notes of every plan and refusal under these options, for a device of that type."""
+        notes = recompute_note(self.allow)
+        if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
+            notes += (
+                "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
+                "backend='auto' means 'inductor': give backend='inductor' to plan for that",
+            )
+        return notes
+
+
+def _options() -> dict[str, Field[Any]]:
+    """The fields of `Options` that are made of one option each, by the option's name."""
+    return {one.metadata["name"] or one.name: one for one in fields(Options) if one.metadata}
+
+
+DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(PlanOptions.__annotations__),
+    **{name: one.metadata["default"] for name, one in _options().items()},
+    "effort": DEFAULT_EFFORT.name,
+}
+"""The default of each option."""
+
+
+@takes_options(PlanOptions, DEFAULTS)
+def check_options(budget_gb: float, **options: Unpack[PlanOptions]) -> Options:
+    """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
+    given: dict[str, Any] = {**DEFAULTS, **options}
+    values: dict[str, Any] = {"budget_bytes": budget_bytes(budget_gb)}
+    for name, one in _options().items():
+        check = one.metadata["check"]
+        values[one.name] = check(given[name]) if check else given[name]
+    device, precision, optimizer = given["device"], values["precision"], values["optimizer"]
+    if given["calibrate"] and device is not None:
+        raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
+    names = [lever.name for lever in values["levers"]]
+    cluster = check_cluster_terms(
+        *(given[name] for name in ("mesh", "interconnect", "tp_plan")),
+        device=device,
+        precision=precision,
+        optimizer=optimizer,
+        allow=names,
+    )
+    # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
+    values["precision"] = precision if cluster is None else "fp32"
+    return Options(**values, effort=check_effort(given["effort"], given["limit_seconds"]), cluster=cluster)

@@ -8,19 +8,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt.account.account import Account
+from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, would_do
-from memopt.optimizers import ProposalSet, Wanted, least_with_proposals
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.optimizer_levers import PricedLevers, Wanted, least_with_levers
+from memopt.levers.reinplace import REINPLACE
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import plain_row, schedule_rows, writes_over
-from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, LeverSet
 from memopt.show.rows import ReceiptRow
 
-Candidate = tuple[LeverSet, Captured, Account]
-"""A lever set, the call rewritten by it, and the account of its step."""
+Candidate = tuple[Rewriting, Captured, Account]
+"""A lever set (a rewriting with some levers), the call rewritten by it, and the account of its step."""
 
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
@@ -36,10 +38,10 @@ class PlanSearch:
     effort: Effort
     allowed: frozenset[str] = frozenset()
     """Proposals that may be chosen where no lever set fits without them."""
-    combinations: Callable[[Wanted], Iterable[ProposalSet]] = lambda wanted: ()
+    combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
     """All combinations of proposals, those of allowed ones first; of the others only those that are wanted when they
     come up."""
-    narrowed: Callable[[LeverSet], Candidate | None] = lambda levers: None
+    narrowed: Callable[[Rewriting], Candidate | None] = lambda levers: None
     """The candidate of a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured."""
     advice: Callable[[Sequence[Candidate], bool], Sequence[str]] = lambda steps, near: ()
@@ -48,7 +50,7 @@ class PlanSearch:
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     _steps: list[Candidate] = field(default_factory=list)
-    _plans: list[tuple[Plan, LeverSet]] = field(default_factory=list)
+    _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list)
     _refused: list[BudgetError] = field(default_factory=list)
     _above: set[int] = field(default_factory=set)
     """The `id` of each lever set whose smallest budget, with offloading too, is above this one."""
@@ -71,16 +73,16 @@ class PlanSearch:
                 return plan
         return self.best()[0]
 
-    def skip(self, levers: LeverSet, notes: tuple[str, ...]) -> None:
+    def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
         """Record that the newest lever of a set has nothing to change, for the reasons in `notes`."""
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
-    def note_row(self, levers: LeverSet, captured: Captured, account: Account) -> None:
+    def note_row(self, levers: Rewriting, captured: Captured, account: Account) -> None:
         """Put the call under a lever set into the receipt, without a plan for it."""
         self._rows[levers.levers] = plain_row("", captured, account)
 
-    def consider(self, levers: LeverSet, captured: Captured, account: Account) -> Plan | None:
+    def consider(self, levers: Rewriting, captured: Captured, account: Account) -> Plan | None:
         """Plan a lever set without offloading. Returns the plan if it is good enough to end the search, None where
         further sets should be tried."""
         self._steps.append((levers, captured, account))
@@ -100,7 +102,7 @@ class PlanSearch:
         )
         return self._with_receipt(plan, levers) if faster else None
 
-    def best(self) -> tuple[Plan, LeverSet]:
+    def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
         Where none fits, the plan with the first allowed combination of proposals that helps. Raises `BudgetError` where
@@ -124,15 +126,15 @@ class PlanSearch:
             with contextlib.suppress(BudgetError):
                 self._plans.append((make_plan(captured, account, self.budget_bytes, self.effort), levers))
 
-    def _with_proposals(self) -> tuple[Plan, LeverSet]:
+    def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
         `BudgetError`, which describes proposals that are not allowed only where the budget is not near the smallest
         that works: they take longer to try than a little more memory takes to give."""
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
-        helpful: list[tuple[ProposalSet, int]] = []
+        helpful: list[tuple[PricedLevers, int]] = []
 
         none_helps = self._is_near(found[()]) or all(
-            least_with_proposals(account) > self.budget_bytes for _, _, account in self._steps
+            least_with_levers(account) > self.budget_bytes for _, _, account in self._steps
         )
 
         def wanted(names: Collection[str]) -> bool:
@@ -165,7 +167,7 @@ class PlanSearch:
             smallest_with=found,
         )
 
-    def _with(self, chosen: ProposalSet, steps: Sequence[Candidate]) -> Iterator[Candidate]:
+    def _with(self, chosen: PricedLevers, steps: Sequence[Candidate]) -> Iterator[Candidate]:
         """The candidates with the chosen proposals applied."""
         for step in steps:
             taken = self._narrowed(step[0]) if chosen.narrows else step
@@ -177,17 +179,17 @@ class PlanSearch:
         """Whether the budget is near the smallest that works."""
         return smallest_bytes - self.budget_bytes <= self.budget_bytes // _NEAR
 
-    def _is_hopeless(self, chosen: ProposalSet) -> bool:
+    def _is_hopeless(self, chosen: PricedLevers) -> bool:
         """Whether the resident bytes alone exceed the budget in every candidate."""
         return all(chosen.adjusted(account).resident_bytes > self.budget_bytes for _, _, account in self._steps)
 
-    def _narrowed(self, levers: LeverSet) -> Candidate | None:
+    def _narrowed(self, levers: Rewriting) -> Candidate | None:
         """The lever set's candidate with narrower parameters, captured once; None where it cannot be captured."""
         if id(levers) not in self._narrowed_by_id:
             self._narrowed_by_id[id(levers)] = self.narrowed(levers)
         return self._narrowed_by_id[id(levers)]
 
-    def _least(self, chosen: ProposalSet, steps: Sequence[Candidate]) -> BudgetError | None:
+    def _least(self, chosen: PricedLevers, steps: Sequence[Candidate]) -> BudgetError | None:
         """The refusal with the chosen proposals on these steps: the smallest budget, and what dominates it. Narrower
         parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
         steps = [min(steps, key=_smallest)] if chosen.narrows else steps
@@ -197,7 +199,7 @@ class PlanSearch:
         ]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
-    def _take(self, chosen: ProposalSet) -> tuple[Plan, LeverSet]:
+    def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
         """The best plan with the chosen proposals, and its lever set."""
         for levers, captured, account in self._with(chosen, self._steps):
             try:
@@ -206,22 +208,22 @@ class PlanSearch:
                 continue
             self._plans.append((replace(plan, proposals=chosen.names), levers))
         plan, levers = self._fastest()
-        notes = (*map(str, chosen.priced), *_on_steps(plan))
+        notes = (*map(str, chosen.each), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), levers
 
-    def _fastest(self) -> tuple[Plan, LeverSet]:
+    def _fastest(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step, and its lever set."""
         plan, levers = min(self._plans, key=lambda planned: _seconds(planned[0]))
         return self._with_receipt(plan, levers), levers
 
-    def _with_receipt(self, plan: Plan, levers: LeverSet) -> Plan:
+    def _with_receipt(self, plan: Plan, levers: Rewriting) -> Plan:
         """The plan with its receipt, its levers and all notes."""
         rows = [row for names, row in self._rows.items() if names == levers.levers[: len(names)]]
         rows += schedule_rows(plan)
         new = tuple(note for note in self._notes if note not in plan.notes)
         used = tuple(lever for lever in levers.levers if lever not in self._idle)
-        used += (REINPLACE,) if writes_over(plan) else ()
-        used += (OFFLOAD_ACTIVATIONS,) if plan.moved_bytes else ()
+        used += (REINPLACE.name,) if writes_over(plan) else ()
+        used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
         return replace(plan, levers=used, receipt=tuple(rows), notes=plan.notes + new)
 
 
@@ -246,7 +248,6 @@ def _seconds(plan: Plan) -> float:
     return plan.step_seconds + plan.added_seconds
 
 
-def _proposed(chosen: ProposalSet, least_bytes: int, budget_bytes: int) -> str:
+def _proposed(chosen: PricedLevers, least_bytes: int, budget_bytes: int) -> str:
     """The chosen proposals as a sentence of a refusal."""
-    words = "; ".join(map(str, chosen.priced))
-    return f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({words})"
+    return f"with {' and '.join(map(repr, chosen.names))} in allow {would_do(least_bytes, budget_bytes)} ({chosen})"

@@ -1,4 +1,4 @@
-"""The optimiser proposals that are possible for one model's training, and the effect on plans of those that were
+"""The levers on the optimiser that are possible for one model's training, and the effect on plans of those that were
 chosen."""
 
 from __future__ import annotations
@@ -12,34 +12,25 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.capture.fake_model import Narrowed
 from memopt.device import Hardware
-from memopt.optimizers import (
-    BF16_PARAMETERS,
-    OPTIMIZER_IN_BACKWARD,
-    OPTIMIZER_PROPOSALS,
-    Proposals,
-    ProposalSet,
-    Stepping,
-    TrainingFacts,
-    TrainingPrice,
-    Wanted,
-    combinations_of,
-    further_combinations,
-    kept_wide,
-    stepping_hooks,
-)
+from memopt.levers import LEVERS, Lever
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
+from memopt.levers.training_facts import TrainingFacts
+from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.captured import Captured
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 
 _NOT_FUSED = (
-    f"{OPTIMIZER_IN_BACKWARD!r} is not considered: code that inductor compiles keeps no order between a parameter's "
+    "{!r} is not considered: code that inductor compiles keeps no order between a parameter's "
     "step and the operators that read the parameter; give optimize backend='aten'"
 )
 
 
 @dataclass
 class Proposing:
-    """The optimiser proposals for one model on one device; `low` is the 16-bit dtype that steps compute in, or None."""
+    """The levers on the optimiser for one model on one device; `low` is the 16-bit dtype that steps compute in, or
+    None."""
 
     model: nn.Module
     options: Options
@@ -47,67 +38,81 @@ class Proposing:
     low: torch.dtype | None
     fused: bool = False
     """Whether calls are compiled by a backend that orders kernels itself."""
-    chosen: ProposalSet | None = None
-    """The chosen proposals, on which every plan is based; None where none is chosen."""
+    chosen: PricedLevers | None = None
+    """The chosen levers, on which every plan is based; None where none is chosen."""
     decided: bool = False
     """Whether the choice is final, because the optimiser may exist by now."""
 
     def decide(self, names: Collection[str]) -> None:
-        """Base every further plan on exactly these proposals."""
-        levers = Proposals.named(names)
-        self.chosen = ProposalSet.of(self.facts, levers) if names else None
+        """Base every further plan on exactly these levers."""
+        self.chosen = self._priced(names) if names else None
         self.decided = True
+
+    def _priced(self, names: Collection[str]) -> PricedLevers:
+        return PricedLevers.of(self.facts, self._named(names))
+
+    def _named(self, names: Collection[str] | None = None) -> list[Lever]:
+        """The levers on the optimiser, memopt's and the user's own, or those with these names."""
+        known = [lever for lever in dict.fromkeys([*LEVERS.values(), *self.options.levers]) if lever.optimizer]
+        return known if names is None else [lever for lever in known if lever.name in names]
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The proposals that may still be chosen."""
-        return frozenset() if self.decided else frozenset(OPTIMIZER_PROPOSALS) & self.options.allow
+        """The levers that may still be chosen."""
+        return frozenset() if self.decided else self.options.optimizer_levers
+
+    @property
+    def may_step_in_backward(self) -> bool:
+        """Whether a lever may still be chosen that steps parameters in the backward."""
+        return any(map(_in_backward, self._named(self.allowed)))
 
     def check_allowed(self) -> None:
-        """Raise `ValueError` where an allowed proposal cannot work with this step."""
-        if BF16_PARAMETERS in self.options.allow and self.low is not torch.bfloat16:
-            raise ValueError(
-                f"{BF16_PARAMETERS!r} in allow needs a step in bf16, which precision={self.options.precision!r} is not "
-                f"on {self.card.name!r}; give precision='bf16', or leave it out"
-            )
-        if OPTIMIZER_IN_BACKWARD in self.options.allow and self.low is torch.float16:
-            raise ValueError(
-                f"{OPTIMIZER_IN_BACKWARD!r} in allow steps before it is known whether all gradients are finite, which "
-                f"training in fp16 asks, as precision={self.options.precision!r} is on {self.card.name!r}; give "
-                "precision='fp32', or leave it out"
-            )
+        """Raise `ValueError` where an allowed lever cannot work with this step."""
+        for lever in self.options.levers:
+            if _narrows(lever) and self.low is not torch.bfloat16:
+                raise ValueError(
+                    f"{lever.name!r} in allow needs a step in bf16, which precision={self.options.precision!r} is not "
+                    f"on {self.card.name!r}; give precision='bf16', or leave it out"
+                )
+            if _in_backward(lever) and self.low is torch.float16:
+                raise ValueError(
+                    f"{lever.name!r} in allow steps before it is known whether all gradients are finite, which "
+                    f"training in fp16 asks, as precision={self.options.precision!r} is on {self.card.name!r}; give "
+                    "precision='fp32', or leave it out"
+                )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why an allowed proposal is not considered."""
-        return (_NOT_FUSED,) if self.fused and OPTIMIZER_IN_BACKWARD in self.allowed else ()
+        """Why an allowed lever is not considered."""
+        inside = filter(_in_backward, self._named(self.allowed))
+        return tuple(_NOT_FUSED.format(lever.name) for lever in inside) if self.fused else ()
 
-    def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[ProposalSet]:
-        """All possible combinations: those of allowed proposals, the cheapest first, and then those with others as far
+    def combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> Iterator[PricedLevers]:
+        """All possible combinations: those of allowed levers, the cheapest first, and then those with others as far
         as they are `wanted`, the smallest first; none once some are chosen. `gradients_held`: for a call that adds to
         existing gradients."""
         if self.chosen is not None:
             return
-        known: dict[Proposals, TrainingPrice] = {}
-        names = self._possible(gradients_held)
-        yield from combinations_of(self.facts, names & self.allowed, known)
-        yield from further_combinations(self.facts, names, self.allowed, wanted, known)
+        known: Known = {}
+        levers = self._possible(gradients_held)
+        yield from combinations_of(self.facts, [lever for lever in levers if lever.name in self.allowed], known)
+        yield from further_combinations(self.facts, levers, self.allowed, wanted, known)
 
-    def allowed_combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> tuple[ProposalSet, ...]:
-        """The combinations of allowed proposals, the cheapest first, whichever are `wanted`."""
-        names = self._possible(gradients_held) & self.allowed
-        return combinations_of(self.facts, names) if names else ()
+    def allowed_combinations(self, wanted: Wanted, *, gradients_held: bool = False) -> tuple[PricedLevers, ...]:
+        """The combinations of allowed levers, the cheapest first, whichever are `wanted`."""
+        levers = [lever for lever in self._possible(gradients_held) if lever.name in self.allowed]
+        return combinations_of(self.facts, levers) if levers else ()
 
-    def _possible(self, gradients_held: bool) -> frozenset[str]:
-        """The proposals that can work for the model, device and call."""
-        idle = set()
-        if self.fused or gradients_held or self.low is torch.float16 or _has_ranks():
-            idle.add(OPTIMIZER_IN_BACKWARD)
-        if self.card.name == "cpu":  # its memory is the host's: there is nothing to move
-            idle.add("offload_optimizer")
-        if self.low is not torch.bfloat16:
-            idle.add(BF16_PARAMETERS)
-        return frozenset(OPTIMIZER_PROPOSALS) - idle
+    def _possible(self, gradients_held: bool) -> list[Lever]:
+        """The levers that can work for the model, device and call."""
+        whole = self.fused or gradients_held or self.low is torch.float16 or _has_ranks()
+        on_host = self.card.name == "cpu"  # its memory is the host's: there is nothing to move
+        wide = self.low is not torch.bfloat16
+        return [
+            lever
+            for lever in self._named()
+            if not ((whole and _in_backward(lever)) or (on_host and _offloads(lever)) or (wide and _narrows(lever)))
+        ]
 
     @property
     def facts(self) -> TrainingFacts:
@@ -115,34 +120,37 @@ class Proposing:
         return TrainingFacts.of(self.model, self.options.optimizer, self.card)
 
     def adjusted(self, account: Account) -> Account:
-        """The account of the step with the chosen proposals."""
+        """The account of the step with the chosen levers."""
         return account if self.chosen is None else self.chosen.adjusted(account)
 
     @property
     def stepping(self) -> Stepping | None:
-        """How the optimiser steps within the backward under the chosen proposals; None where it steps after it."""
+        """How the optimiser steps within the backward under the chosen levers; None where it steps after it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_as_kept(self, account: Account, plan: Plan) -> Account:
-        """The account of a call with the proposals of `plan`, a plan from the cache."""
+        """The account of a call with the optimiser's levers of `plan`, a plan from the cache."""
         if not plan.proposals:
             return account
-        return ProposalSet.of(self.facts, Proposals.named(plan.proposals)).adjusted(account)
+        return self._priced(plan.proposals).adjusted(account)
 
     def as_kept(self, captured: Captured, plan: Plan) -> Captured:
-        """A captured call with the proposals of `plan`, a plan from the cache."""
-        stepping = self.stepping
-        if OPTIMIZER_IN_BACKWARD in plan.proposals:
-            stepping = ProposalSet.of(self.facts, Proposals.named(plan.proposals)).stepping
+        """A captured call with the optimiser's levers of `plan`, a plan from the cache."""
+        inside = any(map(_in_backward, self._named(plan.proposals)))
+        stepping = self._priced(plan.proposals).stepping if inside else self.stepping
         return captured.stepping_by(stepping).stepping_as([region.steps for region in plan.regions])
+
+    def narrowed_by(self, plan: Plan) -> Narrowed | None:
+        """The cast of parameters and inputs under the levers of `plan`; None where they keep their dtype."""
+        return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
     def narrowed(self) -> Narrowed | None:
-        """The cast of parameters and inputs under the chosen proposals; None where they keep their dtype."""
+        """The cast of parameters and inputs under the chosen levers; None where they keep their dtype."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> Narrowed:
-        """The cast of parameters and inputs under the proposal for bf16 parameters."""
+        """The cast of parameters and inputs under a lever that narrows them."""
         return Narrowed(torch.bfloat16, frozenset(map(id, kept_wide(self.model))))
 
     @property
@@ -168,15 +176,27 @@ class Proposing:
         after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
             raise ValueError(
-                f"the plan counts on {OPTIMIZER_IN_BACKWARD}, and {len(after)} of {len(trained)} parameters, the first "
-                f"of shape {tuple(after[0].shape)}, are not stepped in the backward: train with the optimizer that "
-                "memopt.wrap_optimizer(model, optimizer) returns, for an optimizer of all trained parameters"
+                f"the plan counts on {OPTIMIZER_IN_BACKWARD.name}, and {len(after)} of {len(trained)} parameters, the "
+                f"first of shape {tuple(after[0].shape)}, are not stepped in the backward: train with the optimizer "
+                "that memopt.wrap_optimizer(model, optimizer) returns, for an optimizer of all trained parameters"
             )
         if any(parameter.grad is not None for parameter in trained):
             raise ValueError(
-                f"gradients are held from before, and the plan counts on {OPTIMIZER_IN_BACKWARD}, with which each "
+                f"gradients are held from before, and the plan counts on {OPTIMIZER_IN_BACKWARD.name}, with which each "
                 "backward is a whole step; call optimizer.zero_grad() first"
             )
+
+
+def _narrows(lever: Lever) -> bool:
+    return lever.optimizer is not None and lever.optimizer.narrows
+
+
+def _in_backward(lever: Lever) -> bool:
+    return lever.optimizer is not None and lever.optimizer.in_backward
+
+
+def _offloads(lever: Lever) -> bool:
+    return lever.optimizer is not None and lever.optimizer.offloads is not None
 
 
 def _has_ranks() -> bool:

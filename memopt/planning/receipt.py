@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.recompute import RECOMPUTE
+from memopt.levers.reinplace import REINPLACE
 from memopt.planning.captured import Captured
-from memopt.planning.levers import RECOMPUTE
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
-from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
 from memopt.show.rows import ReceiptRow
 from memopt.solver import Schedule
 
@@ -37,14 +38,14 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
     assert plan.schedule is not None
     rows = []
     if writes_over(plan):
-        rows.append(plain_row(REINPLACE, plan.captured, plan.account, reinplace=True))
+        rows.append(plain_row(REINPLACE.name, plan.captured, plan.account, reinplace=True))
     seconds = plan.step_seconds + plan.added_seconds
     if plan.added_seconds > plan.stall_seconds:
         seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
         recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
-        rows.append(ReceiptRow(RECOMPUTE, recomputed.peak_bytes, seconds - plan.stall_seconds))
+        rows.append(ReceiptRow(RECOMPUTE.name, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:
-        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS, plan.predicted_peak_bytes, seconds))
+        rows.append(ReceiptRow(OFFLOAD_ACTIVATIONS.name, plan.predicted_peak_bytes, seconds))
     return tuple(rows)
 
 

@@ -34,10 +34,12 @@ class RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes behind all others. Raises `TypeError` for an object that is no `Pass`."""
+    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
+    `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))
     if on_joint:
         rewriting = replace(rewriting, joint=RunJointPasses(on_joint, rewriting.joint))
-    return rewriting
+    names = dict.fromkeys(user_pass.name for user_pass in passes)
+    return replace(rewriting, levers=(*names, *rewriting.levers))

@@ -116,7 +116,7 @@ class KeptPlans:
         """The part of a plan that other starts and ranks need; None where it depends on sizes that depend on data."""
         captured = plan.captured
         assert captured is not None
-        rewritings = [levers.rewriting for levers in self.planner.lever_sets]
+        rewritings = self.planner.lever_sets
         if captured.data_sizes.allowed or captured.rewriting not in rewritings:
             return None
         return Kept(plan, rewritings.index(captured.rewriting), footprint)

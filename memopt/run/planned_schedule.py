@@ -25,7 +25,6 @@ from memopt.compat.pipelining import (
 )
 from memopt.compat.subclasses import is_sharded
 from memopt.errors import BudgetError
-from memopt.optimizers import OPTIMIZER_PROPOSALS
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import terms_of
@@ -182,7 +181,7 @@ def _check(schedule: Any, options: Options) -> None:
             f"{kind} computes gradients of inputs and of weights at different times, which memopt does not plan; use "
             "Schedule1F1B or ScheduleInterleaved1F1B"
         )
-    if named := sorted(options.allow & set(OPTIMIZER_PROPOSALS)):
+    if named := sorted(options.optimizer_levers):
         raise ValueError(f"{named[0]!r} is not for the stages of a pipeline; leave it out of allow")
     for stage in stages_of(schedule):
         module = stage.submod

@@ -118,7 +118,7 @@ class Road:
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
-        sets = [levers for levers in planner.lever_sets if levers.rewriting == of_plan.rewriting]
+        sets = [levers for levers in planner.lever_sets if levers == of_plan.rewriting]
         if not sets or plan.proposals or situation.to_come:
             return None
         with self._planning(), planner.one_look(call, situation):

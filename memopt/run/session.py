@@ -19,7 +19,7 @@ from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
 from memopt.compat.resharding import Resharding
-from memopt.optimizers import OPTIMIZER_PROPOSALS, Proposals
+from memopt.levers import Lever
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -136,7 +136,7 @@ class Session:
         """Whether what was captured for an earlier call of the model serves this one: not where the optimiser's levers
         decide about its parameters, nor where other ranks take part."""
         alone = not (self.forward.parallel.wrapper or earlier.forward.parallel.wrapper or self.forward.sharded.there)
-        proposes = self.options.allow & set(OPTIMIZER_PROPOSALS)
+        proposes = self.options.optimizer_levers
         own = self.options
         budget, elsewhere, forwards = own.budget_bytes, own.elsewhere_bytes, own.forwards
         same = replace(earlier.options, budget_bytes=budget, elsewhere_bytes=elsewhere, forwards=forwards) == own
@@ -183,10 +183,10 @@ class Session:
         return self.forward.planner.rewriting.autocast
 
     @property
-    def chosen(self) -> Proposals:
-        """The chosen optimiser proposals, on which plans are based."""
-        proposals = self.forward.planner.proposing.chosen
-        return proposals.chosen if proposals else Proposals()
+    def chosen(self) -> tuple[Lever, ...]:
+        """The chosen levers on the optimiser, on which plans are based, from the inside out."""
+        chosen = self.forward.planner.proposing.chosen
+        return chosen.levers if chosen else ()
 
     @property
     def latest(self) -> Plan | None:

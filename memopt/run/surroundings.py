@@ -19,7 +19,6 @@ from memopt.compat.storages import weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.emit.stepping import sharing_memory
 from memopt.errors import BudgetError
-from memopt.optimizers import OPTIMIZER_IN_BACKWARD
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
@@ -72,7 +71,7 @@ class Surroundings:
         proposing = self.planner.proposing
         stepped = proposing.stepping is not None
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
-        if stepped or OPTIMIZER_IN_BACKWARD in proposing.allowed:
+        if stepped or proposing.may_step_in_backward:
             hooked += sharing_memory(self.model)
         return Situation(
             gradients_held=self.one_by_one or _have_gradients(parameters),

@@ -14,7 +14,8 @@ from torch import nn
 from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.subclasses import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import CaptureError
-from memopt.planning.levers import DEFAULT_LEVERS, PLAIN
+from memopt.levers import DEFAULT_LEVERS
+from memopt.levers.plain import PLAIN
 from memopt.planning.model_terms import ModelTerms
 
 
@@ -54,7 +55,7 @@ def check_terms(model: nn.Module, terms: ModelTerms) -> None:
         raise ValueError(f"{name} is planned for plain operators only; give backend='aten'")
     if terms.rewriting.autocast is not None:
         raise ValueError(f"{name} is planned in fp32 only; give precision='fp32'")
-    if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN}):
+    if further := sorted(options.allow - DEFAULT_LEVERS - {PLAIN.name}):
         raise ValueError(f"{name} {further[0]!r} is not for it; leave it out of allow")
     if options.passes:
         raise ValueError(f"{name} its graphs are not rewritten; leave out passes")

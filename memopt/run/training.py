@@ -22,7 +22,6 @@ from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
-from memopt.optimizers import BF16_PARAMETERS
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
 from memopt.planning.options import Options
@@ -238,7 +237,7 @@ class TrainingCalls:
         @cache
         def captured() -> Captured:
             planner = self.planner
-            narrowed = planner.proposing.narrowing() if BF16_PARAMETERS in kept.plan.proposals else None
+            narrowed = planner.proposing.narrowed_by(kept.plan)
             with planner.types(), torch.enable_grad():
                 recorded = planner.capture_on_fakes(hollow, narrowed)
                 step = planner.rewrite_and_price(recorded, hollow, situation, planner.lever_sets[kept.lever_set])

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memopt.compat.ddp import unwrapped
-from memopt.optimizers import OPTIMIZER_IN_BACKWARD, OptimizerInBackward
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.optimizers import OptimizerInBackward
 from memopt.optimizers.parameterwise import Parameterwise
 from memopt.run.session import session_of
 
@@ -85,8 +86,8 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Ten
 def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Raise `ValueError` where the model's plan counts on proposals that the optimisers do not have."""
     planned = session_of(model)
-    chosen = planned.chosen.names if planned is not None else ()
-    if OPTIMIZER_IN_BACKWARD in chosen:
+    chosen = [lever.name for lever in planned.chosen] if planned is not None else []
+    if OPTIMIZER_IN_BACKWARD.name in chosen:
         raise ValueError(
             f"the plan of this {type(unwrapped(model)).__name__} counts on {OPTIMIZER_IN_BACKWARD}, and TrainStep "
             "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "

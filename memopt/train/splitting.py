@@ -11,8 +11,8 @@ from torch import nn
 
 from memopt.capture.inputs import call_signature
 from memopt.errors import BudgetError, CaptureError
+from memopt.levers.microbatch import MICROBATCH
 from memopt.microbatch import is_series, samples_of, split
-from memopt.planning.levers import MICROBATCH
 from memopt.planning.plan import Plan
 from memopt.run.session import session_of
 
@@ -38,7 +38,7 @@ class Splitting:
         would have batch statistics of their own, and where not even single samples fit.
         """
         planned = session_of(self.model)
-        if planned is None or self.fixed or is_series(batch) or MICROBATCH not in planned.options.allow:
+        if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused
         least = refused
         for number in _divisors_above(self.pieces(batch), samples_of(batch)):

@@ -19,9 +19,9 @@ from memopt.capture.trace import trace_call
 from memopt.device import hardware, hardware_table
 from memopt.device.hardware_table import scaled_rate
 from memopt.errors import GIB
+from memopt.levers import lever_sets, levers_named
 from memopt.planning.captured import Captured
 from memopt.planning.module_rows import held_after_forward
-from memopt.rewrite import lever_sets
 from memopt.rewrite.precision import precision_rewriting
 from memopt.solver import Schedule
 from tests.smallest import smallest_gb
@@ -192,8 +192,8 @@ def kept(allow: set[str]) -> tuple[int, int, float]:
     tokens, card = torch.zeros(4, 2048, dtype=torch.long), hardware("h100")
     call = ((), {"input_ids": tokens, "labels": tokens})
     captured = capture_on_fakes(large_llama(), call, None, torch.device("cpu"), differentiate_all=False)
-    used = lever_sets(precision_rewriting("bf16", card), {"chunked_loss", *allow}, card=card)[-1]
-    (region,) = trace_call(captured, replace(used.rewriting, needed=""))
+    used = lever_sets(precision_rewriting("bf16", card), levers_named({"chunked_loss", *allow}), card)[-1]
+    (region,) = trace_call(captured, replace(used, needed=""))
     problem = Captured("Llama", (region,), card).joined(accumulating=False).problem
     copies: set[torch.fx.Node] = set()
     for number, node in enumerate(region.module.graph.nodes):

@@ -16,7 +16,7 @@ from examples.models.families import BY_NAME, Family, causal_batch
 from examples.models.step import restored_buffers, train_step
 from memopt.emit import partition
 from memopt.errors import GIB
-from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.levers import DEFAULT_LEVERS
 from memopt.planning.make_plan import make_plan
 from memopt.planning.region_schedule import RegionSchedule
 from passes import ApplySchedule

@@ -17,13 +17,13 @@ from memopt.capture.inputs import tensors_in
 from memopt.emit import partition as partition_module
 from memopt.errors import GIB
 from memopt.meter import measure_peak
-from memopt.optimizers import OptimizerInBackward, Proposals
+from memopt.optimizers import OptimizerInBackward
 from memopt.run.session import session_of
 from tests import smallest
 from tests.end_to_end.odd_models import GraphBreak
 from tests.end_to_end.usual import batch as odd_batch
 from tests.end_to_end.usual import make as odd_make
-from tests.optimizers.pieces import same, small_gpt2, text, values
+from tests.optimizers.pieces import Choice, same, small_gpt2, text, values
 from tests.train.pieces import GPT2
 
 NAME = "optimizer_in_backward"
@@ -198,7 +198,7 @@ def test_with_bf16_parameters_in_8_bits() -> None:
 
     def run(in_backward: bool) -> list[Tensor]:
         model = small_gpt2()
-        levers = Proposals("compensated", low_bit_optimizer=True, optimizer_in_backward=in_backward)
+        levers = Choice("compensated", low_bit_optimizer=True, optimizer_in_backward=in_backward)
         optimizer = levers.apply(model, optim.AdamW(model.parameters(), 1e-2))
         pull(model, levers.names, precision="bf16")
         train(model, optimizer, batch)

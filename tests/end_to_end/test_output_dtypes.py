@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from memopt.run.planned_call import planned_call_of
 from torch import Tensor, nn
 
 import memopt
 from examples.models.language_models import SMALL_CONFIGS
 from memopt.compat.pytree import tree_leaves
 from memopt.errors import GIB
+from memopt.run.session import session_of
 from tests.marks import slow
 
 OPTIONS: dict[str, Any] = {"elsewhere_gb": 0, "outputs": "all"}
@@ -247,7 +247,7 @@ def test_of_parameters_in_16_bits(kind: str) -> None:
     model = Losing()
     inputs = (X,) if kind == "tensor" else (X, Y)
     memopt.optimize(model, 1.0, **options)
-    planned = planned_call_of(model)
+    planned = session_of(model)
     assert planned is not None
     planned.forward.planner.proposing.decide((BF16,))  # as where nothing else makes the step fit
     memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))

@@ -16,25 +16,23 @@ import memopt
 from examples.models.step import own_bytes
 from memopt import TrainStep
 from memopt.errors import GIB
+from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
-from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS
-from memopt.planning.levers import DEFAULT_LEVERS, MICROBATCH
-from memopt.rewrite.precision.fp8 import FP8_ACTIVATIONS
 from tests.end_to_end.test_levers import MODELS, batch, make
 from tests.smallest import smallest_gb
 
-EIGHT_BITS = {"fp8", "mxfp8", FP8_ACTIVATIONS}
+EIGHT_BITS = {"fp8", "mxfp8", "fp8_activations"}
 # On a CPU there is no host to move anything to.
-LEVERS = sorted((DEFAULT_LEVERS | set(OPTIMIZER_PROPOSALS) | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
+LEVERS = sorted((DEFAULT_LEVERS | OPTIMIZER_LEVERS | EIGHT_BITS) - {"offload_optimizer", "offload_activations"})
 WITH_DROPOUT = ("small", "gpt2", "opt")
 # TrainStep has microbatches, and no optimiser in the backward; and a layer has one kind of scale.
-APART = ({OPTIMIZER_IN_BACKWARD, MICROBATCH}, {"fp8", "mxfp8"})
+APART = ({"optimizer_in_backward", "microbatch"}, {"fp8", "mxfp8"})
 PAIRS = [pair for pair in combinations(LEVERS, 2) if set(pair) not in APART]
 
 
 def in_16_bits(pair: Collection[str]) -> bool:
-    return bool({BF16_PARAMETERS, *EIGHT_BITS}.intersection(pair))
+    return bool({"bf16_parameters", *EIGHT_BITS}.intersection(pair))
 
 
 def options(pair: Collection[str]) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def plain_loss(name: str) -> float:
 
 def example(pair: Collection[str]) -> dict[str, Any]:
     """Return the batch to plan: one sample where TrainStep may split the batch down to that."""
-    return split(batch(), samples_of(batch()))[0] if MICROBATCH in pair else batch()
+    return split(batch(), samples_of(batch()))[0] if "microbatch" in pair else batch()
 
 
 def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], float]:
@@ -72,11 +70,11 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Any], 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("name", MODELS)
 def test_pairs(name: str, pair: tuple[str, str]) -> None:
-    least = smallest_gb(make(name), example(pair), gradients_held=MICROBATCH in pair, **options(pair))
+    least = smallest_gb(make(name), example(pair), gradients_held="microbatch" in pair, **options(pair))
     model, budget_gb = make(name), 1.005 * least
     memopt.optimize(model, budget_gb, example_inputs=example(pair), **options(pair))
     optimizer = memopt.wrap_optimizer(model, torch.optim.AdamW(model.parameters(), 1e-3))
-    step = loop(model, optimizer) if OPTIMIZER_IN_BACKWARD in pair else trainer(model, optimizer)
+    step = loop(model, optimizer) if "optimizer_in_backward" in pair else trainer(model, optimizer)
     inputs = batch()
     held = own_bytes(model, inputs)
     with warnings.catch_warnings(), measure_peak("cpu") as peak:
@@ -84,6 +82,6 @@ def test_pairs(name: str, pair: tuple[str, str]) -> None:
         losses = [step(inputs) for _ in range(3)]
     assert peak.allocated_bytes + held <= budget_gb * GIB
     # Dropout draws otherwise for microbatches.
-    rounded = in_16_bits(pair) or (MICROBATCH in pair and name in WITH_DROPOUT)
+    rounded = in_16_bits(pair) or ("microbatch" in pair and name in WITH_DROPOUT)
     assert losses[0] == pytest.approx(plain_loss(name), rel=1e-2 if rounded else 1e-5)
     assert losses[-1] < losses[0]

@@ -15,7 +15,7 @@ import memopt
 from examples.models.families import BY_NAME, FAMILIES, Batch, Family, causal_batch, loss_of, without_dropout
 from examples.models.step import restored_buffers, train_step
 from memopt.errors import GIB
-from memopt.planning.levers import DEFAULT_LEVERS
+from memopt.levers import DEFAULT_LEVERS
 from passes.graphs.module_path import module_path
 from tests.end_to_end.usual import gpt2
 

@@ -15,8 +15,8 @@ import memopt
 from examples.models.families import BY_NAME, Batch
 from memopt import BudgetError, TrainStep
 from memopt.errors import GIB
+from memopt.levers import DEFAULT_LEVERS
 from memopt.meter import measure_peak
-from memopt.planning.levers import DEFAULT_LEVERS
 from tests.smallest import smallest_gb
 
 OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": torch.optim.AdamW}

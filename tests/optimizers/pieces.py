@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,15 @@ from torch import Tensor, nn, optim
 
 from examples.models.families import integers, library
 from memopt.device.hardware_table import hardware
+from memopt.levers import Lever
+from memopt.levers.bf16_parameters import bf16_parameters
+from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
+from memopt.levers.offload_optimizer import offload_optimizer
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import PricedLevers, apply_levers
+from memopt.levers.training_facts import PCIE, TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
-from memopt.optimizers import PricedProposal, Proposals, TrainingFacts, price_proposals
-from memopt.optimizers.training_facts import PCIE
+from memopt.optimizers import Rounding, Where
 from memopt.solver.link import Link
 from tests.train.pieces import GPT2
 
@@ -93,11 +100,40 @@ def saved_and_loaded(state: dict[str, Any], path: Any) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def proposal(
-    parameters: Iterable[Tensor], optimizer: Any, device: str, proposals: Proposals, link: Link = PCIE
-) -> PricedProposal:
-    """The last of `proposals`, on a device of the table."""
-    return price_proposals(TrainingFacts(tuple(parameters), optimizer, hardware(device), link), proposals)[-1]
+@dataclass(frozen=True)
+class Choice:
+    """Levers on the optimiser with their options; by default none."""
+
+    bf16_parameters: Rounding | None = None
+    low_bit_optimizer: bool = False
+    offload_optimizer: Where | None = None
+    optimizer_in_backward: bool = False
+    state_dtype: torch.dtype = torch.float32
+
+    @property
+    def levers(self) -> tuple[Lever, ...]:
+        chosen = (
+            self.bf16_parameters and bf16_parameters(self.bf16_parameters, self.state_dtype),
+            self.low_bit_optimizer and LOW_BIT_OPTIMIZER,
+            self.offload_optimizer and offload_optimizer(self.offload_optimizer),
+            self.optimizer_in_backward and OPTIMIZER_IN_BACKWARD,
+        )
+        return tuple(lever for lever in chosen if isinstance(lever, Lever))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(lever.name for lever in self.levers)
+
+    def apply(self, model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
+        return apply_levers(self.levers, model, optimizer)
+
+
+def priced(
+    parameters: Iterable[Tensor], optimizer: Any, device: str, choice: Choice, link: Link = PCIE
+) -> PricedLevers:
+    """The last lever of a choice, on a device of the table."""
+    facts = TrainingFacts(tuple(parameters), optimizer, hardware(device), link)
+    return PricedLevers.of(facts, choice.levers).each[-1]
 
 
 def measured_step(build: Callable[[], tuple[optim.Optimizer, Sequence[nn.Parameter]]], steps: int = 2) -> int:

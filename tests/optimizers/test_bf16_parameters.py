@@ -15,23 +15,24 @@ from torch import nn, optim
 
 import memopt
 from memopt.device.hardware_table import hardware
+from memopt.levers.bf16_parameters import BF16_PARAMETERS
+from memopt.levers.optimizer_levers import PricedLevers
+from memopt.levers.training_facts import TrainingFacts
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    Proposals,
     Rounding,
-    TrainingFacts,
     one_parameter,
-    price_proposals,
     use_bf16_parameters,
 )
 from memopt.optimizers.rounding import joined
 from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,
+    Choice,
     large_gpt2,
     losses,
     measured_step,
-    proposal,
+    priced,
     same,
     saved_and_loaded,
     small_gpt2,
@@ -233,8 +234,8 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding
         return made, list(model.parameters())
 
     parameters = list(large_gpt2().parameters())
-    proposals = Proposals(bf16_parameters=rounding, state_dtype=state_dtype)
-    found = proposal(parameters, make, "cpu", proposals)
+    proposals = Choice(bf16_parameters=rounding, state_dtype=state_dtype)
+    found = priced(parameters, make, "cpu", proposals)
     assert found.before.parameters >= 20 * 1024**2
     assert 2 * found.after.parameters == found.before.parameters
     assert 2 * found.after.gradients == found.before.gradients
@@ -244,8 +245,8 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer], rounding: Rounding
 def test_the_state_of_each_choice() -> None:
     parameters = [nn.Parameter(torch.empty(2**23, device="meta"))]  # more than three pieces
     per_element = {
-        (rounding, dtype): proposal(
-            parameters, "adamw", "h100", Proposals(bf16_parameters=rounding, state_dtype=dtype)
+        (rounding, dtype): priced(
+            parameters, "adamw", "h100", Choice(bf16_parameters=rounding, state_dtype=dtype)
         ).after.optimizer_state
         // 2**23
         for rounding in ROUNDINGS
@@ -257,7 +258,7 @@ def test_the_state_of_each_choice() -> None:
 def test_frozen_parameters_and_kept_ones_are_priced_as_they_will_be() -> None:
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.BatchNorm1d(100), nn.Linear(100, 50, bias=False))
     model[2].weight.requires_grad_(False)
-    (found,) = price_proposals(TrainingFacts.of(model, "sgd", hardware("h100")), Proposals.named({"bf16_parameters"}))
+    found = PricedLevers.of(TrainingFacts.of(model, "sgd", hardware("h100")), [BF16_PARAMETERS])
     assert found.after.parameters == 2 * 10_000 + 4 * 200 + 2 * 5_000
     assert found.after.gradients == 2 * 10_000 + 4 * 200
     assert found.added_seconds > 0

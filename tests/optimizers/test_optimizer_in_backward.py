@@ -15,12 +15,12 @@ from torch import nn, optim
 import memopt
 from memopt.account.optimizer_account import optimizer_account
 from memopt.device.hardware_table import hardware
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import PricedLevers
+from memopt.levers.training_facts import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     OptimizerInBackward,
-    Proposals,
-    TrainingFacts,
-    price_proposals,
     use_bf16_parameters,
 )
 from tests.optimizers.pieces import OPTIMIZERS, large_gpt2, losses, same, saved_and_loaded, small_gpt2, text, values
@@ -185,7 +185,7 @@ def peak_of_step(make: Callable[..., optim.Optimizer], build: Callable[[], nn.Mo
 @pytest.mark.parametrize("make", [optim.AdamW, partial(optim.SGD, lr=0.1), optim.Adafactor])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     model = deep()
-    (found,) = price_proposals(TrainingFacts.of(model, make, hardware("cpu")), Proposals(optimizer_in_backward=True))
+    found = PricedLevers.of(TrainingFacts.of(model, make, hardware("cpu")), [OPTIMIZER_IN_BACKWARD])
     assert found.after.gradients == 4 * (512 * 512 + 512)
     measured, activations = peak_of_step(
         lambda p: OptimizerInBackward(make(p)), deep, lambda m: m(torch.ones(1, 512)).sum()
@@ -202,11 +202,11 @@ def test_a_tied_gradient_waits_for_its_last_use() -> None:
     make = partial(optim.SGD, lr=0.1)
     facts = TrainingFacts.of(large_gpt2(), make, hardware("cpu"))
     assert [tuple(parameter.shape) for parameter in facts.shared] == [(8192, 256)]
-    (found,) = price_proposals(facts, Proposals(optimizer_in_backward=True))
+    found = PricedLevers.of(facts, [OPTIMIZER_IN_BACKWARD])
     plain, _ = peak_of_step(make, large_gpt2, loss)
     measured, _ = peak_of_step(lambda p: OptimizerInBackward(make(p)), large_gpt2, loss)
     # The tied gradient's second part is a temporary of the backward, with or without; nothing else waits then.
-    assert 0.9 * (plain - measured) <= found.saved.gradients <= plain - measured
+    assert 0.9 * (plain - measured) <= (found.before.gradients - found.after.gradients) <= plain - measured
 
 
 def test_the_trial_of_an_instance_leaves_it_alone() -> None:

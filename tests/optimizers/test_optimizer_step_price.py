@@ -11,10 +11,10 @@ from torch import nn, optim
 
 import memopt
 from memopt.device import hardware
+from memopt.optimizers import OffloadedOptimizer
 from memopt.optimizers import optimizer_step_price as step_price
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import NOTHING, OptimizerStepPrice, optimizer_step_price, prices_of_each
-from memopt.optimizers.proposals import Proposals
 from tests.marks import slow
 
 A100 = hardware("a100-80")
@@ -60,11 +60,11 @@ def test_a_used_optimizer_is_priced_parameter_by_parameter() -> None:
 
 def test_pieces_beyond_the_third_cost_what_the_third_did() -> None:
     """A parameter of many pieces is tried with few, so that its price does not take the time of all."""
-    offloaded = Proposals(offload_optimizer="device")
+    wraps = (OffloadedOptimizer,)
     small, large = (
-        prices_of_each(
-            optim.AdamW, [torch.empty(many * PIECE_ELEMENTS, device="meta")], [torch.float32], A100, offloaded
-        )[0]
+        prices_of_each(optim.AdamW, [torch.empty(many * PIECE_ELEMENTS, device="meta")], [torch.float32], A100, wraps)[
+            0
+        ]
         for many in (4, 8)
     )
     assert isinstance(small, OptimizerStepPrice)

@@ -7,19 +7,18 @@ import torch
 from torch import optim
 
 import memopt
-from memopt.optimizers import Proposals
-from tests.optimizers.pieces import large_gpt2, text
+from tests.optimizers.pieces import Choice, large_gpt2, text
 
 CASES = {
-    "narrow": Proposals("compensated"),
-    "low-bit": Proposals(low_bit_optimizer=True),
-    "both": Proposals("stochastic", True),
+    "narrow": Choice("compensated"),
+    "low-bit": Choice(low_bit_optimizer=True),
+    "both": Choice("stochastic", True),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proposals", CASES.values(), ids=CASES.keys())
-def test_the_account_of_a_plan_is_that_of_a_step(proposals: Proposals) -> None:
+def test_the_account_of_a_plan_is_that_of_a_step(proposals: Choice) -> None:
     model, batch = large_gpt2(), text(8192, samples=2, length=32)
     optimizer = proposals.apply(model, optim.AdamW(model.parameters(), lr=1e-3))
     precision = "bf16" if proposals.bf16_parameters else "fp32"

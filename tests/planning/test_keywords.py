@@ -19,11 +19,7 @@ class Oven(TypedDict, total=False):
     minutes: float
 
 
-def defaults(*, degrees: int = 180, minutes: float = 30.0, unused: str = "") -> None:
-    """Holds the defaults of `Oven`."""
-
-
-@takes_options(Oven, defaults)
+@takes_options(Oven, {"degrees": 180, "minutes": 30.0, "unused": ""})
 def bake(cake: str, *, tray: int = 1, **options: Unpack[Oven]) -> tuple[str, int, Oven]:
     """Bake a cake."""
     return cake, tray, options

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.account.account import Account
-from memopt.capture.operators import NOTHING
+from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
@@ -15,12 +15,11 @@ from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.receipt import plain_row
-from memopt.rewrite import LeverSet
 from tests.planned import ACCOUNT, captured, region
 
 PLAIN, LEAN = captured(region(4)), captured(region(4, batch=32))
 """A step, and one that stands for the same step with a lever applied: half of the activations and half of the time."""
-NO_LEVERS, FIRST, SECOND = (LeverSet(("one", "two")[:number], NOTHING) for number in range(3))
+NO_LEVERS, FIRST, SECOND = (Rewriting(levers=("one", "two")[:number]) for number in range(3))
 
 
 def needs(step: Captured) -> tuple[int, int]:
@@ -29,7 +28,7 @@ def needs(step: Captured) -> tuple[int, int]:
     return plan.smallest_bytes(), plan.plain.peak_bytes
 
 
-def search(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> tuple[PlanSearch, Plan | None]:
+def search(budget_bytes: int, *steps: tuple[Rewriting, Captured]) -> tuple[PlanSearch, Plan | None]:
     """A search over these lever sets, and the plan for the last of them that ends the search, if any."""
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     taken = None

@@ -15,13 +15,14 @@ Policy: TypeAlias = "str | Mapping[str, str]"
 POLICIES = ("fp32", "bf16", "fp16", "search", "auto")
 
 
-def check_policy(policy: Policy) -> None:
-    """Raises TypeError or ValueError for a policy that is no known name and no mapping to known dtypes."""
+def check_policy(policy: Policy) -> Policy:
+    """Returns the policy. Raises TypeError or ValueError for one that is no known name and no mapping to known
+    dtypes."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
             raise ValueError(f"precision must be one of {known}, or a dict of rules, not {policy!r}")
-        return
+        return policy
     if not isinstance(policy, Mapping) or not all(isinstance(part, str) for pair in policy.items() for part in pair):
         raise TypeError(
             "precision must be a name, such as 'bf16', or a dict of dtypes by operator, module or node, such as "
@@ -30,6 +31,7 @@ def check_policy(policy: Policy) -> None:
     for pattern, name in policy.items():
         if not (pattern == DEFAULT and name in ("auto", "search")):
             dtype_of(name)
+    return policy
 
 
 def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:

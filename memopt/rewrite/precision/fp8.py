@@ -23,9 +23,6 @@ from passes.graphs.op_kinds import is_cast, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
 from passes.ops.fp8_ops import SCALINGS, Scaling
 
-FP8 = "fp8"
-LEVERS = {FP8: "current", "fp8_delayed": "delayed", "fp8_block": "block", "mxfp8": "mx"}
-"""By lever the scaling of its layers, one of `passes.ops.fp8_ops.SCALINGS`."""
 FP8_ACTIVATIONS = "fp8_activations"
 _SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
 # They read factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 there
@@ -33,9 +30,9 @@ _SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
 _TOLERANT = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
-def has_units(card: Hardware, lever: str = FP8) -> bool:
-    """Returns whether a card has units for a lever's scaling, by the hardware table or by measurement."""
-    return card.multiplies(SCALINGS[LEVERS[lever]].values)
+def has_units(card: Hardware, scaling: str = "current") -> bool:
+    """Returns whether a card has units for one of `SCALINGS`, by the hardware table or by measurement."""
+    return card.multiplies(SCALINGS[scaling].values)
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,9 @@ class DecideFp8:
 
     card: Hardware
     rules: Rules = field(default_factory=Rules)
-    lever: str = FP8
-    """One of `LEVERS`."""
+    lever: str = "fp8"
+    scaling: str = "current"
+    """One of `passes.ops.fp8_ops.SCALINGS`."""
     histories: str = ""
     """The prefix of the `Histories` that delayed scaling uses."""
 
@@ -62,7 +60,7 @@ class DecideFp8:
             )
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
-        found = [self._judged(layer, graph) for layer in find_fp8_linears(graph.module, LEVERS[self.lever])]
+        found = [self._judged(layer, graph) for layer in find_fp8_linears(graph.module, self.scaling)]
         for _, group in groupby(sorted(found, key=lambda layer: layer.reads), key=lambda layer: layer.reads):
             layers = list(group)
             left |= dict.fromkeys(layer.reason for layer in layers if layer.reason)
@@ -75,22 +73,22 @@ class DecideFp8:
         notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
-        scaling, by = LEVERS[self.lever], self._scaling
-        passes = Fp8Linears(frozenset(chosen), scaling, self.histories), EliminateDeadCode()
+        by = self._scaling
+        passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
         units = "" if self._quick else f"; {self.card.name} multiplies wider copies of them"
         done = (
             f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
-            f"{scaling} scaling{units}"
+            f"{self.scaling} scaling{units}"
         )
         return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
 
     @property
     def _scaling(self) -> Scaling:
-        return SCALINGS[LEVERS[self.lever]]
+        return SCALINGS[self.scaling]
 
     @property
     def _quick(self) -> bool:
-        return has_units(self.card, self.lever)
+        return has_units(self.card, self.scaling)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
         """Returns a layer with a reason if it is not to be rewritten."""

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.operators import OperatorGraph
 from memopt.device import hardware
-from memopt.rewrite.precision.fp8 import LEVERS, DecideFp8, has_units, quantized, quantizing
+from memopt.rewrite.precision.fp8 import DecideFp8, has_units, quantized, quantizing
 from memopt.rewrite.precision.rules import Rules
 from passes import CANONICAL, QuantizeSaved
 from passes.ops.fp8_ops import FP8_LINEAR, MATMUL, QUANTIZE
@@ -57,24 +57,24 @@ def test_small_ones_are_not() -> None:
 
 
 def test_all_are_where_memory_asks_and_there_are_no_units() -> None:
-    for decide in (DecideFp8(CPU), DecideFp8(hardware("a100-80")), DecideFp8(H100, lever="mxfp8")):
+    for decide in (DecideFp8(CPU), DecideFp8(hardware("a100-80")), DecideFp8(H100, scaling="mx")):
         assert len(rewritten(decide, attention(rows=64, width=64))) == 4
     assert "cpu multiplies wider copies of them" in notes(DecideFp8(CPU), attention(rows=64, width=64))
 
 
 def test_which_cards_have_units_for_which_scales() -> None:
     found = {
-        lever: [
-            card for card in ("a100-80", "l4", "h100", "b200", "rtx-5090", "cpu") if has_units(hardware(card), lever)
+        scaling: [
+            card for card in ("a100-80", "l4", "h100", "b200", "rtx-5090", "cpu") if has_units(hardware(card), scaling)
         ]
-        for lever in LEVERS
+        for scaling in ("current", "delayed", "block", "mx")
     }
     every = ["l4", "h100", "b200", "rtx-5090"]
-    assert found == {"fp8": every, "fp8_delayed": every, "fp8_block": ["h100"], "mxfp8": ["b200", "rtx-5090"]}
+    assert found == {"current": every, "delayed": every, "block": ["h100"], "mx": ["b200", "rtx-5090"]}
 
 
 def test_microscaled_layers_have_sizes_of_32_and_gradients_in_e4m3() -> None:
-    decide = DecideFp8(hardware("b200"), lever="mxfp8")
+    decide = DecideFp8(hardware("b200"), scaling="mx")
     assert rewritten(decide, attention()) == ["linear", "linear_1", "linear_2", "linear_3"]
     assert "4 of 5 layers in e4m3, gradients in e4m3, mx scaling" in notes(decide, attention())
     assert "its 48 rows are no multiple of 32" in notes(decide, attention(rows=48))

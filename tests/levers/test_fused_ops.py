@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memopt.capture.operators import OperatorGraph
-from memopt.rewrite.fused_ops import fuse_ops
+from memopt.levers.fused_ops import fuse_ops
 from tests.passes.capture import Sketch, aten
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt.capture.operators import OperatorGraph
-from memopt.rewrite.loss import ChunkLosses
+from memopt.levers.chunked_loss import ChunkLosses
 from tests.passes.capture import Sketch, aten
 
 CLASSES = 4096

@@ -1,4 +1,4 @@
-"""The facts about a training by which proposals are priced, before anything runs."""
+"""The facts about a training by which levers on the optimiser are priced, before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The price of training with a combination of proposals: bytes on device and host, seconds of `optimizer.step()`."""
+"""The price of training with levers on the optimiser: bytes on device and host, seconds of `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.levers.lever import OptimizerChange
+from memopt.levers.training_facts import TrainingFacts, trained
+from memopt.optimizers import Where
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
     OptimizerStepPrice,
@@ -17,17 +20,18 @@ from memopt.optimizers.optimizer_step_price import (
     optimizer_step_price,
     prices_of_each,
 )
-from memopt.optimizers.priced_proposal import StepBytes
-from memopt.optimizers.proposals import Proposals
 from memopt.optimizers.stepping import Stepping
-from memopt.optimizers.training_facts import TrainingFacts, trained
 
 
 @dataclass(frozen=True)
 class TrainingPrice:
-    """The bytes that training with some proposals holds, and the seconds of `optimizer.step()`."""
+    """The bytes that training with some levers holds, by the rows of a step's account, and the seconds of
+    `optimizer.step()`."""
 
-    device: StepBytes
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    optimizer_temporaries: int
     host_bytes: int
     seconds: float
     stepping: Stepping | None = None
@@ -35,48 +39,62 @@ class TrainingPrice:
     state_blocks: tuple[int, ...] = ()
     """The bytes of each tensor of the optimiser's state on a GPU, in the order of the parameters."""
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """Bytes on the device, by the name of the account's row."""
+        names = ("parameters", "gradients", "optimizer_state", "optimizer_temporaries")
+        return {name: getattr(self, name) for name in names}
 
-def price_training(facts: TrainingFacts, proposals: Proposals) -> TrainingPrice:
-    """The price of training with `proposals`, found by running the optimiser alone, on fake tensors.
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.rows.values())
+
+
+def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> TrainingPrice:
+    """The price of training with `changes` around the optimiser, from the inside out, found by running it alone, on
+    fake tensors.
 
     With the optimiser in the backward, the rows of gradients and temporaries are those of the moment at which their sum
     is largest. That moment lies within the backward, beside saved activations: it is estimated from the model's modules
     here, while a plan finds it in the graph.
 
-    Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the proposals do not fit.
+    Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the levers do not fit.
     """
-    if not proposals.names:
+    if not changes:
         plain = optimizer_step_price(facts.optimizer, facts.trained, facts.hardware)
         sizes = nbytes(facts.parameters), nbytes(facts.trained)
-        return TrainingPrice(StepBytes(*sizes, plain.state_bytes, plain.temporary_bytes), 0, plain.seconds)
-    dtypes = {id(parameter): _dtype(parameter, facts, proposals) for parameter in facts.parameters}
+        return TrainingPrice(*sizes, plain.state_bytes, plain.temporary_bytes, 0, plain.seconds)
+    dtypes = {id(parameter): _dtype(parameter, facts, changes) for parameter in facts.parameters}
     learning = [dtypes[id(parameter)] for parameter in facts.trained]
-    alone = proposals.only([name for name in proposals.names if name != "offload_optimizer"])
-    on_host = proposals.offload_optimizer == "host"
+    offloads = next((change.offloads for change in changes if change.offloads), None)
+    in_backward, on_host = any(change.in_backward for change in changes), offloads == "host"
+    wraps = tuple(change.wrap for change in changes)
+    alone = tuple(change.wrap for change in changes if not change.offloads)
     stepping = facts.stepping_host if on_host else facts.hardware
     prices = prices_of_each(facts.optimizer, facts.trained, learning, stepping, alone)
     state, host_bytes, seconds = sum(price.state_bytes for price in prices), 0, sum(price.seconds for price in prices)
     temporaries = [price.temporary_bytes for price in prices]
     blocks = tuple(nbytes for price in prices for nbytes in price.arrays)
-    if proposals.offload_optimizer:
-        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, proposals, device="cpu")
+    if offloads is not None:
+        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, wraps, device="cpu")
         temporaries = [0 if on_host else price.temporary_bytes for price in prices]
         state, blocks = 0 if on_host else _scalars(facts), ()
-        host_bytes = sum(_host_bytes(price, facts, proposals) for price in prices)
+        host_bytes = sum(_host_bytes(price, facts, offloads) for price in prices)
         host_bytes += max((price.temporary_bytes for price in prices), default=0) if on_host else 0
         seconds += sum(
-            _copy_seconds(_size(parameter, dtype), parameter.numel(), price, facts, proposals)
+            _copy_seconds(_size(parameter, dtype), parameter.numel(), price, facts, offloads)
             for parameter, dtype, price in zip(facts.trained, learning, prices, strict=True)
         )
-    gradients, stepped = _gradients(facts, dtypes, temporaries, proposals)
+    gradients, stepped = _gradients(facts, dtypes, temporaries, in_backward)
     parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
     stepped_alone = zip(facts.trained, learning, temporaries, strict=True)
-    in_backward = Stepping.of(stepped_alone) if proposals.optimizer_in_backward else None
-    return TrainingPrice(StepBytes(parameters, gradients, state, stepped), host_bytes, seconds, in_backward, blocks)
+    inside = Stepping.of(stepped_alone) if in_backward else None
+    return TrainingPrice(parameters, gradients, state, stepped, host_bytes, seconds, inside, blocks)
 
 
-def _dtype(parameter: torch.Tensor, facts: TrainingFacts, proposals: Proposals) -> torch.dtype:
-    narrow = proposals.bf16_parameters and parameter.dtype is torch.float32
+def _dtype(parameter: torch.Tensor, facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> torch.dtype:
+    narrow = any(change.narrows for change in changes) and parameter.dtype is torch.float32
     return torch.bfloat16 if narrow and all(parameter is not wide for wide in facts.wide) else parameter.dtype
 
 
@@ -85,11 +103,11 @@ def _size(parameter: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def _gradients(
-    facts: TrainingFacts, dtypes: dict[int, torch.dtype], temporaries: Sequence[int], proposals: Proposals
+    facts: TrainingFacts, dtypes: dict[int, torch.dtype], temporaries: Sequence[int], in_backward: bool
 ) -> tuple[int, int]:
     """Bytes of gradients and of the optimiser's temporaries at the moment when their sum is largest."""
     sizes = {id(parameter): _size(parameter, dtypes[id(parameter)]) for parameter in facts.trained}
-    if not proposals.optimizer_in_backward:
+    if not in_backward:
         return sum(sizes.values()), max(temporaries, default=0)
     stepping = {id(parameter): nbytes for parameter, nbytes in zip(facts.trained, temporaries, strict=True)}
     shared = trained(facts.shared)
@@ -103,24 +121,22 @@ def _gradients(
     return max(moments, key=sum, default=(0, 0))
 
 
-def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts, proposals: Proposals) -> int:
+def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts, update: Where) -> int:
     """Bytes of a parameter's state on the host: torch's allocator of pinned memory rounds up to powers of two."""
-    if proposals.offload_optimizer == "host" or device_type(facts.hardware) == "cpu":
+    if update == "host" or device_type(facts.hardware) == "cpu":
         return price.state_bytes
     rounded = sum(2 ** math.ceil(math.log2(array)) for array in price.arrays if array)
     return rounded + price.state_bytes - sum(price.arrays)
 
 
-def _copy_seconds(
-    size: int, elements: int, price: OptimizerStepPrice, facts: TrainingFacts, proposals: Proposals
-) -> float:
+def _copy_seconds(size: int, elements: int, price: OptimizerStepPrice, facts: TrainingFacts, update: Where) -> float:
     """Seconds that the copies of a parameter's step take, one after the other.
 
     Stepped on the device, its state is copied there and back; stepped on the host, the parameter and its gradient are
     copied to the host and the parameter back.
     """
     bytes_moved, tensors = 3 * size, 3
-    if proposals.offload_optimizer == "device":
+    if update == "device":
         bytes_moved, tensors = 2 * sum(price.arrays), 2 * len(price.arrays)
     if not bytes_moved:
         return 0.0

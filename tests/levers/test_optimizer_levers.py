@@ -1,9 +1,10 @@
-"""Proposals together: put on in the right order, all that fit, and priced one on top of the other."""
+"""Levers on the optimiser together: put on in the right order, all that fit, and priced one on top of the other."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,48 +12,48 @@ import torch
 from torch import nn, optim
 
 from memopt.device.hardware_table import hardware
+from memopt.levers import levers_named
+from memopt.levers.lever import Lever, OptimizerChange
+from memopt.levers.optimizer_levers import PricedLevers, changes_of
+from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingPrice, price_training
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     BF16ParametersOptimizer,
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
-    Proposals,
-    TrainingFacts,
     one_parameter,
-    price_proposals,
-    price_training,
 )
-from memopt.optimizers.priced_proposal import PricedProposal, StepBytes
 from tests.marks import slow
-from tests.optimizers.pieces import same, saved_and_loaded, values
+from tests.optimizers.pieces import Choice, same, saved_and_loaded, values
 
 SINGLE = (
-    Proposals(bf16_parameters="stochastic"),
-    Proposals(bf16_parameters="compensated"),
-    Proposals(bf16_parameters="stochastic", state_dtype=torch.bfloat16),
-    Proposals(low_bit_optimizer=True),
-    Proposals(offload_optimizer="device"),
-    Proposals(offload_optimizer="host"),
-    Proposals(optimizer_in_backward=True),
+    Choice(bf16_parameters="stochastic"),
+    Choice(bf16_parameters="compensated"),
+    Choice(bf16_parameters="stochastic", state_dtype=torch.bfloat16),
+    Choice(low_bit_optimizer=True),
+    Choice(offload_optimizer="device"),
+    Choice(offload_optimizer="host"),
+    Choice(optimizer_in_backward=True),
 )
 
 
-def merged(left: Proposals, right: Proposals) -> Proposals:
+def merged(left: Choice, right: Choice) -> Choice:
     names = {*left.names, *right.names}
     values = {name: getattr(left, name) or getattr(right, name) for name in names}
     narrow = left if left.bf16_parameters else right
-    return Proposals(**values, state_dtype=narrow.state_dtype)
+    return Choice(**values, state_dtype=narrow.state_dtype)
 
 
 PAIRS = [merged(left, right) for left, right in itertools.combinations(SINGLE, 2) if not {*left.names} & {*right.names}]
 ALL = [
-    Proposals("stochastic", True, "device", True),
-    Proposals("compensated", True, "host", True),
+    Choice("stochastic", True, "device", True),
+    Choice("compensated", True, "host", True),
 ]
 
 
-def label(proposals: Proposals) -> str:
+def label(proposals: Choice) -> str:
     options = (str(getattr(proposals, name)) for name in proposals.names)
     return "+".join(f"{name}={option}" for name, option in zip(proposals.names, options, strict=True))
 
@@ -74,8 +75,8 @@ SOME = [pytest.param(pair, marks=[pytest.mark.slow] * (number % 6 > 0)) for numb
 
 
 @pytest.mark.parametrize("proposals", [*SOME, ALL[0], *map(slow, ALL[1:])], ids=label)
-def test_bytes_are_told_of_every_pair(proposals: Proposals) -> None:
-    found = price_training(TrainingFacts.of(deep(), "adamw", hardware("cpu")), proposals)
+def test_bytes_are_told_of_every_pair(proposals: Choice) -> None:
+    found = price_training(TrainingFacts.of(deep(), "adamw", hardware("cpu")), changes_of(proposals.levers))
     before = sum(resident_cpu_blocks().values())
     model = deep()
     optimizer = proposals.apply(model, optim.AdamW(model.parameters()))
@@ -89,12 +90,12 @@ def test_bytes_are_told_of_every_pair(proposals: Proposals) -> None:
         peaks.append(peak.bytes - before)
     activations = 256 * 1024
     assert max(peaks) > 20 * 1024**2
-    assert max(peaks) <= found.device.total + found.host_bytes + activations
-    assert found.device.total + found.host_bytes <= 1.02 * max(peaks)
+    assert max(peaks) <= found.total + found.host_bytes + activations
+    assert found.total + found.host_bytes <= 1.02 * max(peaks)
 
 
 @pytest.mark.parametrize("proposals", [*PAIRS, *ALL], ids=label)
-def test_every_pair_learns(proposals: Proposals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_pair_learns(proposals: Choice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And goes on bitwise from its state, in pieces as well as whole."""
 
     def model() -> nn.Module:
@@ -141,52 +142,56 @@ def test_every_pair_learns(proposals: Proposals, monkeypatch: pytest.MonkeyPatch
 
 def test_a_receipt_adds_up() -> None:
     facts = TrainingFacts.of(deep(), "adamw", hardware("h100"))
-    everything = Proposals.named(["optimizer_in_backward", "low_bit_optimizer", "offload_optimizer", "bf16_parameters"])
-    receipt = price_proposals(facts, everything)
-    assert tuple(proposal.name for proposal in receipt) == everything.names
-    assert receipt[0].before == price_training(facts, Proposals()).device
+    names = ("bf16_parameters", "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward")
+    everything = levers_named(names)
+    receipt = PricedLevers.of(facts, everything).each
+    assert PricedLevers.of(facts, everything[:1:-1]).names == names[2:], "the last is put around all others"
+    assert tuple(lever.name for one in receipt for lever in one.levers) == names
+    assert receipt[0].before == price_training(facts, ())
     assert all(one.after == following.before for one, following in itertools.pairwise(receipt))
-    last = price_training(facts, everything)
-    assert receipt[-1].after == last.device
-    assert sum(proposal.host_bytes for proposal in receipt) == last.host_bytes
-    assert sum(proposal.saved.total for proposal in receipt) == receipt[0].before.total - last.device.total
+    last = price_training(facts, changes_of(everything))
+    assert receipt[-1].after == last
+    assert sum(one.host_bytes for one in receipt) == last.host_bytes
+    assert sum(one.saved_bytes for one in receipt) == receipt[0].before.total - last.total
     # What each is for, and what it costs elsewhere.
     narrow, low, offloaded, in_backward = receipt
-    assert narrow.saved.parameters == narrow.before.parameters // 2
-    assert low.saved.optimizer_state > 0.7 * low.before.optimizer_state
+    assert narrow.after.parameters == narrow.before.parameters // 2
+    assert low.after.optimizer_state < 0.3 * low.before.optimizer_state
     assert offloaded.after.optimizer_state == 0
     assert offloaded.host_bytes >= low.after.optimizer_state
     assert in_backward.after.gradients < 0.6 * in_backward.before.gradients
-    assert price_proposals(facts, Proposals()) == ()
+    assert PricedLevers.of(facts, ()).each == ()
 
 
 def test_without_an_optimizer_there_is_no_state_to_save() -> None:
     facts = TrainingFacts.of(deep(), None, hardware("h100"))
-    (found,) = price_proposals(facts, Proposals(bf16_parameters="stochastic"))
-    assert found.saved == StepBytes(found.after.parameters, found.after.gradients, 0, 0)
+    found = PricedLevers.of(facts, levers_named({"bf16_parameters"}))
+    assert found.saved_bytes == found.after.parameters + found.after.gradients
+    assert found.before.optimizer_state == found.after.optimizer_state == 0
 
 
 def test_an_instance_is_priced_by_its_own_groups() -> None:
     model = deep()
     groups = [{"params": model[0].parameters(), "amsgrad": True}, {"params": [*model.parameters()][2:]}]
-    proposals = Proposals(low_bit_optimizer=True)
-    instance = price_training(TrainingFacts.of(model, optim.AdamW(groups), hardware("h100")), proposals)
-    plain = price_training(TrainingFacts.of(model, "adamw", hardware("h100")), proposals)
+    changes = changes_of(levers_named({"low_bit_optimizer"}))
+    instance = price_training(TrainingFacts.of(model, optim.AdamW(groups), hardware("h100")), changes)
+    plain = price_training(TrainingFacts.of(model, "adamw", hardware("h100")), changes)
     matrix, bias = 512 * 512, 512
-    assert instance.device.optimizer_state - plain.device.optimizer_state == matrix + matrix // 256 * 4 + bias * 4
+    assert instance.optimizer_state - plain.optimizer_state == matrix + matrix // 256 * 4 + bias * 4
 
 
 def test_how_a_proposal_reads() -> None:
-    before, after = StepBytes(2**30, 2**30, 2**31, 0), StepBytes(2**29, 2**29, 2**31, 2**25)
-    found = PricedProposal("bf16_parameters", "what changes", before, after, 0, 0.0125, "how exactly")
-    assert str(found) == "bf16_parameters: saves 992 MB, +12.5 ms a step; what changes; how exactly"
-    worse = PricedProposal("x", "a", after, before, 2**20, -0.5, "b")
-    assert str(worse) == "x: costs 992 MB, -500 ms a step, 1 MB on the host; a; b"
+    lever = Lever("x", "a", "bitwise", "b", optimizer=OptimizerChange(optim.AdamW, "what changes", "how exactly"))
+    before = TrainingPrice(2**30, 2**30, 2**31, 0, 0, 0.5)
+    found = PricedLevers((lever,), before, TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 0.5125))
+    assert str(found) == "x: saves 992 MB, +12.5 ms a step; what changes; how exactly"
+    worse = PricedLevers((lever,), TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 1.0), replace(before, host_bytes=2**20))
+    assert str(worse) == "x: costs 992 MB, -500 ms a step, 1 MB on the host; what changes; how exactly"
 
 
 def test_the_order_is_from_the_inside_out() -> None:
     model = deep()
-    optimizer = Proposals("compensated", True, "host", True).apply(model, optim.AdamW(model.parameters()))
+    optimizer = Choice("compensated", True, "host", True).apply(model, optim.AdamW(model.parameters()))
     kinds = []
     while not isinstance(optimizer, optim.AdamW):
         kinds.append(type(optimizer))
@@ -195,19 +200,16 @@ def test_the_order_is_from_the_inside_out() -> None:
 
 
 def test_refusals_leave_model_and_optimizer_alone() -> None:
-    with pytest.raises(ValueError, match="no proposal is named 'fp8'; there are bf16_parameters"):
-        Proposals.named({"fp8", "bf16_parameters"})
-    everything = Proposals("stochastic", True, "host", True)
+    everything = Choice("stochastic", True, "host", True)
     model = deep()
     before = values(model.parameters())
-    for optimizer, step, why in (
-        (optim.SGD(model.parameters()), {}, "Adam and AdamW in 8 bits, not the state of SGD"),
-        (optim.AdamW(model.parameters(), capturable=True), {}, "capturable=True"),
-        (optim.AdamW(model.parameters()), {"max_grad_norm": 1.0}, "needs the norm of all gradients"),
-        (optim.LBFGS(model.parameters()), {}, "LBFGS evaluates the model"),
+    for optimizer, why in (
+        (optim.SGD(model.parameters()), "Adam and AdamW in 8 bits, not the state of SGD"),
+        (optim.AdamW(model.parameters(), capturable=True), "capturable=True"),
+        (optim.LBFGS(model.parameters()), "LBFGS evaluates the model"),
     ):
         with pytest.raises(ValueError, match=why):
-            everything.apply(model, optimizer, **step)
+            everything.apply(model, optimizer)
         assert not optimizer.state
     assert same(values(model.parameters()), before)
     model(torch.ones(1, 512)).sum().backward()
@@ -224,7 +226,7 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 def test_an_empty_parameter_is_stepped_too() -> None:
     model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
-    optimizer = Proposals("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
+    optimizer = Choice("compensated", True, "device", False).apply(model, optim.AdamW(model.parameters(), lr=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

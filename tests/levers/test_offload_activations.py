@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from memopt.account.breakdown import breakdown
-from memopt.capture.operators import NOTHING
+from memopt.capture.operators import NOTHING, Rewriting
 from memopt.device import hardware
 from memopt.errors import BudgetError
+from memopt.levers import DEFAULT_LEVERS
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
 from memopt.planning.captured import Captured
-from memopt.planning.levers import DEFAULT_LEVERS
 from memopt.planning.make_plan import make_plan
 from memopt.planning.module_rows import held_after_forward, module_rows
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
-from memopt.rewrite import OFFLOAD_ACTIVATIONS, LeverSet, offload_link
 from memopt.run.pending import retained_peak
 from memopt.solver import Link, Schedule
 from tests.planned import ACCOUNT, captured, region
@@ -26,7 +26,7 @@ from tests.planned import ACCOUNT, captured, region
 FAST = Link(1e12, 1e-6, 2**30)
 """Moves what the steps below keep many times over while they run."""
 SLOW = Link(1e6, 1e-6, 2**30)
-GROUND, ONE = LeverSet((), NOTHING), LeverSet(("one",), NOTHING)
+GROUND, ONE = NOTHING, Rewriting(levers=("one",))
 ROOMY = 2**30
 
 
@@ -43,7 +43,7 @@ def least(step: Captured) -> int:
     return smallest(step.joined(accumulating=False), ACCOUNT)[0]
 
 
-def plan_over(budget_bytes: int, *steps: tuple[LeverSet, Captured]) -> Plan:
+def plan_over(budget_bytes: int, *steps: tuple[Rewriting, Captured]) -> Plan:
     found = PlanSearch(budget_bytes, DEFAULT_EFFORT)
     for lever_set, step in steps:
         taken = found.consider(lever_set, step, ACCOUNT)
@@ -59,7 +59,7 @@ def tight() -> Plan:
 
 def test_the_link_is_the_card_s_where_it_may_be_used() -> None:
     card = hardware("rtx-4090")
-    assert OFFLOAD_ACTIVATIONS in DEFAULT_LEVERS
+    assert OFFLOAD_ACTIVATIONS.name in DEFAULT_LEVERS
     assert offload_link(card, DEFAULT_LEVERS) == card.link
     assert offload_link(card, {"recompute"}) is None
     assert offload_link(hardware("cpu"), DEFAULT_LEVERS) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memopt.capture.operators import Decision, OperatorGraph
+from memopt.levers.lever import GraphChange, Lever
 from passes import (
     EliminateDeadCode,
     FoundActivation,
@@ -17,7 +18,7 @@ from passes import (
     find_norms,
 )
 
-FUSED_OPS = "fused_ops"
+LABEL = "fused_ops"
 
 
 def fuse_ops(graph: OperatorGraph) -> Decision:
@@ -29,13 +30,23 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
     if normed := _fused(norms):
         passes.append(FuseNorms(frozenset(normed)))
     reasons = [activation.reason for activation in activations] + [norm.reason for norm in norms]
-    left = dict.fromkeys(f"{FUSED_OPS}: left alone, since {reason}" for reason in reasons if reason)
+    left = dict.fromkeys(f"{LABEL}: left alone, since {reason}" for reason in reasons if reason)
     if not passes:
-        return Decision(Pipeline((), label=FUSED_OPS), notes=tuple(left))
-    done = f"{FUSED_OPS}: {len(fused)} activations and {len(normed)} norms; equal but for rounding"
-    pipeline = Pipeline((*passes, EliminateDeadCode()), label=FUSED_OPS)
+        return Decision(Pipeline((), label=LABEL), notes=tuple(left))
+    done = f"{LABEL}: {len(fused)} activations and {len(normed)} norms; equal but for rounding"
+    pipeline = Pipeline((*passes, EliminateDeadCode()), label=LABEL)
     return Decision(pipeline, dict.fromkeys([*fused, *normed], "fused"), (done, *left))
 
 
 def _fused(found: Sequence[FoundActivation] | Sequence[FoundNorm]) -> list[str]:
     return [formula.name for formula in found if not formula.reason]
+
+
+FUSED_OPS = Lever(
+    LABEL,
+    "GELU, SiLU and layer norms that are written out run as one kernel each, which saves its input only.",
+    "rounding",
+    "nothing",
+    default=True,
+    graph=GraphChange((fuse_ops,), "before"),
+)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from memopt.device import hardware
+from memopt.levers.training_facts import TrainingFacts
 from memopt.optimizers.stepping import Stepping
-from memopt.optimizers.training_facts import TrainingFacts
 
 
 class Tied(nn.Module):

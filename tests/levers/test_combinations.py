@@ -1,4 +1,4 @@
-"""Combinations of proposals: which fit an optimiser, in which order, and what they do to an account."""
+"""Combinations of levers on the optimiser: which fit an optimiser, in which order, and what they do to an account."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from torch import nn, optim
 
 from memopt.account.account import account_of
 from memopt.device import hardware
-from memopt.optimizers import BF16_PARAMETERS, OPTIMIZER_IN_BACKWARD, OPTIMIZER_PROPOSALS, Proposals, ProposalSet
-from memopt.optimizers.proposal_sets import combinations_of, further_combinations, least_with_proposals
-from memopt.optimizers.training_facts import TrainingFacts
+from memopt.levers import OPTIMIZER_LEVERS, levers_named
+from memopt.levers.bf16_parameters import BF16_PARAMETERS
+from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import PricedLevers, combinations_of, further_combinations, least_with_levers
+from memopt.levers.training_facts import TrainingFacts
 
 H100 = hardware("h100")
+ON_OPTIMIZER = levers_named(OPTIMIZER_LEVERS)
 
 
 def model() -> nn.Module:
@@ -23,42 +27,42 @@ def model() -> nn.Module:
 
 def test_all_combinations_that_fit_come_in_the_order_of_their_time() -> None:
     facts = TrainingFacts.of(model(), optim.SGD, H100)
-    found = combinations_of(facts, OPTIMIZER_PROPOSALS)
+    found = combinations_of(facts, ON_OPTIMIZER)
     assert len(found) == 2**3 - 1, "8 bits are for Adam"
-    seconds = [proposal_set.added_seconds for proposal_set in found]
+    seconds = [priced.added_seconds for priced in found]
     assert seconds == sorted(seconds)
-    assert {proposal_set.names for proposal_set in found if len(proposal_set.names) == 1} == {
-        (name,) for name in OPTIMIZER_PROPOSALS if name != "low_bit_optimizer"
+    assert {priced.names for priced in found if len(priced.names) == 1} == {
+        (name,) for name in OPTIMIZER_LEVERS if name != "low_bit_optimizer"
     }
 
 
 def test_further_combinations_come_smallest_first_and_as_far_as_they_are_wanted() -> None:
     facts = TrainingFacts.of(model(), optim.AdamW, H100)
     seen: list[tuple[str, ...]] = []
-    for proposal_set in further_combinations(
+    for priced in further_combinations(
         facts,
-        OPTIMIZER_PROPOSALS,
+        ON_OPTIMIZER,
         ["low_bit_optimizer"],
-        lambda names: BF16_PARAMETERS not in names or len(names) == 1,
+        lambda names: "bf16_parameters" not in names or len(names) == 1,
     ):
-        seen.append(proposal_set.names)
+        seen.append(priced.names)
     assert [len(names) for names in seen] == [1, 1, 1, 2, 2, 2, 3]
     assert ("low_bit_optimizer",) not in seen
-    assert [names for names in seen if BF16_PARAMETERS in names] == [(BF16_PARAMETERS,)]
+    assert [names for names in seen if "bf16_parameters" in names] == [("bf16_parameters",)]
 
 
-def test_no_combination_holds_less_than_the_least_with_proposals() -> None:
+def test_no_combination_holds_less_than_the_least_with_levers() -> None:
     trained = model()
     account = account_of(trained, [], "adamw", H100)
     facts = TrainingFacts.of(trained, "adamw", H100)
-    adjusted = [one.adjusted(account).resident_bytes for one in combinations_of(facts, OPTIMIZER_PROPOSALS)]
-    assert least_with_proposals(account) <= min(adjusted) < account.resident_bytes
+    adjusted = [one.adjusted(account).resident_bytes for one in combinations_of(facts, ON_OPTIMIZER)]
+    assert least_with_levers(account) <= min(adjusted) < account.resident_bytes
 
 
 def test_the_account_has_the_rows_of_the_last_price() -> None:
     trained = model()
     account = account_of(trained, [], "adamw", H100)
-    narrow = ProposalSet.of(TrainingFacts.of(trained, "adamw", H100), Proposals.named([BF16_PARAMETERS]))
+    narrow = PricedLevers.of(TrainingFacts.of(trained, "adamw", H100), [BF16_PARAMETERS])
     assert narrow.narrows
     assert narrow.adjusted(account).parameters == account.parameters // 2
     assert narrow.adjusted(narrow.adjusted(account)) == narrow.adjusted(account)
@@ -67,7 +71,7 @@ def test_the_account_has_the_rows_of_the_last_price() -> None:
 def test_what_is_stepped_in_the_backward_leaves_no_gradients_behind() -> None:
     trained = model()
     account = account_of(trained, [], "adamw", H100)
-    inside = ProposalSet.of(TrainingFacts.of(trained, "adamw", H100), Proposals.named([OPTIMIZER_IN_BACKWARD]))
+    inside = PricedLevers.of(TrainingFacts.of(trained, "adamw", H100), [OPTIMIZER_IN_BACKWARD])
     adjusted = inside.adjusted(account)
     assert inside.stepping is not None
     assert (adjusted.gradients, adjusted.optimizer_temporaries) == (0, 0)
@@ -76,7 +80,7 @@ def test_what_is_stepped_in_the_backward_leaves_no_gradients_behind() -> None:
 
 def test_moments_in_8_bits_are_blocks_of_codes_and_scales() -> None:
     model = nn.Linear(2**11, 2**13, bias=False, device="meta")
-    chosen = ProposalSet.of(TrainingFacts.of(model, "adamw", H100), Proposals(low_bit_optimizer=True))
+    chosen = PricedLevers.of(TrainingFacts.of(model, "adamw", H100), [LOW_BIT_OPTIMIZER])
     account = chosen.adjusted(account_of(model, [], "adamw", H100))
     codes, scales = 2**24, 2**24 // 256 * 4
     assert account.state_blocks == (codes, scales, codes, scales)

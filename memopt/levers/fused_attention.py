@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from memopt.capture.operators import Decision, OperatorGraph
+from memopt.levers.lever import GraphChange, Lever
 from passes import EliminateDeadCode, FuseAttention, Pipeline, find_attentions
 
-FUSED_ATTENTION = "fused_attention"
+LABEL = "fused_attention"
 
 
 def fuse_attention(graph: OperatorGraph) -> Decision:
@@ -16,10 +17,20 @@ def fuse_attention(graph: OperatorGraph) -> Decision:
     found = find_attentions(graph.module)
     fused = [softmax for softmax in found if not softmax.reason]
     reasons = dict.fromkeys(softmax.reason for softmax in found if softmax.reason)
-    left = tuple(f"{FUSED_ATTENTION}: left alone, since {reason}" for reason in reasons)
+    left = tuple(f"{LABEL}: left alone, since {reason}" for reason in reasons)
     if not fused:
-        return Decision(Pipeline((), label=FUSED_ATTENTION), notes=left)
+        return Decision(Pipeline((), label=LABEL), notes=left)
     names = dict.fromkeys((softmax.name for softmax in fused), "fused")
     passes = FuseAttention(frozenset(names)), EliminateDeadCode()
-    done = f"{FUSED_ATTENTION}: {len(fused)} of {len(found)} attentions; equal but for rounding"
-    return Decision(Pipeline(passes, label=FUSED_ATTENTION), names, (done, *left))
+    done = f"{LABEL}: {len(fused)} of {len(found)} attentions; equal but for rounding"
+    return Decision(Pipeline(passes, label=LABEL), names, (done, *left))
+
+
+FUSED_ATTENTION = Lever(
+    LABEL,
+    "Attention that is written out runs as one kernel, which saves no probabilities.",
+    "rounding",
+    "nothing",
+    default=True,
+    graph=GraphChange((fuse_attention,), "before"),
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.capture.operators import Decision, OperatorGraph
+from memopt.levers.lever import GraphChange, Lever
 from memopt.units import size
 from passes import ChunkLoss, EliminateDeadCode, FoundLoss, Pipeline, find_losses
 
-CHUNKED_LOSS = "chunked_loss"
+LABEL = "chunked_loss"
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,25 @@ class ChunkLosses:
     def __call__(self, graph: OperatorGraph) -> Decision:
         found = find_losses(graph.module)
         chunked = [loss for loss in found if not loss.reason]
-        left = tuple(f"{CHUNKED_LOSS}: {loss.name} is left alone, since {loss.reason}" for loss in found if loss.reason)
+        left = tuple(f"{LABEL}: {loss.name} is left alone, since {loss.reason}" for loss in found if loss.reason)
         if not chunked:
-            return Decision(Pipeline((), label=CHUNKED_LOSS), notes=left)
+            return Decision(Pipeline((), label=LABEL), notes=left)
         names = frozenset(loss.name for loss in chunked)
         passes = ChunkLoss(names, weight_in_backward=self.weight_in_backward), EliminateDeadCode()
         reasons = {loss.name: "in chunks" for loss in chunked}
-        return Decision(Pipeline(passes, label=CHUNKED_LOSS), reasons, (*map(self._note, chunked), *left))
+        return Decision(Pipeline(passes, label=LABEL), reasons, (*map(self._note, chunked), *left))
 
     def _note(self, loss: FoundLoss) -> str:
         logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
         later = ", its weight's gradient in the backward" if self.weight_in_backward else ""
-        return f"{CHUNKED_LOSS}: {loss.name} without its {logits}{later}; equal but for rounding"
+        return f"{LABEL}: {loss.name} without its {logits}{later}; equal but for rounding"
+
+
+CHUNKED_LOSS = Lever(
+    LABEL,
+    "The cross entropy of a linear layer is computed in chunks, without holding the logits.",
+    "rounding",
+    "up to one more product with the layer's weight",
+    default=True,
+    graph=GraphChange(tuple(ChunkLosses(weight_in_backward) for weight_in_backward in (False, True))),
+)

@@ -1,0 +1,20 @@
+"""The levers, one a file, and what plans do with them: the sets that are tried, and the price of those on the
+optimiser."""
+
+from memopt.capture.operators import Decision, OperatorGraph
+from memopt.levers.all import DEFAULT_LEVERS, LEVERS, OPTIMIZER_LEVERS, levers_named
+from memopt.levers.lever import GraphChange, Lever, OptimizerChange
+from memopt.levers.lever_sets import lever_sets
+
+__all__ = [
+    "DEFAULT_LEVERS",
+    "LEVERS",
+    "OPTIMIZER_LEVERS",
+    "Decision",
+    "GraphChange",
+    "Lever",
+    "OperatorGraph",
+    "OptimizerChange",
+    "lever_sets",
+    "levers_named",
+]

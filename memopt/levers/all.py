@@ -1,0 +1,51 @@
+"""All levers of memopt, in the order in which a plan tries them where it may: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from memopt.levers.bf16_parameters import BF16_PARAMETERS
+from memopt.levers.chunked_loss import CHUNKED_LOSS
+from memopt.levers.fp8 import FP8, FP8_BLOCK, FP8_DELAYED, MXFP8
+from memopt.levers.fp8_activations import FP8_ACTIVATIONS
+from memopt.levers.fused_attention import FUSED_ATTENTION
+from memopt.levers.fused_ops import FUSED_OPS
+from memopt.levers.lever import Lever
+from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
+from memopt.levers.microbatch import MICROBATCH
+from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
+from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
+from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.plain import PLAIN
+from memopt.levers.recompute import RECOMPUTE
+from memopt.levers.reinplace import REINPLACE
+
+_ALL = (
+    RECOMPUTE,
+    REINPLACE,
+    FUSED_OPS,
+    FUSED_ATTENTION,
+    CHUNKED_LOSS,
+    MICROBATCH,
+    OFFLOAD_ACTIVATIONS,
+    FP8,
+    FP8_DELAYED,
+    FP8_BLOCK,
+    MXFP8,
+    FP8_ACTIVATIONS,
+    BF16_PARAMETERS,
+    LOW_BIT_OPTIMIZER,
+    OFFLOAD_OPTIMIZER,
+    OPTIMIZER_IN_BACKWARD,
+    PLAIN,
+)
+LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _ALL})
+"""All levers by name, in the order in which a plan tries them where it may."""
+DEFAULT_LEVERS = frozenset(lever.name for lever in _ALL if lever.default)
+OPTIMIZER_LEVERS = frozenset(lever.name for lever in _ALL if lever.optimizer is not None)
+
+
+def levers_named(names: Collection[str]) -> tuple[Lever, ...]:
+    """The levers of `LEVERS` with these names, in the order in which they are tried."""
+    return tuple(lever for lever in _ALL if lever.name in names)

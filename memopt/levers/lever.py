@@ -1,0 +1,88 @@
+"""What a lever is: one value that says what it does, at what price, and how a plan applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn, optim
+
+from memopt.capture.operators import Decide, DecideJoint, Rewriting
+from memopt.device import Hardware
+from memopt.optimizers import Where
+
+Exactness: TypeAlias = Literal["bitwise", "rounding", "approximate"]
+"""How losses and gradients compare with those of the plain model: equal to the last bit; equal but for rounding; or
+close, where training itself changes."""
+
+Deciders: TypeAlias = tuple[Decide, ...]
+
+
+@dataclass(frozen=True)
+class GraphChange:
+    """The passes of a lever that rewrites the captured step: it is tried on top of the levers before it."""
+
+    deciders: Deciders | Callable[[Rewriting, Hardware, str], Deciders]
+    """The deciders to try, each in place of the one before it. Their pipelines have the lever's name as label. Where
+    they depend on the step: a function of its rewriting without levers, of the hardware, and of the prefix of the names
+    of the model's scale histories (see `DecideFp8`)."""
+    place: Literal["before", "with", "after"] = "after"
+    """Where they run: before precision, which then decides the dtypes of what they make, next to it, or after it."""
+    joint: DecideJoint | None = None
+    """Decides passes on the joint graph instead, whatever the deciders find."""
+    faster: Callable[[Hardware], bool] | None = None
+    """Whether the lever promises a shorter step on a device: it is then tried first of all, whether or not the step
+    fits without it."""
+    needs_low: bool = False
+    """Whether the step must be in 16 bits."""
+    exclusive: str = ""
+    """What it does that two levers with the same text cannot both do, as the end of "which …"."""
+
+
+@dataclass(frozen=True)
+class OptimizerChange:
+    """What a lever puts around the optimiser: it is priced, and used where no lever on the graph makes the step fit."""
+
+    wrap: Callable[[Any], optim.Optimizer]
+    """The optimiser with the lever around it; stepped on fake tensors too, for its price."""
+    changes: str
+    """The change that it makes, for receipts."""
+    exactness: str
+    """How far the numbers differ from those of the plain step, for receipts."""
+    _: KW_ONLY
+    check: Callable[[Any], None] | None = None
+    """Raises `ValueError` for an optimiser that it does not fit."""
+    apply: Callable[[nn.Module, optim.Optimizer], optim.Optimizer] | None = None
+    """Does as `wrap`, and changes the model's parameters, in place."""
+    narrows: bool = False
+    """Whether parameters and gradients become bfloat16."""
+    offloads: Where | None = None
+    """Where parameters are stepped whose state is held in the host's memory; None where it is on the device."""
+    in_backward: bool = False
+    """Whether parameters are stepped in the backward. Such a lever is put around all others."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One way to make a training step smaller or faster.
+
+    What proposes it: for a lever with `graph` the search, the cheapest first; with `optimizer` the search where nothing
+    else fits; for others the solver (recompute, reinplace, offload_activations), or what runs the step.
+    """
+
+    name: str
+    """As `allow` takes it."""
+    what: str
+    """The lever's effect, in one sentence."""
+    exactness: Exactness
+    price: str
+    """The lever's cost in time, memory or exactness."""
+    _: KW_ONLY
+    default: bool = False
+    """Whether `allow` holds it unless told otherwise."""
+    graph: GraphChange | None = None
+    optimizer: OptimizerChange | None = None
+
+    def __str__(self) -> str:
+        return self.name

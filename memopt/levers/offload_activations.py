@@ -1,0 +1,23 @@
+"""The lever that offloads activations to host memory; the solver chooses which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from memopt.device import Hardware
+from memopt.levers.lever import Lever
+from memopt.solver import Link
+
+OFFLOAD_ACTIVATIONS = Lever(
+    "offload_activations",
+    "Saved activations are copied to pinned host memory in the forward, and back in the backward.",
+    "bitwise",
+    "host memory, and waiting for copies that compute does not hide; not on a CPU",
+    default=True,
+)
+
+
+def offload_link(card: Hardware, allow: Collection[str]) -> Link | None:
+    """Returns the link to host memory, or None if the device has none, as a CPU, or the lever is not allowed."""
+    link = card.link
+    return link if OFFLOAD_ACTIVATIONS.name in allow and link.bytes_per_second > 0 else None

@@ -1,0 +1,171 @@
+"""Levers on the optimiser together: how they are put around it, and what a step costs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, TypeAlias
+
+from torch import nn, optim
+
+from memopt.account.account import Account
+from memopt.levers.lever import Lever, OptimizerChange
+from memopt.levers.training_facts import TrainingFacts
+from memopt.levers.training_price import TrainingPrice, price_training
+from memopt.optimizers import Stepping
+from memopt.optimizers.wrapped_optimizer import check_inner
+from memopt.units import duration, size
+
+Wanted: TypeAlias = Callable[[Collection[str]], bool]
+"""Whether a combination of levers, by their names, is worth its price."""
+Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
+"""Prices found so far, for the same facts."""
+
+
+@dataclass(frozen=True)
+class PricedLevers:
+    """Levers on the optimiser taken together, from the inside out, and the step without and with them."""
+
+    levers: tuple[Lever, ...]
+    before: TrainingPrice
+    after: TrainingPrice
+    each: tuple[PricedLevers, ...] = ()
+    """Of several levers: each alone, priced on top of those before it."""
+
+    @classmethod
+    def of(cls, facts: TrainingFacts, levers: Sequence[Lever], known: Known | None = None) -> PricedLevers:
+        """The price of `levers`, from the inside out but for one that steps in the backward, which is put around all
+        others; prices that are new are added to `known`.
+
+        Raises `ValueError` for an optimiser that cannot be tried on fake tensors, or that the levers do not fit.
+        """
+        known = {} if known is None else known
+        levers = sorted(levers, key=lambda lever: lever.optimizer is not None and lever.optimizer.in_backward)
+        prices = []
+        for number in range(len(levers) + 1):
+            changes = changes_of(levers[:number])
+            if changes not in known:
+                known[changes] = price_training(facts, changes)
+            prices.append(known[changes])
+        each = tuple(cls((lever,), prices[number], prices[number + 1]) for number, lever in enumerate(levers))
+        return cls(tuple(levers), prices[0], prices[-1], each)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The levers' names in `allow`, from the inside out."""
+        return tuple(lever.name for lever in self.levers)
+
+    @property
+    def added_seconds(self) -> float:
+        """Estimated seconds that they add to `optimizer.step()`; negative where it is faster."""
+        if self.each:
+            return sum(one.added_seconds for one in self.each)
+        return round(self.after.seconds - self.before.seconds, 9)  # sums of floats differ by their order
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that they hold."""
+        return self.after.host_bytes - self.before.host_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved on the device; negative where they grow."""
+        return self.before.total - self.after.total
+
+    @property
+    def narrows(self) -> bool:
+        """Whether parameters, and with them the captured step, change their dtype."""
+        return any(change.narrows for change in changes_of(self.levers))
+
+    @property
+    def stepping(self) -> Stepping | None:
+        """How parameters are stepped within the backward; None where they are stepped after it."""
+        return self.after.stepping
+
+    def adjusted(self, account: Account) -> Account:
+        """The account of the step once the levers are used, whether or not the parameters are narrowed already.
+
+        A parameter that is stepped within the backward leaves no gradient and no temporaries behind; the problem that
+        is solved has them, so they are 0 in the account.
+        """
+        rows: dict[str, Any] = self.after.rows
+        if self.stepping is not None:
+            rows.update(gradients=0, optimizer_temporaries=0)
+        return replace(account, **rows, state_blocks=self.after.state_blocks)
+
+    def __str__(self) -> str:
+        if self.each or not self.levers:
+            return "; ".join(map(str, self.each))
+        (change,) = changes_of(self.levers)
+        cost = f"{duration(abs(self.added_seconds)) if self.added_seconds else 'no time'}"
+        sign = "-" if self.added_seconds < 0 else "+"
+        host = f", {size(self.host_bytes)} on the host" if self.host_bytes else ""
+        word = "saves" if self.saved_bytes >= 0 else "costs"
+        step = f"{self.names[0]}: {word} {size(abs(self.saved_bytes))}, {sign}{cost} a step{host}"
+        return f"{step}; {change.changes}; {change.exactness}"
+
+
+def changes_of(levers: Iterable[Lever]) -> tuple[OptimizerChange, ...]:
+    """What levers on the optimiser put around it; all of `levers` must be such."""
+    return tuple(lever.optimizer for lever in levers if lever.optimizer is not None)
+
+
+def apply_levers(levers: Sequence[Lever], model: nn.Module, optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Put levers around an optimiser, in the order given, and change the parameters of `model` where they do.
+
+    Raises `TypeError` or `ValueError` where one does not fit the optimiser, and then changes nothing.
+    """
+    if levers:
+        check_inner(optimizer, levers[0].name)
+    for change in changes_of(levers):
+        if change.check is not None:
+            change.check(optimizer)
+    for change in changes_of(levers):
+        optimizer = change.wrap(optimizer) if change.apply is None else change.apply(model, optimizer)
+    return optimizer
+
+
+def least_with_levers(account: Account) -> int:
+    """Bytes that are resident whatever levers on the optimiser are used: these leave half of the parameters at
+    least."""
+    return replace(account, parameters=account.parameters // 2, optimizer_state=0, gradients=0).resident_bytes
+
+
+def combinations_of(
+    facts: TrainingFacts, levers: Collection[Lever], known: Known | None = None
+) -> tuple[PricedLevers, ...]:
+    """All combinations of the levers that fit the optimiser, sorted by the time they add, least first."""
+    numbers = range(1, len(levers) + 1)
+    return _priced(facts, [some for number in numbers for some in combinations(levers, number)], known)
+
+
+def further_combinations(
+    facts: TrainingFacts,
+    levers: Collection[Lever],
+    allowed: Collection[str],
+    wanted: Wanted,
+    known: Known | None = None,
+) -> Iterator[PricedLevers]:
+    """The combinations of the levers that are not of `allowed` ones alone: the smallest ones first, and of as many
+    levers those that add the least time. Only those that are `wanted` once they come up are priced."""
+    known = {} if known is None else known
+
+    def useful(some: Sequence[Lever]) -> bool:
+        names = [lever.name for lever in some]
+        return not set(allowed).issuperset(names) and wanted(names)
+
+    for number in range(1, len(levers) + 1):
+        yield from _priced(facts, [some for some in combinations(levers, number) if useful(some)], known)
+
+
+def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Known | None) -> tuple[PricedLevers, ...]:
+    """The combinations that fit the optimiser, sorted by the time they add."""
+    found: list[PricedLevers] = []
+    known = {} if known is None else known
+    for levers in chosen:
+        try:
+            found.append(PricedLevers.of(facts, levers, known))
+        except (TypeError, ValueError):  # does not fit this optimiser, as 8 bits fit Adam alone
+            continue
+    return tuple(sorted(found, key=lambda priced: priced.added_seconds))
