@@ -171,8 +171,9 @@ def _counted(
     *,
     others_too: bool = True,
 ) -> PlainStep | None:
-    """Count a forward and the backward of its losses; `own` has the model's parameters and buffers, and what stands for
-    each. None where it returns no loss, and where the backward would change what is not the step's own: a graph that
+    """Count a forward and the backward of its losses, or where it returns none, of all that it returns, with gradients
+    that a loss outside would give; `own` has the model's parameters and buffers, and what stands for each. None where
+    nothing that it returns has a gradient, and where the backward would change what is not the step's own: a graph that
     was there before, or leaves that are neither `own` nor `inputs`, unless `others_too` allows for those without hooks.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
@@ -180,7 +181,10 @@ def _counted(
     with count:
         count.exclude(tensors)
         outputs = run()
-        losses = [leaf for leaf in tree_leaves(outputs) if _is_loss(leaf)]
+        differentiable = [
+            leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        losses = [leaf for leaf in differentiable if leaf.dim() == 0] or differentiable
         if not losses or depends_on_earlier(losses, first):
             return None
         known = set(map(id, tensors))
@@ -189,7 +193,7 @@ def _counted(
             return None
         held = count.live_bytes
         with gradients_kept(losses):
-            torch.autograd.backward(losses)
+            torch.autograd.backward(losses, [torch.ones_like(loss) if loss.dim() else None for loss in losses])
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
@@ -207,10 +211,6 @@ def _is_of_a_library(hook: Callable[..., Any]) -> bool:
     has inputs require gradients, under activation checkpointing, or torch's parametrisations."""
     module = getattr(hook, "__module__", "")
     return module.partition(".")[0] in ("torch", "transformers", "peft")
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
 
 
 def _bytes_of(outputs: Any) -> int:

@@ -439,3 +439,27 @@ def test_what_a_recurrent_layer_saves_is_counted(layers: int, share: float) -> N
         model(x).backward()
     assert ours.allocated_bytes + resident <= budget
     assert (memopt.status(model).state is memopt.State.PLAIN) == (share > 1)
+
+
+@pytest.mark.parametrize("outputs", ["all", "loss"])
+def test_a_loss_outside_of_the_model(outputs: Any, captures: list[RecordedRegion]) -> None:
+    """The default options; the step is counted from the gradients of all outputs."""
+    plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 2048), nn.Sigmoid())
+    model, x, targets = copy.deepcopy(plain), torch.randn(512, 64), torch.rand(512, 2048)
+    memopt.optimize(model, 1, outputs=outputs)
+    for _ in range(2):
+        with memopt.measure_peak() as peak:
+            model(x).backward(torch.ones(512, 2048))
+        model.zero_grad()
+    losses = [nn.functional.binary_cross_entropy(one(x), targets) for one in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert not captures
+    call = session_of(model)
+    assert call is not None
+    (kind,) = call.forward.plain_calls._kinds.values()
+    step = kind.fitting[0][1].step
+    assert peak.allocated_bytes - BOOKKEEPING_BYTES <= step.peak_bytes <= 1.02 * peak.allocated_bytes

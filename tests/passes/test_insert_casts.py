@@ -73,7 +73,7 @@ def test_masks_stay_finite(low: torch.dtype) -> None:
     zeros = sketch.call(aten.zeros.default, [])
     mask = sketch.call(aten.where.ScalarOther, seen, zeros, torch.finfo(FP32).min)
     before = sketch.returns(sketch.call(aten.add.Tensor, scores, mask), mask)
-    after = InsertCasts({"add": low}, outputs=(None,))(before)
+    after = InsertCasts({"add": low}, outputs=(None, None))(before)
     masked, _ = after(torch.zeros(2, 3, 3), torch.zeros(3, 3, dtype=torch.bool))
     assert masked.dtype == low
     assert torch.isfinite(masked).all()
