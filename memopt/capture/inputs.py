@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
+from memopt.compat.modules import Parts
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.subclasses import special_kind
 from memopt.errors import CaptureError
@@ -115,25 +116,20 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
             )
 
 
-def special_tensors(call: Call, model: nn.Module) -> dict[str, str]:
+def special_tensors(call: Call, parts: Parts) -> dict[str, str]:
     """The tensors that torch.compile does not capture as arrays of numbers, such as sparse and quantised ones, among
-    the parameters and buffers of the model and the arguments: the name of each → its kind."""
-    own = {
-        f"the {sort} {name}": special_kind(tensor)
-        for sort, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
-        for name, tensor in named
-    }
-    given = {leaf_name(call, number): special_kind(tensor) for number, tensor in enumerate(tensors_in(call))}
-    return {name: kind for name, kind in (own | given).items() if kind}
+    the arguments and the parts of the model: each in words → its kind."""
+    given = [(number, special_kind(tensor)) for number, tensor in enumerate(tensors_in(call))]
+    return parts.special | {leaf_name(call, number): kind for number, kind in given if kind}
 
 
-def check_kinds(call: Call, model: nn.Module) -> None:
+def check_kinds(call: Call, parts: Parts) -> None:
     """Raise `CaptureError` where a call has tensors that cannot be planned."""
-    for name, kind in special_tensors(call, model).items():
+    for name, kind in special_tensors(call, parts).items():
         raise CaptureError(
-            f"{name} of {type(model).__name__} is a {kind} tensor, whose operators cannot be captured, and the plain "
-            "step does not fit the budget or was not asked for: give a budget in which the plain step fits and leave "
-            "out example_inputs, or compute with a tensor of the usual kind (to_dense(), dequantize(), padding)"
+            f"{name} is a {kind} tensor, whose operators cannot be captured, and the plain step does not fit the "
+            "budget or was not asked for: give a budget in which the plain step fits and leave out example_inputs, or "
+            "compute with a tensor of the usual kind (to_dense(), dequantize(), padding)"
         )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from memopt.compat.autograd import hook_tables
+from memopt.compat.subclasses import special_kind
 from passes.private import private
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
@@ -155,6 +156,16 @@ class Parts:
     def parameter_ids(self) -> frozenset[int]:
         """The `id`s of the parameters."""
         return frozenset(map(id, self.parameters))
+
+    @cached_property
+    def special(self) -> dict[str, str]:
+        """The parameters and buffers that are no arrays of numbers, in words, each with its kind (`special_kind`)."""
+        tables = [(f"the {sort[1:]} ", vars(one)[sort + "s"]) for one in self.modules for sort in _SORTS]
+        named = [(sort + name, tensor) for sort, table in tables for name, tensor in table.items()]
+        return {name: kind for name, tensor in named if tensor is not None and (kind := special_kind(tensor))}
+
+
+_SORTS = ("_parameter", "_buffer")
 
 
 class CurrentParts:

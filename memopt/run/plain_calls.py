@@ -221,7 +221,7 @@ class PlainCalls:
     def _count(self, kind: _Kind, call: Call, sizes: Sizes, situation: Situation) -> Fitting | None:
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks that a count cannot run
-        special = bool(special_tensors(call, self.model))
+        special = bool(special_tensors(call, Parts.of(self.model)))
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
                 step = self._count_step(batch, situation)
@@ -241,7 +241,7 @@ class PlainCalls:
         room = self.planner.options.budget_bytes - stateless.resident_bytes
         try:
             most = room / self._margin
-            if special_tensors(call, self.model):
+            if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
             return count_plain_step(self.model, self.plain, call, card, gradients_held=held, most_bytes=most)
         except ValueIsRead:

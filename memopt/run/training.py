@@ -119,7 +119,7 @@ class TrainingCalls:
         check_device(call, self.model)
         try:
             with self._refusing(), self.planner.types():
-                check_kinds(call, self.model)
+                check_kinds(call, parts)
                 try:
                     return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
                 except BudgetError as refused:
@@ -207,7 +207,7 @@ class TrainingCalls:
             return self._plan_ahead(call, gradients_held=gradients_held, advise=advise)
 
     def _plan_ahead(self, call: Call, *, gradients_held: bool, advise: bool) -> Plan:
-        check_kinds(call, self.model)
+        check_kinds(call, self._parts.now())
         if not self.options.kept or self.recorded.needs_fakes(call):
             call = at_largest(call, self.recorded.declared(call))
         self.plain_calls.allowed = False  # who plans ahead wants the plan

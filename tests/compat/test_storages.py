@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memopt.compat.fakes import new_fake_mode
-from memopt.compat.storages import is_view, sparse_parts, storage_key, users_of
+from memopt.compat.storages import is_view, storage_key, storages_of, users_of
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "fake"])
@@ -36,6 +36,13 @@ def test_is_view() -> None:
 
 def test_parts_of_a_sparse_tensor_that_is_not_coalesced() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
-    indices, values = sparse_parts(tensor)
-    assert indices.tolist() == [[0, 0]]
-    assert values.tolist() == [1.0, 2.0]
+    assert [storage.nbytes() for storage in storages_of(tensor)] == [16, 8]
+
+
+def test_a_tensor_of_one_dnn_has_no_storage_that_torch_hands_out() -> None:
+    assert storages_of(torch.zeros(4).to_mkldnn()) == []
+
+
+def test_a_nested_tensor_lies_in_one_storage() -> None:
+    (storage,) = storages_of(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
+    assert storage.nbytes() == 20
