@@ -123,7 +123,7 @@ class Advice:
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
         """A planner for another model, or with other options."""
         other = replace(planner.options, **options)
-        return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
+        return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain, planner.beside)
 
     def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: LeverSet | None = None) -> int:
         """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""

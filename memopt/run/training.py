@@ -40,7 +40,7 @@ from memopt.run.recorded_calls import RecordedCalls
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
-from memopt.run.surroundings import Surroundings
+from memopt.run.share import Share
 from memopt.run.uncapturable import Uncapturable
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
@@ -68,12 +68,10 @@ class TrainingCalls:
         self.watch, self.parallel, self.sharded = watch, parallel or DataParallel(model), Sharded(model)
         keeping = Keeping(resharding or Resharding(model), self.sharded)
         self.accumulation = Accumulation()
-        self.planner = CallPlanner(model, options, loss_fn, self.plain)
-        self.surroundings = Surroundings(
-            model, self.planner, self.parallel, options.forwards, one_by_one=options.one_by_one
-        )
+        self.share = Share(model, options, self.parallel)
+        self.planner = CallPlanner(model, options, loss_fn, self.plain, self.share)
         self.road = Road(self.planner, self.accumulation)
-        self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
+        self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.share.entry)
         self.recorded = RecordedCalls(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
         self._latest: Plan | None = None
@@ -83,7 +81,7 @@ class TrainingCalls:
         self.unplanned = False
         self._uncapturable = Uncapturable(model)
         self._log, self._plans_logged = PlanningLog(), 0
-        self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
+        self._safety_net = SafetyNet(model, self.planner, self.share.entry, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,14 +103,14 @@ class TrainingCalls:
             return self._unplanned(call)
         self._forget_plans_without_state()
         self.planner.proposing.check_parameters()
-        waiting = self.surroundings.begin(call)
+        waiting = self.share.begin(call)
         self.accumulation.allowed = self.options.one_by_one or not waiting
         self.accumulation.exchange = self.parallel.exchange
         parts = self._parts.now()
-        situation = self.surroundings.situation(parts)
-        beside = self.surroundings.beside(call, situation)
+        situation = self.share.situation(self.planner.proposing, parts)
+        moment = self.share.moment(call, situation)
         one_graph = not self.recorded.breaks
-        if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
+        if fits := self.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
             self._ran_plain = True
             self.recorded.ceilings.see(call)
             self.planner.reached |= parts.parameter_ids  # which is not looked at
@@ -120,9 +118,9 @@ class TrainingCalls:
         check_device(call, self.model)
         try:
             with self.planner.types():
-                return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
+                return self._run(UnderWay(call, situation, moment, partial(self._begin, call, time.perf_counter())))
         except BudgetError as refused:
-            raise self.surroundings.explain(refused, waiting) from None
+            raise self.share.explain(refused, waiting) from None
         except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
@@ -197,8 +195,10 @@ class TrainingCalls:
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
         buckets = self.parallel.buckets(gradients_held=gradients_held)
-        situation = replace(self.surroundings.situation(), gradients_held=gradients_held, buckets=buckets)
-        if group := self.surroundings.beside(call, situation).in_group:
+        situation = replace(
+            self.share.situation(self.planner.proposing), gradients_held=gradients_held, buckets=buckets
+        )
+        if group := self.share.moment(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
         with self.planner.types(), torch.enable_grad(), rare_collections():
@@ -235,7 +235,7 @@ class TrainingCalls:
         if not self._ran_plain:
             return self._latest
         with self.planner.types(), torch.enable_grad():
-            return self.plain_calls.shown(self.road, self.surroundings.situation())
+            return self.plain_calls.shown(self.road, self.share.situation(self.planner.proposing))
 
     @property
     def in_use(self) -> Plan | None:
@@ -269,6 +269,6 @@ class TrainingCalls:
             self._log.planned(plan, call, time.perf_counter() - started)
         self._latest, self._ran_plain = plan, False
         self.sharded.begin(exchanges)
-        forward = self.surroundings.planned(call, situation, plan, self.accumulation)
+        forward = self.share.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
         return forward
