@@ -94,7 +94,9 @@ def predicted_rows(plan: Plan) -> Rows:
     assert plan.captured is not None
     assert plan.schedule is not None
     account = plan.account
-    problem = plan.captured.joined(accumulating=account.gradients_held, as_seen=True).problem
+    problem = plan.captured.joined(
+        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True
+    ).problem
     held = set(held_storages(problem, plan.schedule))
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
     moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes

@@ -103,7 +103,10 @@ class Advice:
     @staticmethod
     def smallest_of(steps: Sequence[Candidate], *, expandable: bool | None = None) -> int:
         """The smallest budget in bytes of all candidates; `expandable` is as for `on_card`."""
-        joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
+        joined = (
+            (captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile), account)
+            for _, captured, account in steps
+        )
         return min(smallest(problem, account, expandable=expandable)[0] for problem, account in joined)
 
     def with_low_rank(self) -> Iterator[tuple[str, int]]:

@@ -84,7 +84,9 @@ class CallAccounts(ModelTerms):
                 self.card,
                 self._is_reached if captured and self._counts_reached(situation) else lambda parameter: True,
             )
-        account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        account = self.proposing.adjusted(
+            replace(account, gradients_held=held, other_forwards=others, meanwhile=situation.meanwhile)
+        )
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)
         elsewhere = situation.elsewhere or 0
