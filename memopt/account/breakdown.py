@@ -22,6 +22,8 @@ OPTIMIZER_STEP = "optimizer.step()"
 EAGER = "eager_code"
 """The name of ops that stand for what eager code between captured regions holds."""
 BETWEEN_REGIONS = "between the regions"
+MEANWHILE = "until the backward"
+"""What other code takes between the forward and the backward."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         first = schedule.evaluations.index(maker) == evaluation
         kind = kind_of(problem, storage, first=first, fetched=schedule.evaluations[evaluation] != maker)
         totals[kind] += problem.storages[storage].bytes
-    totals[BETWEEN_REGIONS if op_now.name == EAGER else WORKSPACE] += op_now.workspace_bytes
+    row = BETWEEN_REGIONS if op_now.name == EAGER else MEANWHILE if is_receipt(op_now) else WORKSPACE
+    totals[row] += op_now.workspace_bytes
     return dict(totals)
 
 

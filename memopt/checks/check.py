@@ -12,7 +12,6 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
 from memopt.account.caching_allocator import ROUNDING_BYTES
-from memopt.account.elsewhere import Around
 from memopt.account.optimizer_state import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
 from memopt.checks.account_check import AccountCheck, AccountRow
@@ -56,9 +55,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     calls = planned.with_loss or planned.forward
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
-    around = calls.planner.around(call)
-    with calls.planner.elsewhere.held_still(around), calls.plain_calls.not_allowed(), stage("metering steps"):
-        return _checked_step(calls, model, optimizer, call, around, set_to_none=set_to_none)
+    with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
+        return _checked_step(calls, model, optimizer, call, set_to_none=set_to_none)
 
 
 def _checked_step(
@@ -66,7 +64,6 @@ def _checked_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     call: Call,
-    around: Around,
     *,
     set_to_none: bool,
 ) -> AccountCheck:
@@ -77,7 +74,7 @@ def _checked_step(
             for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
                 _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
-            elsewhere = calls.planner.elsewhere.about(around)
+            elsewhere = calls.share.about(call)
             measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
     finally:
         start.restore()
@@ -97,7 +94,9 @@ def predicted_rows(plan: Plan) -> Rows:
     assert plan.captured is not None
     assert plan.schedule is not None
     account = plan.account
-    problem = plan.captured.joined(accumulating=account.gradients_held, as_seen=True).problem
+    problem = plan.captured.joined(
+        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True
+    ).problem
     held = set(held_storages(problem, plan.schedule))
     held |= {storage for op in problem.ops if op.name == RETURN_OUTPUTS for storage in op.reads}
     moving = simulate(problem, plan.schedule, ANY_LINK).peak_bytes - problem.resident_bytes

@@ -60,7 +60,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     call = as_call(batch, with_targets=planned.with_loss is not None)
     check_device(call, model)
     calls = planned.with_loss or planned.forward
-    with calls.planner.elsewhere.held_still(calls.planner.around(call)), calls.plain_calls.not_allowed():
+    with calls.share.held_still(call), calls.plain_calls.not_allowed():
         return _compared(model, planned, copied(call), reference)
 
 

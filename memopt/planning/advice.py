@@ -104,7 +104,10 @@ class Advice:
     @staticmethod
     def smallest_of(steps: Sequence[Candidate], *, expandable: bool | None = None) -> int:
         """The smallest budget in bytes of all candidates; `expandable` is as for `on_card`."""
-        joined = ((captured.joined(accumulating=account.gradients_held), account) for _, captured, account in steps)
+        joined = (
+            (captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile), account)
+            for _, captured, account in steps
+        )
         return min(smallest(problem, account, expandable=expandable)[0] for problem, account in joined)
 
     def with_low_rank(self) -> Iterator[tuple[str, int]]:
@@ -124,7 +127,7 @@ class Advice:
     def like(planner: CallPlanner, model: Any = None, **options: Any) -> CallPlanner:
         """A planner for another model, or with other options."""
         other = replace(planner.options, **options)
-        return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain)
+        return type(planner)(model or planner.model, other, planner.loss_fn, planner.plain, planner.beside)
 
     def least(self, planner: CallPlanner, call: Call, situation: Situation, levers: Rewriting | None = None) -> int:
         """The smallest budget in bytes for a call, found on fake tensors; under one lever set, if it is given."""

@@ -21,26 +21,27 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
     """The fastest plan found that leaves room for `others` further forwards that each hold as much as it does.
 
     Args:
-        beside: the plan of the forward where others hold that many bytes. Raises `BudgetError`.
+        beside: the plan of the forward where others hold that many bytes, which may be negative: a plan for a larger
+            budget. Raises `BudgetError`.
 
-    Raises `BudgetError` where no plan leaves enough room.
+    Raises `BudgetError` where no plan leaves enough room, with a budget that does.
     """
-    found = beside(0)
+    try:
+        found = beside(0)
+    except BudgetError as refused:
+        alone = beside(budget_bytes - refused.smallest_bytes)
+        smallest_bytes = refused.smallest_bytes + others * _held(alone)
+        raise _refusal(budget_bytes, smallest_bytes, others, alone) from None
     low, lacking = 0, others * _held(found)  # what the others lack where they have `low`
     high = lacking
     try:
         found = beside(high)
     except BudgetError as refused:
         high -= refused.smallest_bytes - budget_bytes
-        if high <= 0:
-            raise
         found = beside(high)
         missing = others * _held(found) - high
         if missing > 0:
-            reason = f"{others + 1} forwards of this model before the first backward"
-            if elsewhere := found.account.elsewhere:
-                reason += f", elsewhere {size(elsewhere)}"
-            raise BudgetError(budget_bytes, budget_bytes + missing, reason, least=False) from None
+            raise _refusal(budget_bytes, budget_bytes + missing, others, found) from None
     spare = high - others * _held(found)
     for _ in range(_ROUNDS):
         if found.added_time <= LITTLE or high - low <= budget_bytes // _CLOSE:
@@ -55,6 +56,14 @@ def among_equals(beside: Callable[[int], Plan], others: int, budget_bytes: int) 
             low, lacking = middle, needed - middle
             spare //= 2  # as in the Illinois method: else guesses would creep up from below
     return found
+
+
+def _refusal(budget_bytes: int, works_bytes: int, others: int, plan: Plan) -> BudgetError:
+    """The error for a budget that leaves others too little room beside this plan, with one that leaves enough."""
+    reason = f"{others + 1} forwards of this model before the first backward"
+    if elsewhere := plan.account.elsewhere:
+        reason += f", elsewhere {size(elsewhere)}"
+    return BudgetError(budget_bytes, works_bytes, reason, least=False)
 
 
 def _held(plan: Plan) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, cached_property
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,12 +16,10 @@ from torch import nn
 from memopt.account.account import Account, Trains, account_of
 from memopt.account.card_snapshot import card_state
 from memopt.account.card_state import CardState
-from memopt.account.elsewhere import Around, Elsewhere
+from memopt.account.elsewhere import Found
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
-from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
-from memopt.compat.fsdp import is_fully_sharded
 from memopt.device.libraries import start_libraries
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.model_terms import ModelTerms
@@ -30,13 +28,33 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Buckets, Situation
 
 
+class Looks(Protocol):
+    """Says what lies on the model's device beside its training calls."""
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """The bytes to count instead of those that are there; 0 for a plan for another device."""
+
+    @property
+    def found(self) -> Found:
+        """What the latest look found."""
+
+    @property
+    def note(self) -> str:
+        """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
+
+    def look(self, call: Call) -> Found:
+        """What lies on the device beside a call that begins now."""
+
+
 class CallAccounts(ModelTerms):
     """The accounts of the training calls of one model."""
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Options, beside: Looks) -> None:
         super().__init__(model, options)
-        self.around: Callable[[Call], Around] = lambda call: Around(tuple(tensors_in(call)))
-        """Returns the memory that belongs to a call, which `elsewhere` leaves out."""
+        self.beside = beside
+        self._found: Found | None = None
+        """What was found when the planning that is under way began; None at other times."""
         self.reached: frozenset[int] = frozenset()
         """The `id`s of the parameters that got a gradient in any call that was captured."""
         self.unforeseen_bytes = 0
@@ -50,7 +68,7 @@ class CallAccounts(ModelTerms):
     def account(self, call: Call, situation: Situation, *, reached: frozenset[int] | None = None) -> Account:
         """The bytes of the step that no schedule changes. `reached`: the `id`s of the parameters that get gradients in
         the call, where that is known."""
-        found = self.elsewhere.now(self.around(call)) if situation.elsewhere is None else None
+        found = (self._found or self.beside.look(call)) if situation.elsewhere is None else None
         trains, steps = self._trained(reached, situation)
         account = account_of(
             self.model,
@@ -65,7 +83,9 @@ class CallAccounts(ModelTerms):
         held, others = situation.gradients_held, situation.other_forwards
         if self.sharding is not None:
             account = self.sharding.account(account, self.options.optimizer, self.card, steps)
-        account = self.proposing.adjusted(replace(account, gradients_held=held, other_forwards=others))
+        account = self.proposing.adjusted(
+            replace(account, gradients_held=held, other_forwards=others, meanwhile=situation.meanwhile)
+        )
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)
         elsewhere = situation.elsewhere or 0
@@ -79,12 +99,11 @@ class CallAccounts(ModelTerms):
         nothing that stays, and the optimiser's steps are tried once, since nothing else steps it meanwhile."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         counted, self._counted = self._counted, {}
-        still = self.elsewhere.held_still(self.around(call)) if situation.elsewhere is None else nullcontext()
+        found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:
-            with still:
-                yield
+            yield
         finally:
-            self._card_state, self._counted = before, counted
+            self._card_state, self._counted, self._found = before, counted, found
 
     def _optimizer_account(
         self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]
@@ -104,7 +123,7 @@ class CallAccounts(ModelTerms):
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
         user says what lies elsewhere."""
         device = self.device()
-        if self.elsewhere.fixed_bytes is not None or device.type != "cuda":
+        if self.beside.fixed_bytes is not None or device.type != "cuda":
             return None
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
@@ -114,7 +133,7 @@ class CallAccounts(ModelTerms):
     @property
     def live_optimizer(self) -> LiveOptimizer | None:
         """The optimiser of the class that is planned for, where one steps the model already."""
-        return the_live_one(self.options.optimizer, self.elsewhere.optimizers)
+        return the_live_one(self.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
         """Which parameters have gradients once the call's backward is over, and which of them the optimiser may step:
@@ -137,19 +156,6 @@ class CallAccounts(ModelTerms):
         """Whether a plan that was kept on disk fits beside what lies on the device now."""
         now = self.account(call, situation).elsewhere
         return plan.ceiling_bytes - plan.account.elsewhere + now <= self.options.budget_bytes
-
-    @cached_property
-    def elsewhere(self) -> Elsewhere:
-        """Counts what lies on the model's device; nothing for a plan for another device, unless the user says."""
-        options = self.options
-        here = options.hardware is None and all(map(is_real, self.model.parameters()))
-        # What fully_shard gathers and frees lies between the regions, and would be found elsewhere as well.
-        looked_for = here and not is_fully_sharded(self.model)
-        fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        with_state = options.optimizer is not None
-        return Elsewhere(
-            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
-        )
 
 
 @cache

@@ -35,7 +35,7 @@ from memopt.capture.trace import (
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.offload_activations import offload_link
 from memopt.levers.recompute import RECOMPUTE
-from memopt.planning.call_accounts import CallAccounts
+from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.captured import Captured
 from memopt.planning.job_key import Job
 from memopt.planning.options import Options
@@ -66,9 +66,14 @@ class CallPlanner(CallAccounts):
     """Plans the training calls of one model; `plain` runs the plain model's forward."""
 
     def __init__(
-        self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, plain: Callable[..., Any]
+        self,
+        model: nn.Module,
+        options: Options,
+        loss_fn: Callable[..., Any] | None,
+        plain: Callable[..., Any],
+        beside: Looks,
     ) -> None:
-        super().__init__(model, options)
+        super().__init__(model, options, beside)
         self.loss_fn, self.plain = loss_fn, plain
         self._traces: Recent[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = Recent(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
@@ -234,7 +239,7 @@ class CallPlanner(CallAccounts):
         proposing = self.proposing
         combinations = proposing.combinations if advise else proposing.allowed_combinations
         proposed = partial(combinations, gradients_held=situation.gradients_held)
-        notes = (*self.options.notes(self.device().type), *proposing.notes, *filter(None, [self.elsewhere.note]))
+        notes = (*self.options.notes(self.device().type), *proposing.notes, *filter(None, [self.beside.note]))
         if self.idle_levers:
             names = " and ".join(map(repr, sorted(self.idle_levers)))
             notes += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)

@@ -18,7 +18,7 @@ from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
-from memopt.planning.joined import Joined, join
+from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.planning.sharded_call import ShardedCall
 from memopt.price.eager_ops import with_eager
 from memopt.price.graph_use import GraphUse
@@ -71,7 +71,9 @@ class Captured:
     _siblings: dict[Stepping, Captured] = field(default_factory=dict, init=False, repr=False)
     _node_prices: dict[object, Callable[[fx.Node], NodePrice]] = field(default_factory=dict, init=False, repr=False)
     """The prices of nodes, by their graph and the sizes that they are for."""
-    _joined: dict[tuple[bool, bool, frozenset[int], bool], Joined] = field(default_factory=dict, init=False, repr=False)
+    _joined: dict[tuple[bool, bool, frozenset[int], bool, int], Joined] = field(
+        default_factory=dict, init=False, repr=False
+    )
     """The problems, by the arguments of `joined`."""
 
     def stepping_by(self, stepping: Stepping | None) -> Captured:
@@ -121,7 +123,13 @@ class Captured:
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     def joined(
-        self, *, accumulating: bool, as_seen: bool = False, left: frozenset[int] = frozenset(), reinplace: bool = True
+        self,
+        *,
+        accumulating: bool,
+        as_seen: bool = False,
+        left: frozenset[int] = frozenset(),
+        reinplace: bool = True,
+        meanwhile: int = 0,
     ) -> Joined:
         """The regions as one problem, which is made once for the same arguments.
 
@@ -130,11 +138,14 @@ class Captured:
             as_seen: data-dependent sizes are those of the batch at hand rather than the largest that are allowed.
             left: the numbers of further parameters that are stepped at the end of the backward only.
             reinplace: results may be written over operands.
+            meanwhile: bytes that other code takes between the forward and the backward.
         """
-        key = (accumulating, as_seen and self._seen_differs, left, reinplace)
+        key = (accumulating, as_seen and self._seen_differs, left, reinplace, meanwhile)
         if key not in self._joined:
+            joined = join(self._prices(accumulating, key[1], left, reinplace=reinplace), self.passed)
             self._joined[key] = replace(
-                join(self._prices(accumulating, key[1], left, reinplace=reinplace), self.passed),
+                joined,
+                problem=with_meanwhile(joined.problem, meanwhile),
                 recompute=self.recompute,
                 solvers=self.solvers,
                 link=self.link,
@@ -142,7 +153,9 @@ class Captured:
                 trained=self._given(key[1], trained=True),
                 major=self.hardware.major,
                 left=left,
-                leaving=lambda more: self.joined(accumulating=accumulating, as_seen=as_seen, left=left | more),
+                leaving=lambda more: self.joined(
+                    accumulating=accumulating, as_seen=as_seen, left=left | more, meanwhile=meanwhile
+                ),
             )
         return self._joined[key]
 

@@ -32,7 +32,7 @@ def extended(plan: Plan, captured: Captured, account: Account, known: Sequence[i
     assert schedule is not None
     if schedule.offloads or before.steps:
         return None
-    joined = captured.joined(accumulating=account.gradients_held)
+    joined = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile)
     taken = _schedule(joined, before, schedule, known)
     fitted = within(joined, taken, account, plan.budget_bytes)
     if fitted is None:

@@ -118,6 +118,16 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
     return Joined(RematProblem(tuple(linked), storages, forward_ops), tuple(owner), tuple(prices))
 
 
+def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
+    """The problem where other code takes that many bytes between the forward and the backward."""
+    if not nbytes or not problem.forward_ops:
+        return problem
+    last = problem.forward_ops - 1
+    op = problem.ops[last]
+    waiting = replace(op, workspace_bytes=max(op.workspace_bytes, nbytes))
+    return replace(problem, ops=(*problem.ops[:last], waiting, *problem.ops[last + 1 :]))
+
+
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:

@@ -48,7 +48,7 @@ def _keeping(plan: Plan, count: int) -> Plan:
     assert schedule is not None
     sharding = captured.sharded.sharding
     account = replace(plan.account, kept=sharding.kept_bytes(count))
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    seen = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
     kept = sharding.blocks[len(sharding.blocks) - count :]
     return replace(
         plan,

@@ -70,7 +70,7 @@ def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
     assert captured is not None
     assert joined is not None
     assert schedule is not None
-    seen = captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
+    seen = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile, as_seen=True)
     return replace(
         plan,
         planned=breakdown(seen.problem, schedule, plan.account),

@@ -42,7 +42,7 @@ def make_plan(
         warm_up()
 
     def solve(account: Account) -> Plan:
-        joined = captured.joined(accumulating=account.gradients_held)
+        joined = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile)
         with stage("solving") as tell:
             request = Request(account, budget_bytes, effort, tell, offload)
             joined, solution, account = solve_on_card(joined, request)
@@ -62,7 +62,7 @@ def plan_by(
     """The plan of a captured step by a solution of its problem `joined`, with all figures that follow from it."""
     regions = split(joined, captured, solution.schedule)
     captured = captured.stepping_as([region.steps for region in regions])
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True)
+    seen = captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
     return Plan(
         model=captured.model_name,
         hardware=captured.hardware.name,
@@ -128,7 +128,7 @@ class CapturedStep:
         return smallest(self._joined(plan), _freed(plan))[0]
 
     def _joined(self, plan: Plan) -> Joined:
-        return self.captured.joined(accumulating=plan.account.gradients_held)
+        return self.captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile)
 
 
 def _freed(plan: Plan) -> Account:

@@ -126,7 +126,11 @@ class Plan(PlanViews):
     def joined(self) -> Joined | None:
         """All regions as one priced problem; None if loaded."""
         captured = self.captured
-        return None if captured is None else captured.joined(accumulating=self.account.gradients_held)
+        return (
+            None
+            if captured is None
+            else captured.joined(accumulating=self.account.gradients_held, meanwhile=self.account.meanwhile)
+        )
 
     @property
     def predicted_peak_bytes(self) -> int:

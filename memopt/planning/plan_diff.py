@@ -132,7 +132,7 @@ def plans_diff(plan: Planned, captured: Captured, other: Planned, others: Captur
 
 
 def _changes(plan: Planned, captured: Captured, *, order: bool) -> Iterator[Change]:
-    joined = captured.joined(accumulating=plan.account.gradients_held)
+    joined = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile)
     yield from pass_changes(captured)
     yield from schedule_changes(captured, joined, plan.regions, order=order)
     for path, nbytes in plan.kept:

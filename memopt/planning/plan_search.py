@@ -116,7 +116,7 @@ class PlanSearch:
         whose step takes at least as long as the best plan even with nothing recomputed or offloaded."""
 
         def step_seconds(step: Candidate) -> float:
-            return step[1].joined(accumulating=step[2].gradients_held).problem.seconds
+            return step[1].joined(accumulating=step[2].gradients_held, meanwhile=step[2].meanwhile).problem.seconds
 
         for levers, captured, account in sorted(self._steps, key=step_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
@@ -230,7 +230,7 @@ class PlanSearch:
 def _smallest(step: Candidate) -> tuple[int, str]:
     """The smallest budget in bytes for a candidate, and what dominates it."""
     _, captured, account = step
-    return smallest(captured.joined(accumulating=account.gradients_held), account)
+    return smallest(captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile), account)
 
 
 def _on_steps(plan: Plan) -> tuple[str, ...]:

@@ -21,14 +21,18 @@ def plain_step(captured: Captured, account: Account, *, reinplace: bool = False)
 
     `reinplace`: with results of the backward written over dead operands.
     """
-    seen = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace)
+    seen = captured.joined(
+        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True, reinplace=reinplace
+    )
     save_all = Schedule.save_all(seen.problem)
     return breakdown(seen.problem, save_all, on_card(seen, save_all, account))
 
 
 def plain_row(lever: str, captured: Captured, account: Account, *, reinplace: bool = False) -> ReceiptRow:
     """The row of a lever that changed the captured step: its peak and its seconds with nothing recomputed."""
-    seconds = captured.joined(accumulating=account.gradients_held, as_seen=True, reinplace=reinplace).problem.seconds
+    seconds = captured.joined(
+        accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True, reinplace=reinplace
+    ).problem.seconds
     return ReceiptRow(lever, plain_step(captured, account, reinplace=reinplace).peak_bytes, seconds)
 
 
@@ -41,7 +45,9 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
         rows.append(plain_row(REINPLACE.name, plan.captured, plan.account, reinplace=True))
     seconds = plan.step_seconds + plan.added_seconds
     if plan.added_seconds > plan.stall_seconds:
-        seen = plan.captured.joined(accumulating=plan.account.gradients_held, as_seen=True)
+        seen = plan.captured.joined(
+            accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile, as_seen=True
+        )
         recomputed = breakdown(seen.problem, replace(plan.schedule, offloads=()), plan.account)
         rows.append(ReceiptRow(RECOMPUTE.name, recomputed.peak_bytes, seconds - plan.stall_seconds))
     if plan.moved_bytes:

@@ -37,7 +37,7 @@ def as_compiled(plan: Plan, footprint: Footprint) -> Plan:
     bare = replace(plan.account, lowering=moving - simulated)
     ways = [[BlockCall(*call) for call in calls] for calls in footprint.ways]
     account = compiled_within(plan.joined, plan.schedule, bare, ways, plan.budget_bytes) if ways else bare
-    seen = plan.captured.joined(accumulating=account.gradients_held, as_seen=True)
+    seen = plan.captured.joined(accumulating=account.gradients_held, meanwhile=account.meanwhile, as_seen=True)
     return replace(
         plan,
         account=account,

@@ -29,6 +29,8 @@ class Situation:
     to_come: int = 0
     """The number of further forwards of this model before its first backward, each of which may hold as much as this
     one; their gradients are among `other_forwards`."""
+    meanwhile: int = 0
+    """Bytes that other code takes, and frees, between the forward and its backward."""
     elsewhere: int | None = None
     """The bytes on the device beside the step that the plan must leave room for; None: those that are found there."""
     hooked: frozenset[int] = frozenset()

@@ -36,8 +36,8 @@ def step_of(captured: Captured, joined: Joined, schedule: Schedule, account: Acc
     ops = tuple(_ops(captured, joined, schedule))
     number = {op.name: at for at, op in enumerate(ops)}
     accumulating = account.gradients_held
-    seen = captured.joined(accumulating=accumulating, as_seen=True)
-    plain = captured.joined(accumulating=accumulating, as_seen=True, reinplace=False)
+    seen = captured.joined(accumulating=accumulating, meanwhile=account.meanwhile, as_seen=True)
+    plain = captured.joined(accumulating=accumulating, meanwhile=account.meanwhile, as_seen=True, reinplace=False)
     save_all = Schedule.save_all(plain.problem)
     return Step(
         ops,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,9 @@ from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward
 from memopt.planning.plan import Plan
-from memopt.run.beside import Beside
+from memopt.run.entry import Entry
 from memopt.run.gradients_before import GradientsBefore
+from memopt.run.ledger import Moment
 from memopt.run.on_demand import LetsGo
 from memopt.solver import Schedule
 from memopt.training_state import CallState
@@ -49,12 +50,12 @@ class PendingForward:
     model: weakref.ref[nn.Module]
     hooked: frozenset[int]
     """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
-    beside: PendingForwards
+    entry: Entry
     accumulation: Accumulation
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
-    around_backward: Callable[[PendingForward, Sequence[object]], Beside]
-    """Returns the bytes on the device beside its backward, which begins with these gradients."""
+    moment_of: Callable[[PendingForward, Sequence[object]], Moment]
+    """Returns the moment of its backward, which begins with these gradients."""
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     outputs: list[WeakStorage] = field(default_factory=list)
@@ -123,8 +124,8 @@ class PendingForward:
             if (model := self.model()) is not None:
                 self.gradients_before = GradientsBefore.of(model)
         self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
-        others = [forward for forward in self.beside.waiting() if forward is not self]
-        waiting = _held(others) + _held(self.beside.plain_waiting())
+        others = [forward for forward in self.entry.waiting() if forward is not self]
+        waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
         if keeps_graph():
             assert self.plan.schedule is not None
@@ -134,17 +135,17 @@ class PendingForward:
             reason = "backward(retain_graph=True)" if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
-        beside = self.around_backward(self, gradients)
+        moment = self.moment_of(self, gradients)
         room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
-        if not beside.elsewhere_within(self.plan, room):
-            self._refuse_elsewhere(beside.elsewhere_bytes(self.plan), room)
+        if not moment.elsewhere_within(self.plan, room):
+            self._refuse_elsewhere(moment.elsewhere_bytes(self.plan), room)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
-        self.beside.later_bytes = max(self.beside.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
         raise BudgetError(
             self.plan.budget_bytes,
             self.plan.budget_bytes + elsewhere_bytes - room_bytes,
-            f"elsewhere {size(elsewhere_bytes)}, {size(self.beside.later_bytes)} of which appeared between the forward "
+            f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
             "and its backward",
             least=False,
             further=(
@@ -174,6 +175,11 @@ class PendingForward:
         hold_over(self._held)
         self._held = []
 
+    def undo(self) -> bool:
+        """Undo the call whose backward failed; returns whether all is as it was."""
+        gradients = self.gradients_before is None or self.gradients_before.undo()
+        return (self.before is not None and self.before.undo()) and gradients
+
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for the other forwards that wait, or one more such forward, for
         gradients both held and newly computed, and with `retained` for a retained graph; nothing is recomputed under
@@ -182,9 +188,8 @@ class PendingForward:
         assert joined is not None
         save_all = Schedule.save_all(joined.problem)
         peak = retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
-        plain_bytes = _held(self.beside.plain_waiting())
-        others = [forward for forward in self.beside.waiting() if forward is not self]
-        waiting = sum(forward.saved_bytes() for forward in others) + plain_bytes or self.saved_bytes()
+        others = [forward for forward in self.entry.waiting() if forward is not self]
+        waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes or self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
         if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
             gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -258,7 +263,7 @@ def _hook() -> object:
 class PlainForward:
     """A forward of a call that ran as the plain model does; to be held by its autograd graph."""
 
-    beside: PendingForwards
+    entry: Entry
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
     room_bytes: int
@@ -271,92 +276,7 @@ class PlainForward:
     def end(self, *_: object) -> None:
         """Have it wait no longer; called when a backward through any of its outputs begins."""
         if not keeps_graph():
-            self.beside.forget_plain(self)
-
-
-@dataclass
-class PendingForwards:
-    """The forwards of a model that wait for their backward; one that is freed disappears by itself."""
-
-    latest_outputs: list[WeakStorage] = field(default_factory=list)
-    """The storages of what the latest forward returned; callers often hold them until the next one returns."""
-    later_bytes: int = 0
-    """The most bytes elsewhere on the device that were found to appear between a forward and its backward."""
-    _alive: weakref.WeakSet[PendingForward] = field(default_factory=weakref.WeakSet)
-    _plain: weakref.WeakSet[PlainForward] = field(default_factory=weakref.WeakSet)
-    begun: int = 0
-    """The number of forwards that have begun."""
-    latest: weakref.ref[PendingForward] | None = None
-    """The forward that began last."""
-    _of_all_models: ClassVar[weakref.WeakSet[PendingForward]] = weakref.WeakSet()
-    _plain_of_all_models: ClassVar[weakref.WeakSet[PlainForward]] = weakref.WeakSet()
-
-    def addresses(self) -> frozenset[int]:
-        """The addresses of what waiting forwards of all models hold, and of what this model's latest one returned."""
-        forwards = (*self.waiting(), *self.of_other_models())
-        outputs = [*(one.outputs for one in forwards), *(one.outputs for one in self._plain_of_all_models)]
-        returned = [storage.address for storages in outputs for storage in storages]
-        saved = weak_storages(tensor for forward in forwards for tensor in forward.held())
-        return frozenset((*returned, *(storage.address for storage in (*saved, *self.latest_outputs))))
-
-    def in_backward(self) -> list[PendingForward]:
-        """The forwards through which the backward that runs has come."""
-        return [forward for forward in self._alive if forward.is_in_backward()]
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes that forwards hold which wait for their backward, those of plain calls too."""
-        return _held(self.waiting()) + self.plain_held_bytes
-
-    @property
-    def plain_held_bytes(self) -> int:
-        """The bytes that forwards of plain calls hold which wait for their backward."""
-        return _held(self.plain_waiting())
-
-    @property
-    def others_held_bytes(self) -> int:
-        """The bytes that such forwards of other models hold."""
-        plain = (forward for forward in self._plain_of_all_models if forward.beside is not self)
-        return _held(self.of_other_models()) + _held(plain)
-
-    def plain_waiting(self) -> list[PlainForward]:
-        """The forwards of calls that ran as the plain model whose backward has not begun yet."""
-        return list(self._plain) if self._plain else []
-
-    def waiting(self) -> list[PendingForward]:
-        """The forwards whose backward has not run yet, in their order."""
-        if not self._alive:  # iterating takes longer than this
-            return []
-        return sorted((forward for forward in self._alive if not forward.done), key=lambda forward: forward.number)
-
-    def of_other_models(self) -> list[PendingForward]:
-        """The forwards of other models whose backward has not run yet."""
-        if not self._of_all_models:
-            return []
-        return [forward for forward in self._of_all_models if forward.beside is not self and not forward.done]
-
-    def add(self, forward: PendingForward) -> None:
-        """Add a forward that begins now."""
-        self.begun += 1
-        self.latest = weakref.ref(forward)
-        forward.number = self.begun
-        self.latest_outputs = forward.outputs
-        self._alive.add(forward)
-        self._of_all_models.add(forward)
-
-    def forget_plain(self, forward: PlainForward) -> None:
-        """Forget a forward of a plain call whose backward begins."""
-        self._plain.discard(forward)
-        self._plain_of_all_models.discard(forward)
-
-    def add_plain(self, forward: PlainForward) -> None:
-        """Add a forward of a call that ran as the plain model, for as long as it is alive."""
-        self._plain.add(forward)
-        self._plain_of_all_models.add(forward)
-
-
-def _held(forwards: Iterable[PendingForward] | Iterable[PlainForward]) -> int:
-    return sum(forward.held_bytes for forward in forwards)
+            self.entry.plain.discard(self)
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

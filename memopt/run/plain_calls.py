@@ -28,8 +28,9 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.run.beside import Beside
-from memopt.run.pending import PendingForwards, PlainForward
+from memopt.run.entry import Entry
+from memopt.run.ledger import Moment
+from memopt.run.pending import PlainForward
 from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
@@ -78,11 +79,11 @@ class Fitting:
         """Why the call runs plain, in words."""
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
-    def fits(self, beside: Beside) -> bool:
+    def fits(self, moment: Moment) -> bool:
         """Whether it fits beside other forwards, and what else lies on the device."""
         held = self.step.held_bytes
-        fits = beside.leaves(self.room_bytes - beside.reserved_bytes(held), self.optimizer_state)
-        return fits and beside.may_hold(held)
+        fits = moment.leaves(self.room_bytes - moment.reserved_bytes(held), self.optimizer_state)
+        return fits and moment.may_hold(held)
 
 
 @dataclass
@@ -118,9 +119,9 @@ class PlainCalls:
     """
 
     def __init__(
-        self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, pending: PendingForwards
+        self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
     ) -> None:
-        self.model, self.planner, self.pending = model, planner, pending
+        self.model, self.planner, self.entry = model, planner, entry
         self.plain: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
@@ -140,7 +141,7 @@ class PlainCalls:
             self.allowed = before
 
     def step_if_it_fits(
-        self, call: Call, situation: Situation, beside: Beside, parts: Parts | None = None, *, plans_serve_all: bool
+        self, call: Call, situation: Situation, moment: Moment, parts: Parts | None = None, *, plans_serve_all: bool
     ) -> Fitting | None:
         """The step of a call that may run plain; None for one that has to be planned.
 
@@ -161,11 +162,11 @@ class PlainCalls:
         sizes = _sizes(tensors)
         for most, fitting in kind.fitting:
             if covers(most, sizes):
-                return fitting if fitting.fits(beside) else None
+                return fitting if fitting.fits(moment) else None
         if kind.known_too_large(sizes, plans_serve_all=plans_serve_all):
             return None
         counted = self._count(kind, call, sizes, situation)
-        return counted if counted is not None and counted.fits(beside) else None
+        return counted if counted is not None and counted.fits(moment) else None
 
     def forget(self) -> None:
         """Have calls counted again."""
@@ -177,8 +178,8 @@ class PlainCalls:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
             held, room, state = fitting.step.held_bytes, fitting.room_bytes, fitting.optimizer_state
-            forward = PlainForward(self.pending, held, room, state, tuple(weak_storages(outputs)))
-            self.pending.add_plain(forward)
+            forward = PlainForward(self.entry, held, room, state, tuple(weak_storages(outputs)))
+            self.entry.plain.add(forward)
             nodes: set[Any] = {output.grad_fn for output in outputs}
             for node in nodes:
                 node.metadata["memopt"] = forward  # it lives as long as a backward may begin at any output

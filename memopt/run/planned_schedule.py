@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.account.elsewhere import Around, look
+from memopt.account.elsewhere import look
 from memopt.compat.pipelining import (
     in_flight,
     is_schedule,
@@ -133,7 +133,7 @@ class PlannedSchedule:
         if self.options.elsewhere_bytes is not None:
             return self.options.elsewhere_bytes
         gc.collect()  # stages and schedules of before refer to each other
-        return look(nn.ModuleList(self._modules.values()), self._device, Around()).other
+        return look(nn.ModuleList(self._modules.values()), self._device).other
 
     def _planned_call(
         self,

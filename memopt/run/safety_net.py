@@ -14,7 +14,7 @@ from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.plan import Plan
-from memopt.run.pending import PendingForward, PendingForwards
+from memopt.run.entry import Entry
 from memopt.training_state import CallState
 from memopt.units import size
 
@@ -30,10 +30,8 @@ class SafetyNet:
     `forget` drops the plans that were made so far.
     """
 
-    def __init__(
-        self, model: nn.Module, planner: CallAccounts, pending: PendingForwards, forget: Callable[[], None]
-    ) -> None:
-        self.model, self.planner, self.pending, self.forget = model, planner, pending, forget
+    def __init__(self, model: nn.Module, planner: CallAccounts, entry: Entry, forget: Callable[[], None]) -> None:
+        self.model, self.planner, self.entry, self.forget = model, planner, entry, forget
         self.before: CallState | None = None
         """The state of the model before the call that runs."""
         self._forwards_before = 0
@@ -45,7 +43,7 @@ class SafetyNet:
 
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
         """
-        before, self._forwards_before = CallState.of(self.model, inputs), self.pending.begun
+        before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
         self.before = before
         try:
             try:
@@ -76,8 +74,8 @@ class SafetyNet:
     def _forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
         """Undo a forward in which an allocation failed, and plan tighter; the error for the user. None where no forward
         had begun: memory ran out while the call was planned."""
-        forward = self.pending.latest() if self.pending.latest else None
-        if self.pending.begun == self._forwards_before or forward is None:
+        forward = self.entry.latest() if self.entry.latest else None
+        if self.entry.begun == self._forwards_before or forward is None:
             return None
         forward.after_backward()  # it will have none
         failure.with_traceback(None)  # its frames hold what the forward made
@@ -87,10 +85,10 @@ class SafetyNet:
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed, and plan tighter; the error for the user."""
-        forwards = self.pending.in_backward()
+        forwards = self.entry.in_backward()
         if not forwards:
             return failure
-        undone = [_undo(forward) for forward in forwards]
+        undone = [forward.undo() for forward in forwards]
         self._tighten(forwards[0].plan)
         # Of several forwards, those that the backward has not come to yet are still there.
         return self._error(failure, forwards[0].plan, "backward", undone=all(undone) and len(forwards) == 1)
@@ -119,9 +117,3 @@ class SafetyNet:
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )
-
-
-def _undo(forward: PendingForward) -> bool:
-    """Undo a call whose backward failed; returns whether all is as it was."""
-    gradients = forward.gradients_before is None or forward.gradients_before.undo()
-    return (forward.before is not None and forward.before.undo()) and gradients

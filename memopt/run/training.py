@@ -38,8 +38,8 @@ from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
+from memopt.run.share import Share
 from memopt.run.status import State, Status, planned_in_words
-from memopt.run.surroundings import Surroundings
 from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.training_state import set_generators
@@ -66,12 +66,10 @@ class TrainingCalls:
         self.watch, self.parallel, self.sharded = watch, parallel or DataParallel(model), Sharded(model)
         keeping = Keeping(resharding or Resharding(model), self.sharded)
         self.accumulation = Accumulation()
-        self.planner = CallPlanner(model, options, loss_fn, self.plain)
-        self.surroundings = Surroundings(
-            model, self.planner, self.parallel, options.forwards, one_by_one=options.one_by_one
-        )
+        self.share = Share(model, options, self.parallel)
+        self.planner = CallPlanner(model, options, loss_fn, self.plain, self.share)
         self.road = Road(self.planner, self.accumulation, self._recording)
-        self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.surroundings.pending)
+        self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.share.entry)
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
         self.status = Status(type(model).__name__)
@@ -82,7 +80,7 @@ class TrainingCalls:
         """Parameters that the optimiser had stepped before the present call, and no call reached; None before the first
         one."""
         self._log, self._plans_logged = PlanningLog(), 0
-        self._safety_net = SafetyNet(model, self.planner, self.surroundings.pending, self._forget_plans)
+        self._safety_net = SafetyNet(model, self.planner, self.share.entry, self._forget_plans)
         self.accumulation.failed = self._safety_net.backward_failed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,13 +103,13 @@ class TrainingCalls:
         parts = self._parts.now()
         self._forget_plans_without_state(parts)
         self.planner.proposing.check_parameters()
-        waiting = self.surroundings.begin(call)
+        waiting = self.share.begin(call)
         self.accumulation.allowed = self.options.one_by_one or not waiting
         self.accumulation.exchange = self.parallel.exchange
-        situation = self.surroundings.situation(parts)
-        beside = self.surroundings.beside(call, situation)
+        situation = self.share.situation(self.planner.proposing, parts)
+        moment = self.share.moment(call, situation)
         one_graph = not self.recorded.breaks
-        if fits := self.plain_calls.step_if_it_fits(call, situation, beside, parts, plans_serve_all=one_graph):
+        if fits := self.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
             self._enter(State.PLAIN, fits.reason)
             self.recorded.ceilings.see(call)
             self.planner.reached |= fits.step.reached
@@ -121,9 +119,9 @@ class TrainingCalls:
             with self._refusing(), self.planner.types():
                 check_kinds(call, parts)
                 try:
-                    return self._run(UnderWay(call, situation, beside, partial(self._begin, call, time.perf_counter())))
+                    return self._run(UnderWay(call, situation, moment, partial(self._begin, call, time.perf_counter())))
                 except BudgetError as refused:
-                    raise self.surroundings.explain(refused, waiting) from None
+                    raise self.share.explain(refused, waiting) from None
         except CaptureError as error:
             if "plain" not in self.options.allow:
                 raise
@@ -213,8 +211,10 @@ class TrainingCalls:
         self.plain_calls.allowed = False  # who plans ahead wants the plan
         started = time.perf_counter()
         buckets = self.parallel.buckets(gradients_held=gradients_held)
-        situation = replace(self.surroundings.situation(), gradients_held=gradients_held, buckets=buckets)
-        if group := self.surroundings.beside(call, situation).in_group:
+        situation = replace(
+            self.share.situation(self.planner.proposing), gradients_held=gradients_held, buckets=buckets
+        )
+        if group := self.share.moment(call, situation).in_group:
             situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
         self.planner.proposing.check_allowed()
         with self._refusing(), self.planner.types(), torch.enable_grad(), rare_collections():
@@ -251,7 +251,7 @@ class TrainingCalls:
         if self.status.state is not State.PLAIN:
             return self.status.plan
         with self.planner.types(), torch.enable_grad():
-            return self.plain_calls.shown(self.road, self.surroundings.situation())
+            return self.plain_calls.shown(self.road, self.share.situation(self.planner.proposing))
 
     @property
     def in_use(self) -> Plan | None:
@@ -289,6 +289,6 @@ class TrainingCalls:
         elif plan is not self.status.plan or self.status.state is not State.PLANNED:
             self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
         self.sharded.begin(exchanges)
-        forward = self.surroundings.planned(call, situation, plan, self.accumulation)
+        forward = self.share.planned(call, situation, plan, self.accumulation)
         forward.before = self._safety_net.before
         return forward

@@ -11,7 +11,7 @@ from memopt.capture.inputs import Call
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.run.beside import Beside
+from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward
 
 Made = TypeVar("Made")
@@ -24,14 +24,14 @@ class UnderWay:
     call: Call
     situation: Situation
     """The situation of the call, without what is beside it."""
-    beside: Beside
-    """The bytes on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
+    moment: Moment
+    """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
 
     @property
     def crowded(self) -> Situation:
         """The situation with the forwards that wait for their backward."""
-        return replace(self.situation, other_forwards=self.beside.waiting_bytes)
+        return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
     def fitting(self, make: Callable[[Situation], Made], plan_of: Callable[[Made], Plan]) -> Made:
         """The result of `make` for the first situation whose plan fits beside everything else on the device.
@@ -39,7 +39,7 @@ class UnderWay:
         Raises the `BudgetError` of a plan that leaves room for it where there is none.
         """
         made = make(self.situation)
-        if self.beside.fits(plan_of(made), self.situation):
+        if self.moment.fits(plan_of(made), self.situation):
             return made
         refused: BudgetError | None = None
         for situation in self._further(plan_of(made)):
@@ -48,10 +48,10 @@ class UnderWay:
             except BudgetError as error:
                 refused = error
                 continue
-            if self.beside.fits(plan_of(made), situation):
+            if self.moment.fits(plan_of(made), situation):
                 return made
         try:
-            if refused is not None and not self.beside.may_fit(plan_of(made)):
+            if refused is not None and not self.moment.may_fit(plan_of(made)):
                 raise refused
             return made
         finally:
@@ -60,10 +60,10 @@ class UnderWay:
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside
         those that are there; with bytes elsewhere as the plan has them, rounded up, and exactly."""
-        now = self.beside.elsewhere_bytes(plan)
+        now = self.moment.elsewhere_bytes(plan)
         there = None if now == plan.account.elsewhere else now
         rounded = there and in_steps(there, plan.budget_bytes)
-        group = self.beside.in_group
+        group = self.moment.in_group
         for elsewhere in dict.fromkeys((rounded, there)):
             if group is not None:
                 among = replace(self.situation, other_forwards=group.other_forwards, to_come=group.to_come)

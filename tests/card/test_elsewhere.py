@@ -10,7 +10,7 @@ from torch import nn
 
 import memopt
 from memopt.account.account import BOOKKEEPING_BYTES
-from memopt.account.elsewhere import Around, look
+from memopt.account.elsewhere import look
 from memopt.planning.make_plan import make_plan
 from tests.card.card import vision_job
 from tests.elsewhere import counted
@@ -24,11 +24,11 @@ MB = 1024**2
 def test_blocks_that_the_allocator_does_not_split_are_nothing_elsewhere() -> None:
     """The parameter takes the place of a tensor that was a little larger, and its block has the rest, too."""
     device = torch.device("cuda", 0)
-    before = look(nn.Linear(1, 1, device=device), device, Around()).other
+    before = look(nn.Linear(1, 1, device=device), device).other
     larger = torch.empty(30 * MB, dtype=torch.uint8, device=device)
     del larger
     model = nn.Linear(1024, 30 * 256 - 100, bias=False, device=device)
-    assert look(model, device, Around()).other - before <= BOOKKEEPING_BYTES
+    assert look(model, device).other - before <= BOOKKEEPING_BYTES
 
 
 def test_inputs_that_the_caller_holds_are_nothing_elsewhere_in_the_backward() -> None:

@@ -81,7 +81,9 @@ def beside_the_step(rank: int, static_graph: bool) -> tuple[int, int]:
     calls = session_of(unwrapped(model)).forward  # type: ignore[union-attr]
     buckets = calls.parallel.buckets()
     assert buckets is not None
-    return buckets.nbytes, look(unwrapped(model), torch.device("cpu"), calls.surroundings.around(((), {}))).other
+    nbytes, addresses = calls.parallel.bucket_memory()
+    found = look(unwrapped(model), torch.device("cpu"), bucket_bytes=nbytes, buckets=addresses)
+    return buckets.nbytes, found.other
 
 
 @pytest.mark.filterwarnings("ignore")

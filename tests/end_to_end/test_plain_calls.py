@@ -22,7 +22,7 @@ from memopt.compat.modules import plain_call
 from memopt.device import hardware_of
 from memopt.errors import GIB
 from memopt.planning.situation import Buckets, Situation
-from memopt.run.beside import Beside
+from memopt.run.ledger import Moment
 from memopt.run.session import session_of
 from tests.marks import slow
 from tests.run.pieces import make
@@ -115,7 +115,7 @@ def test_a_plain_forward_in_waiting_is_counted() -> None:
     family = BY_NAME["gpt2-sdpa"]
     model, batch = family.make(), family.batch("usual")
     memopt.optimize(model, 1, **FP32)
-    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.share.entry  # type: ignore[union-attr]
     loss = loss_of(model(**batch))
     assert pending.held_bytes > 0
     loss.backward()
@@ -164,12 +164,9 @@ def test_the_count_leaves_no_trace() -> None:
     memopt.optimize(model, 1, **FP32)
     call = session_of(model)
     assert call is not None
-    assert (
-        call.forward.plain_calls.step_if_it_fits(
-            ((), batch), call.forward.surroundings.situation(), Beside(), plans_serve_all=True
-        )
-        is not None
-    )
+    forward = call.forward
+    situation, moment = forward.share.situation(forward.planner.proposing), Moment(forward.share.entry)
+    assert forward.plain_calls.step_if_it_fits(((), batch), situation, moment, plans_serve_all=True) is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -252,7 +249,7 @@ class WithFeatures(nn.Module):
 
 def test_the_backward_of_the_loss_ends_a_forward_whatever_else_it_returned() -> None:
     model = memopt.optimize(WithFeatures().train(), 1, **FP32)
-    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.share.entry  # type: ignore[union-attr]
     features, loss = model(**tokens())
     assert pending.held_bytes > 0
     loss.backward()
@@ -264,7 +261,7 @@ def test_the_backward_of_the_loss_ends_a_forward_whatever_else_it_returned() -> 
 
 def test_a_forward_waits_for_as_long_as_its_graph_is_kept() -> None:
     model = memopt.optimize(gpt2(), 1, **FP32)
-    pending = session_of(model).forward.surroundings.pending  # type: ignore[union-attr]
+    pending = session_of(model).forward.share.entry  # type: ignore[union-attr]
     loss = model(**tokens()).loss
     loss.backward(retain_graph=True)
     assert pending.held_bytes > 0
@@ -314,7 +311,7 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     rooms = []
     for clones in (False, True):
         situation = Situation(buckets=Buckets(1000, clone_outputs=clones))
-        fits = forward.plain_calls.step_if_it_fits(call, situation, Beside(), plans_serve_all=True)
+        fits = forward.plain_calls.step_if_it_fits(call, situation, Moment(forward.share.entry), plans_serve_all=True)
         assert fits is not None
         rooms.append(fits.room_bytes)
     assert rooms[0] - rooms[1] == fits.step.output_bytes

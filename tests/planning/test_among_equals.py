@@ -27,11 +27,11 @@ class SavesAllThatFits:
     account: Account
 
 
-def planner(wanted: int) -> Any:
+def planner(wanted: int, budget: int = BUDGET) -> Any:
     def beside(others: int) -> SavesAllThatFits:
-        if BUDGET - others < LEAST:
-            raise BudgetError(BUDGET, others + LEAST, "activations")
-        held = min(wanted, BUDGET - others - PASSING)
+        if budget - others < LEAST:
+            raise BudgetError(budget, others + LEAST, "activations")
+        held = min(wanted, budget - others - PASSING)
         return SavesAllThatFits(held, 1 - held / wanted, Account())
 
     return beside
@@ -46,3 +46,11 @@ def test_the_room_is_used(others: int) -> None:
 
 def test_what_fits_whole_is_saved_whole() -> None:
     assert among_equals(planner(1_000), 3, BUDGET).held_bytes == 1_000
+
+
+@pytest.mark.parametrize("budget", [1, LEAST - 1, LEAST, LEAST + 200])
+def test_the_budget_that_a_refusal_names_works(budget: int) -> None:
+    with pytest.raises(BudgetError, match="4 forwards of this model") as refused:
+        among_equals(planner(4_000, budget), 3, budget)
+    named = refused.value.smallest_bytes
+    assert among_equals(planner(4_000, named), 3, named).held_bytes * 4 + PASSING <= named

@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from memopt.errors import BudgetError
 from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
-from memopt.run.beside import Beside
+from memopt.run.entry import Entry
+from memopt.run.ledger import Moment
 from memopt.run.under_way import UnderWay
 from tests.planned import ACCOUNT, captured, region
 
@@ -20,8 +22,8 @@ def plan() -> Plan:
 
 
 def under_way(waiting_bytes: int, begun: list[Any]) -> UnderWay:
-    beside = Beside(1, waiting_bytes)
-    return UnderWay(((), {}), Situation(), beside, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
+    moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes)
+    return UnderWay(((), {}), Situation(), moment, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
 
 
 def planned_for(call: UnderWay, plan: Plan) -> list[Situation]:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from memopt.account.allocated import allocated_bytes
-from memopt.account.elsewhere import Around, Elsewhere, Found, in_steps
+from memopt.account.elsewhere import Found, in_steps
 from memopt.compat.storages import weak_storages
+from memopt.run.entry import Entry
+from memopt.run.ledger import Ledger, Moment
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
@@ -17,13 +19,26 @@ pytestmark = pytest.mark.usefixtures("counted")
 MB = 2**20
 
 
+def now(moment: Moment) -> Found:
+    return Ledger.of(moment.entry).now(moment)
+
+
+def at_most(moment: Moment, enough: int = 0) -> Found | None:
+    return Ledger.of(moment.entry).at_most(moment, enough)
+
+
+def about(moment: Moment) -> int:
+    return Ledger.of(moment.entry).about(moment)
+
+
 def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:
     model, inputs, held = nn.Linear(1000, 1000), torch.zeros(1000, 1000), torch.zeros(500, 1000)
     optimizer = torch.optim.AdamW(model.parameters())
     model(inputs).sum().backward()
     optimizer.step()
-    around = Around((inputs,), lambda: frozenset(storage.address for storage in weak_storages([held])))
-    found = Elsewhere(model, 100 * MB, None, with_state=True).now(around)
+    entry = Entry(model, 100 * MB)
+    addresses = frozenset(storage.address for storage in weak_storages([held]))
+    found = now(Moment(entry, inputs=(inputs,), addresses=lambda: addresses))
     assert found.other < 100_000
     assert found.state == pytest.approx(2 * 1001 * 1000 * 4, abs=100)
     assert found.beside(found.state) == found.other * (found.other > 16384)
@@ -34,58 +49,58 @@ def test_another_model_its_gradients_and_its_optimizer_are_elsewhere() -> None:
     optimizer = torch.optim.AdamW(other.parameters())
     other(torch.zeros(1, 1000)).sum().backward()
     optimizer.step()
-    found = Elsewhere(model, 100 * MB, None, with_state=True).now(Around())
+    found = now(Moment(Entry(model, 100 * MB)))
     assert found.other == pytest.approx(4 * 1001 * 1000 * 4, rel=0.01)
     assert found.largest[0].startswith("float32 [1000, 1000] of ")
 
 
 def test_growth_is_known_without_a_look() -> None:
     model = nn.Linear(10, 10)
-    elsewhere = Elsewhere(model, 100 * MB, None, with_state=True)
-    assert elsewhere.at_most(Around()) is None, "nothing is known before the first look"
-    before = elsewhere.now(Around()).other
+    entry = Entry(model, 100 * MB)
+    assert at_most(Moment(entry)) is None, "nothing is known before the first look"
+    before = now(Moment(entry)).other
     if allocated_bytes(torch.device("cpu")) is None:
         pytest.skip("the C library does not say what is allocated")
-    most = elsewhere.at_most(Around())
+    most = at_most(Moment(entry))
     assert most is not None
     assert most.other < before + 100_000
     cached = torch.zeros(10 * MB)
-    most = elsewhere.at_most(Around())
+    most = at_most(Moment(entry))
     assert most is not None
     assert most.other >= before + cached.nbytes
-    assert elsewhere.now(Around()).other == pytest.approx(before + cached.nbytes, abs=100_000)
+    assert now(Moment(entry)).other == pytest.approx(before + cached.nbytes, abs=100_000)
     del cached
-    assert elsewhere.about(Around()) < before + 100_000
+    assert about(Moment(entry)) < before + 100_000
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_a_limit_is_enough_where_there_is_much_room(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # what earlier tests left would lower the limit if it were freed meanwhile
-    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
-    before = elsewhere.now(Around()).other
-    limit = elsewhere.at_most(Around(), 2**40)
+    entry = Entry(nn.Linear(10, 10), 100 * MB)
+    before = now(Moment(entry)).other
+    limit = at_most(Moment(entry), 2**40)
     assert limit is not None
     assert limit.other >= before
     cached = torch.zeros(10 * MB)
-    exact, most = elsewhere.at_most(Around(), 1), elsewhere.at_most(Around(), 2**40)
+    exact, most = at_most(Moment(entry), 1), at_most(Moment(entry), 2**40)
     assert exact is not None
     assert most is not None
     # The limit counts what `malloc` holds free, such as the block that `cached` may have been cut from.
     assert before + cached.nbytes <= exact.other <= most.other
-    monkeypatch.setattr("memopt.account.elsewhere.allocated_bytes", lambda _: pytest.fail("blocks were counted"))
-    assert elsewhere.at_most(Around(), 2**40) is not None
+    monkeypatch.setattr("memopt.run.ledger.allocated_bytes", lambda _: pytest.fail("blocks were counted"))
+    assert at_most(Moment(entry), 2**40) is not None
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_a_limit_is_known_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts shared memory, too, which `malloc` does not know."""
     monkeypatch.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
-    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
-    before = elsewhere.at_most(Around(), 2**40)
-    assert not elsewhere.has_looked
+    entry = Entry(nn.Linear(10, 10), 100 * MB)
+    before = at_most(Moment(entry), 2**40)
+    assert not entry.has_looked
     assert before is not None
     batch = torch.ones(64 * MB // 4).share_memory_()
-    after = elsewhere.at_most(Around(), 2**40)
+    after = at_most(Moment(entry), 2**40)
     assert after is not None
     assert after.other >= before.other + batch.nbytes - MB
 
@@ -94,52 +109,52 @@ def test_a_limit_is_known_without_a_look(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_growth_before_a_moment_of_another_kind_is_found_at_once() -> None:
     """Also right after a look, when nothing that was allocated at such a moment is known."""
     model = nn.Linear(16, 16)
-    elsewhere = Elsewhere(model, 2**24, None, with_state=True)
-    before = elsewhere.now(Around(kind="no gradients")).other
+    entry = Entry(model, 2**24)
+    before = now(Moment(entry, kind="no gradients")).other
     average = torch.zeros(2**20)
-    assert elsewhere.now(Around(kind="gradients held")).other >= before + average.nbytes
+    assert now(Moment(entry, kind="gradients held")).other >= before + average.nbytes
 
 
 @pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
 def test_what_lies_elsewhere_in_a_forward_still_does_after_a_backward_in_which_it_does_not() -> None:
     """A step's outputs are its own in its backward, and elsewhere in the next forward where the caller holds them."""
-    elsewhere = Elsewhere(nn.Linear(16, 16), 2**24, None, with_state=True)
+    entry = Entry(nn.Linear(16, 16), 2**24)
     outputs = torch.zeros(8 * MB // 4)
-    forward, backward = Around(kind="forward"), Around((outputs,), kind="backward")
-    before = elsewhere.now(forward).other
+    forward, backward = Moment(entry, "forward"), Moment(entry, "backward", (outputs,))
+    before = now(forward).other
     assert before >= outputs.nbytes
-    assert elsewhere.now(backward).other <= before - outputs.nbytes
-    found = elsewhere.at_most(forward)
+    assert now(backward).other <= before - outputs.nbytes
+    found = at_most(forward)
     assert found is None or found.other >= outputs.nbytes
-    assert elsewhere.about(forward) >= outputs.nbytes
-    assert elsewhere.now(forward).other >= outputs.nbytes
+    assert about(forward) >= outputs.nbytes
+    assert now(forward).other >= outputs.nbytes
 
 
 def test_what_is_freed_hides_no_growth() -> None:
     """Memory that a look does not see, as of planning, is freed after it, and as much is allocated elsewhere."""
     passing = bytearray(8 * MB)
-    elsewhere = Elsewhere(nn.Linear(16, 16), 2**24, None, with_state=True)
-    before = elsewhere.now(Around()).other
+    entry = Entry(nn.Linear(16, 16), 2**24)
+    before = now(Moment(entry)).other
     del passing
     average = torch.zeros(MB)
-    assert elsewhere.at_most(Around()) is None
-    assert elsewhere.now(Around()).other >= before + average.nbytes
+    assert at_most(Moment(entry)) is None
+    assert now(Moment(entry)).other >= before + average.nbytes
 
 
 def test_bytes_that_the_user_gives_take_the_place_of_those_found() -> None:
-    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, 5 * MB, with_state=True)
+    entry = Entry(nn.Linear(10, 10), 100 * MB, 5 * MB)
     cached = torch.zeros(MB)
-    assert elsewhere.now(Around()) == elsewhere.at_most(Around()) == Found(5 * MB)
+    assert now(Moment(entry)) == at_most(Moment(entry)) == Found(5 * MB)
     assert cached.nbytes == 4 * MB
 
 
 def test_copies_made_while_it_is_held_still_are_not_counted() -> None:
-    elsewhere = Elsewhere(nn.Linear(10, 10), 100 * MB, None, with_state=True)
-    with elsewhere.held_still(Around()):
-        before = elsewhere.now(Around())
+    entry = Entry(nn.Linear(10, 10), 100 * MB)
+    with Ledger.of(entry).held_still(Moment(entry)):
+        before = now(Moment(entry))
         copies = torch.zeros(10 * MB)
-        assert elsewhere.now(Around()) == elsewhere.at_most(Around()) == before
-    assert elsewhere.now(Around()).other >= before.other + copies.nbytes
+        assert now(Moment(entry)) == at_most(Moment(entry)) == before
+    assert now(Moment(entry)).other >= before.other + copies.nbytes
 
 
 def test_steps() -> None:
