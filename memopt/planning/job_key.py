@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,13 +155,20 @@ def _text(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-@functools.cache
 def _source_file(kind: Any) -> Path | None:
     """The source file of a class or function; None for torch's own, and where there is no file."""
-    try:
-        return None if kind is None or kind.__module__.startswith("torch.") else Path(inspect.getfile(kind))
-    except (OSError, TypeError):
-        return None  # built in, or defined in an interactive session
+    if kind is None or kind.__module__.startswith("torch."):
+        return None
+    if kind not in _source_files:
+        try:
+            _source_files[kind] = Path(inspect.getfile(kind))
+        except (OSError, TypeError):
+            _source_files[kind] = None  # built in, or defined in an interactive session
+    return _source_files[kind]
+
+
+# A class may belong to one model (that of a parametrised layer does), and a function hold one.
+_source_files: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
 
 
 @functools.cache

@@ -31,6 +31,8 @@ class Ceilings:
         """The largest size seen."""
         self._grown: set[Place] = set()
         """The places where a later batch exceeded an earlier one."""
+        self.changed: set[Place] = set()
+        """The places whose sizes were seen to change."""
         self.fixed: set[Place] = set()
         """The places whose sizes the model insists on."""
 
@@ -41,6 +43,7 @@ class Ceilings:
         seen = all_places(call)
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
         changed &= self._largest.keys()
+        self.changed |= changed
         first = {place for place in seen if place[1] == 0} if changed else set()
         return (changed | first | self.declared(call).keys()) - self.fixed
 
@@ -72,7 +75,9 @@ class Ceilings:
         for number, tensor in enumerate(tensors_in(call)):
             for dimension, size in enumerate(tensor.shape) if not special_kind(tensor) else ():
                 place = number, dimension
-                if size > self._largest.setdefault(place, size):
+                if size != self._largest.setdefault(place, size):
+                    self.changed.add(place)
+                if size > self._largest[place]:
                     self._largest[place] = size
                     self._grown.add(place)
 

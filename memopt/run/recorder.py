@@ -239,7 +239,8 @@ class Recorder:
                 self._fix(call, insists.lines)
                 whole = self._own_of(call)
                 continue
-            self._fix(call, whole.insists)
+            # A size that is marked with others and never changes is no matter.
+            self._fix(call, {at: line for at, line in whole.insists.items() if at in self.ceilings.changed})
             return result
         name = type(self.model).__name__
         raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")

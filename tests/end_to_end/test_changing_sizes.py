@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim
 
 import memopt
@@ -242,3 +243,26 @@ def test_a_batch_that_code_for_all_sizes_has_seen_is_captured_as_it_is(captures:
     memopt.plan(nn.Linear(16, 4), 1, (batch, 0), loss_fn=lambda output, _: output.sum(), precision="fp32")
     assert not any(region.changing for region in captures)
     assert vars(batch) == marks
+
+
+class Edges(nn.Module):
+    """Insists on a size that never changes: edges are pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        if edges.shape[0] != 2:
+            raise ValueError("edges are pairs")
+        for layer in self.layers:
+            x = x + torch.zeros_like(x).index_add(0, edges[1], layer(x).relu()[edges[0]])
+        return x.square().mean()
+
+
+def test_a_size_that_never_changes_is_not_warned_of() -> None:
+    model = memopt.optimize(Edges().train(), 1, optimizer=None, precision="fp32", allow={"recompute"}, elsewhere_gb=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (50, 42, 46):
+            model(torch.randn(size, 16), torch.randint(0, size, (2, 2 * size))).backward()
