@@ -14,7 +14,7 @@ from memopt.device.hardware_table import hardware
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import PricedProposal, Proposals, TrainingFacts, price_proposals
 from memopt.optimizers.training_facts import PCIE
-from memopt.solver.link import Link
+from memopt.solver.problem import Link
 from tests.train.pieces import GPT2
 
 MB = 1024**2
