@@ -25,7 +25,7 @@ from memopt.planning import make_plan
 from memopt.planning.joined import Joined
 from memopt.planning.planner import Request
 from memopt.solver import Solution, simulate
-from memopt.solver.just_in_time import just_in_time
+from memopt.solver.cut_schedules import just_in_time
 
 EXACT: dict[str, Any] = {**twins.EXACT, "optimizer": None}
 ROOMY_GB = 1000.0

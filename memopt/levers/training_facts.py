@@ -14,7 +14,7 @@ from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import OptimizerLike
 from memopt.device.hardware_table import Hardware, hardware
 from memopt.optimizers.bf16_parameters import kept_wide
-from memopt.solver.link import Link
+from memopt.solver.problem import Link
 
 # PCIe 4.0 with 16 lanes: the rate that copies from pinned memory reach, and the latency of a copy.
 PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)

@@ -4,13 +4,11 @@ They see a step as a `RematProblem`, which holds numbers only, and return a `Sch
 """
 
 from memopt.solver.best_effort import Progress
-from memopt.solver.errors import Infeasible, SolverError
-from memopt.solver.link import Link
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Baseline, Effort, Portfolio, Solution
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.protocol import Solver
+from memopt.solver.problem import Link, Op, RematProblem, Storage
+from memopt.solver.protocol import Infeasible, Solver, SolverError
 from memopt.solver.save_all import SaveAll
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import Simulation, simulate

@@ -8,7 +8,7 @@ from math import isqrt
 
 import numpy as np
 
-from memopt.solver.just_in_time import just_in_time
+from memopt.solver.cut_schedules import just_in_time
 from memopt.solver.min_cut import needed_by_backward
 from memopt.solver.problem import RematProblem
 from memopt.solver.protocol import Solver

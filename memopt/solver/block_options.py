@@ -9,9 +9,9 @@ import numpy as np
 
 from memopt.solver.arrays import Arrays, Ints, arrays_of
 from memopt.solver.chain import Chain
+from memopt.solver.cut_schedules import just_in_time
 from memopt.solver.held import movable_storages
 from memopt.solver.hull import lower_hull
-from memopt.solver.just_in_time import just_in_time
 from memopt.solver.liveness import live_bytes, peak_bytes, to_array
 from memopt.solver.min_cut import CutNetwork
 from memopt.solver.polish import polish

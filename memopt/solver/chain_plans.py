@@ -22,8 +22,7 @@ from memopt.solver.block_options import Choices, Option, choices_of
 from memopt.solver.chain import Chain, chain_of
 from memopt.solver.chain_table import ChainCosts, Table, choose, fill, row
 from memopt.solver.liveness import remove_dead, to_schedule
-from memopt.solver.per_problem import PerProblem
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import PerProblem, RematProblem
 from memopt.solver.schedule import Schedule
 
 # Plans are made for these multiples of the budget.

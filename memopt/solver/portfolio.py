@@ -12,15 +12,13 @@ from memopt.solver.baselines import baseline_solvers
 from memopt.solver.best_effort import Progress, search_on
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.cut_schedules import MinimumCut
-from memopt.solver.errors import Infeasible
 from memopt.solver.liveness import to_array, to_schedule
 from memopt.solver.lower_bound import LowerBound, floor_of
 from memopt.solver.problem import RematProblem
-from memopt.solver.protocol import Solver
+from memopt.solver.protocol import Infeasible, Solver, UserSolvers
 from memopt.solver.schedule import Schedule
 from memopt.solver.search import NEAREST_POWERS, NEXT_POWERS, SAVE_ALL_POWERS, Candidate, Search, candidate
 from memopt.solver.simulator import simulate
-from memopt.solver.user_solvers import UserSolvers
 
 Effort = Literal["fast", "default", "best"]
 

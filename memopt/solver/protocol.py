@@ -1,4 +1,5 @@
-"""The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules."""
+"""The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's are
+checked, and called once for each budget."""
 
 from __future__ import annotations
 
@@ -6,9 +7,30 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from memopt.solver.errors import SolverError
 from memopt.solver.problem import RematProblem
 from memopt.solver.schedule import Schedule
+
+
+class Infeasible(Exception):
+    """No schedule with a peak within the budget was found.
+
+    `smallest_peak_bytes` is the smallest budget known to work, `floor_bytes` a lower bound on the peak of every
+    schedule, and `dominating_op` the index of the op that sets this bound.
+    """
+
+    def __init__(self, smallest_peak_bytes: int, floor_bytes: int, dominating_op: int) -> None:
+        self.smallest_peak_bytes = smallest_peak_bytes
+        self.floor_bytes = floor_bytes
+        self.dominating_op = dominating_op
+        super().__init__(
+            f"no schedule fits the budget: the smallest peak found is {smallest_peak_bytes} bytes, "
+            f"and no schedule can go below {floor_bytes} bytes, which op {dominating_op} needs"
+        )
+
+
+class SolverError(ValueError):
+    """A user's solver raised, or proposed something other than a valid schedule; the message names the solver."""
+
 
 # At most this many candidates are read from one solver, so that an endless generator ends.
 MOST_CANDIDATES = 1_000
@@ -67,3 +89,23 @@ def _checked(solver: Solver, problem: RematProblem, schedule: object) -> Schedul
     except Exception as error:
         raise SolverError(f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}") from error
     return plain
+
+
+class UserSolvers:
+    """A user's solvers for one problem. Raises `SolverError` if one does not follow the protocol."""
+
+    def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
+        self.solvers = checked_solvers(solvers)
+        self._problem = problem
+        self._last: tuple[int, list[tuple[str, Schedule]]] | None = None
+
+    def at(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
+        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers.
+
+        The last budget's proposals are cached. Raises `SolverError` if a solver raises or proposes anything but valid
+        schedules.
+        """
+        if self._last is None or self._last[0] != budget_bytes:
+            pairs = [(s.name, plan) for s in self.solvers for plan in proposed(s, self._problem, budget_bytes)]
+            self._last = (budget_bytes, pairs)
+        return self._last[1]

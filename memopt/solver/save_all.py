@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memopt.solver.best_effort import Progress
-from memopt.solver.errors import Infeasible
 from memopt.solver.portfolio import Baseline, Effort, Solution
 from memopt.solver.problem import RematProblem
-from memopt.solver.protocol import Solver
+from memopt.solver.protocol import Infeasible, Solver, UserSolvers
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
-from memopt.solver.user_solvers import UserSolvers
 
 
 class SaveAll:

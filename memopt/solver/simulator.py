@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memopt.solver.link import Link
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.time_line import stall_seconds
 

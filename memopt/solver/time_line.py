@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.solver.link import Link
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Schedule
 
 Span = tuple[float, float]

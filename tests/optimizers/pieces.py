@@ -21,7 +21,7 @@ from memopt.levers.optimizer_levers import PricedLevers, apply_levers
 from memopt.levers.training_facts import PCIE, TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import Rounding, Where
-from memopt.solver.link import Link
+from memopt.solver.problem import Link
 from tests.train.pieces import GPT2
 
 MB = 1024**2

@@ -20,7 +20,7 @@ from memopt.optimizers import (
     Where,
     one_parameter,
 )
-from memopt.solver.link import Link
+from memopt.solver.problem import Link
 from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,

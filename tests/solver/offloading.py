@@ -7,9 +7,8 @@ import math
 import random
 from collections.abc import Iterator
 
-from memopt.solver.just_in_time import just_in_time
-from memopt.solver.link import Link
-from memopt.solver.problem import RematProblem
+from memopt.solver.cut_schedules import just_in_time
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.reference import made_again

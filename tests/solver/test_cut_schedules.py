@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
-from examples.models.problems import transformer
-from memopt.solver.cut_schedules import MinimumCut
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.models.problems import chain, random_problem, text, transformer
+from memopt.solver.cut_schedules import MinimumCut, just_in_time
+from memopt.solver.hull import lower_hull
+from memopt.solver.min_cut import CutNetwork
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 
@@ -18,3 +26,39 @@ def test_more_saved_bytes_cost_fewer_seconds_up_to_saving_all() -> None:
     assert all(more > less for more, less in pairwise(added))
     assert schedules[-1] == Schedule.save_all(problem)
     assert solver.candidates(problem, 10**12) is schedules
+
+
+def test_a_chain_from_its_middle() -> None:
+    problem = chain(6)
+    assert_expected_inline(
+        text(problem, just_in_time(problem, {2})),
+        """0 1 2 3 4 5 loss.grad (3) (4) 5.grad 4.grad 3.grad (0) (1) 2.grad 1.grad""",
+    )
+
+
+def test_a_chain_from_nothing() -> None:
+    problem = chain(4)
+    assert_expected_inline(
+        text(problem, just_in_time(problem, ())), """0 1 2 3 loss.grad (0) (1) (2) 3.grad 2.grad 1.grad"""
+    )
+
+
+def test_a_long_chain_needs_no_python_stack() -> None:
+    problem = chain(3000)
+    assert just_in_time(problem, ()).added_seconds(problem) == 2999.0
+
+
+def test_refuses_an_unknown_storage() -> None:
+    with pytest.raises(ValueError, match=r"\[99\]"):
+        just_in_time(chain(3), {1, 99})
+
+
+@given(st.integers(0, 10**6))
+def test_recomputes_what_the_cut_says_and_no_more(number: int) -> None:
+    state = random.Random(number)
+    problem = random_problem(state, state.randint(1, 12))
+    for cut in lower_hull(CutNetwork(problem)):
+        schedule = just_in_time(problem, cut.saved)
+        schedule.check(problem)
+        assert schedule.added_seconds(problem) == pytest.approx(cut.recompute_seconds)
+        assert all(again == 1 for again in schedule.recomputed().values())

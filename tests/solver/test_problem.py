@@ -1,6 +1,9 @@
+import math
+
 import pytest
 
-from memopt.solver.problem import Op, RematProblem, Storage
+from examples.models.problems import chain
+from memopt.solver.problem import Link, Op, PerProblem, RematProblem, Storage
 from tests.solver.small import small_step
 
 
@@ -18,3 +21,37 @@ def test_a_read_before_the_making_and_a_second_making_are_refused() -> None:
         RematProblem((make, make), storages, 2)
     with pytest.raises(AssertionError):
         RematProblem((make, read), storages, 3)
+
+
+def test_it_is_made_once_until_another_problem_comes() -> None:
+    made: list[RematProblem] = []
+
+    def ops(problem: RematProblem) -> int:
+        made.append(problem)
+        return len(problem.ops)
+
+    kept = PerProblem(ops)
+    one, other = chain(3), chain(4)
+    assert [kept(one), kept(one), kept(other), kept(one)] == [6, 6, 8, 6]
+    assert made == [one, other, one]
+
+
+def test_transfers_take_latency_and_bytes_over_bandwidth() -> None:
+    assert Link(25e9).transfer_seconds(50_000_000) == 0.002
+    assert Link(10.0, latency_seconds=0.5).transfer_seconds(20) == 2.5
+    assert Link(math.inf, latency_seconds=0.5).transfer_seconds(20) == 0.5
+    assert Link(0.0).transfer_seconds(20) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"bytes_per_second": -1.0}, "bytes_per_second is 0 or more, not -1"),
+        ({"bytes_per_second": math.nan}, "bytes_per_second is 0 or more, not nan"),
+        ({"bytes_per_second": 1.0, "latency_seconds": -2.0}, "latency_seconds is 0 or more, not -2"),
+        ({"bytes_per_second": 1.0, "host_bytes": -3}, "host_bytes is 0 or more, or None for no limit, not -3"),
+    ],
+)
+def test_refuses_negative_figures(fields: dict[str, float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Link(**fields)  # type: ignore[arg-type]

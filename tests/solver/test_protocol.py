@@ -27,7 +27,8 @@ from memopt.solver.baselines import baseline_solvers
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.cut_schedules import MinimumCut
 from memopt.solver.exact import Exact, solve_exactly
-from memopt.solver.protocol import MOST_CANDIDATES, checked_solvers, proposed
+from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers, checked_solvers, proposed
+from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 
 @dataclass
@@ -177,3 +178,50 @@ def test_a_users_offloads_win_under_its_name() -> None:
     solution = OffloadPortfolio(problem, solvers=[Fixed([schedule], "mine")]).solve(budget_bytes, Link(1e9), "fast")
     assert solution.method == "mine"
     assert solution.added_seconds == 0.0
+
+
+def test_a_refusal_tells_both_figures_and_the_op() -> None:
+    refusal = Infeasible(smallest_peak_bytes=110, floor_bytes=108, dominating_op=3)
+    assert (refusal.smallest_peak_bytes, refusal.floor_bytes, refusal.dominating_op) == (110, 108, 3)
+    assert str(refusal) == (
+        "no schedule fits the budget: the smallest peak found is 110 bytes, "
+        "and no schedule can go below 108 bytes, which op 3 needs"
+    )
+
+
+def test_a_solvers_error_is_a_value_error() -> None:
+    assert issubclass(SolverError, ValueError)
+
+
+class Counting:
+    """Proposes the given orders and lists the budgets at which it is asked."""
+
+    def __init__(self, name: str, *orders: tuple[int, ...]) -> None:
+        self.name = name
+        self.orders = orders
+        self.asked: list[int] = []
+
+    def candidates(self, problem: RematProblem, budget_bytes: int) -> Iterator[Schedule]:
+        self.asked.append(budget_bytes)
+        return map(Schedule, self.orders)
+
+
+def test_proposals_come_in_the_solvers_order_with_their_names() -> None:
+    users = UserSolvers(small_step(), [Counting("one", RECOMPUTED, SAVE_ALL), Counting("two", SAVE_ALL)])
+    proposals = [("one", Schedule(RECOMPUTED)), ("one", Schedule(SAVE_ALL)), ("two", Schedule(SAVE_ALL))]
+    assert users.at(110) == proposals
+
+
+def test_solvers_are_asked_again_only_at_another_budget() -> None:
+    solver = Counting("one", SAVE_ALL)
+    users = UserSolvers(small_step(), [solver])
+    for budget_bytes in (110, 110, 112, 110):
+        users.at(budget_bytes)
+    assert solver.asked == [110, 112, 110]
+
+
+def test_an_invalid_proposal_and_a_class_are_refused() -> None:
+    with pytest.raises(SolverError, match="solver 'one' proposed an invalid schedule"):
+        UserSolvers(small_step(), [Counting("one", (0, 1))]).at(110)
+    with pytest.raises(SolverError, match="Counting is a class"):
+        UserSolvers(small_step(), [Counting])  # type: ignore[list-item]

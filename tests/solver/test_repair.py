@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, text, transformer
 from memopt.solver.arrays import arrays_of
-from memopt.solver.just_in_time import just_in_time
+from memopt.solver.cut_schedules import just_in_time
 from memopt.solver.liveness import to_array, to_schedule
 from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.problem import Op, RematProblem, Storage

@@ -15,10 +15,9 @@ import math
 import numpy as np
 
 from memopt.solver.held import Held
-from memopt.solver.link import Link
 from memopt.solver.lower_bound import LowerBound
 from memopt.solver.offload.moment import Moment
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 

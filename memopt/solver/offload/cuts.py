@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from memopt.solver.arrays import Floats
-from memopt.solver.link import Link
 from memopt.solver.min_cut import Cut, CutNetwork
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 
 # The number of prices of a byte that are tried, and steps of the bisection for μ at each.
 _PRICES, _BISECTIONS = 5, 6

@@ -12,16 +12,15 @@ from functools import cached_property
 import numpy as np
 
 from memopt.solver.arrays import Arrays, Ints
+from memopt.solver.cut_schedules import just_in_time
 from memopt.solver.hull import lower_hull
-from memopt.solver.just_in_time import just_in_time
-from memopt.solver.link import Link
 from memopt.solver.liveness import peak_bytes, to_array
 from memopt.solver.min_cut import Cut, CutNetwork
 from memopt.solver.offload.cuts import offload_cuts
 from memopt.solver.offload.search import OffloadSearch
 from memopt.solver.polish import polish
 from memopt.solver.portfolio import Portfolio, Solution
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Schedule
 from memopt.solver.search import LENGTH_EXPONENTS, Candidate, candidate
 

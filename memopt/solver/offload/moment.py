@@ -22,9 +22,8 @@ import math
 from dataclasses import dataclass
 
 from memopt.solver.hull import between, end_points
-from memopt.solver.link import Link
 from memopt.solver.min_cut import Cut, CutNetwork
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 
 # The most vertices added to a hull around the bytes of one query.
 _REFINEMENTS = 12

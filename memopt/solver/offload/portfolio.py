@@ -15,16 +15,14 @@ from typing import get_args
 import numpy as np
 
 from memopt.solver.arrays import Floats, arrays_of
-from memopt.solver.errors import Infeasible
-from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
 from memopt.solver.offload.bound import OffloadBound, transient_floor
 from memopt.solver.offload.larger_budgets import LargerBudgets
 from memopt.solver.offload.place import Placer
 from memopt.solver.offload.search import OffloadCandidate, OffloadSearch
 from memopt.solver.portfolio import Effort, Portfolio, Solution
-from memopt.solver.problem import RematProblem
-from memopt.solver.protocol import Solver
+from memopt.solver.problem import Link, RematProblem
+from memopt.solver.protocol import Infeasible, Solver
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, transformer
-from memopt.solver.link import Link
 from memopt.solver.lower_bound import LowerBound, floor_bytes
 from memopt.solver.offload.bound import OffloadBound, transient_floor
+from memopt.solver.problem import Link
 from memopt.solver.schedule import Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.offloading import random_offloads

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer
 from memopt.solver.hull import lower_hull
-from memopt.solver.link import Link
 from memopt.solver.min_cut import CutNetwork, needed_by_backward
 from memopt.solver.offload.cuts import offload_cuts
+from memopt.solver.problem import Link
 from tests.solver.offloading import three_way_choices
 
 

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from memopt.solver.arrays import arrays_of
-from memopt.solver.link import Link
 from memopt.solver.offload.larger_budgets import LargerBudgets
 from memopt.solver.offload.search import OffloadSearch
 from memopt.solver.portfolio import Portfolio
+from memopt.solver.problem import Link
 from tests.solver.small import SAVE_ALL, small_step
 
 

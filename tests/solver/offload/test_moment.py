@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from memopt.solver.link import Link
 from memopt.solver.offload.moment import Moment
+from memopt.solver.problem import Link
 from tests.solver.small import small_step
 
 

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, random_schedule, unet
 from memopt.solver.arrays import arrays_of
-from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
 from memopt.solver.offload.place import Placer
 from memopt.solver.offload.timing import most_on_host, stalled_seconds
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
 from memopt.solver.arrays import arrays_of
-from memopt.solver.link import Link
 from memopt.solver.liveness import to_array
 from memopt.solver.offload.bound import transient_floor
 from memopt.solver.offload.portfolio import OffloadPortfolio, OffloadSolution
 from memopt.solver.offload.search import OffloadSearch
-from memopt.solver.problem import RematProblem
+from memopt.solver.problem import Link, RematProblem
 from tests.marks import slow
 from tests.solver.offloading import least_of_all, least_stalls, stays_of_all
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.solver.link import Link
-from memopt.solver.problem import Op, RematProblem, Storage
+from memopt.solver.problem import Link, Op, RematProblem, Storage
 from memopt.solver.schedule import Offload, Schedule
 from memopt.solver.simulator import simulate
 from tests.solver.offloading import naive_offload_bytes, naive_stall_seconds, random_offloads
