@@ -80,7 +80,13 @@ def _writes(node: fx.Node) -> bool:
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
     target = node.args[0] if node.args else None
     written = in_place and isinstance(target, fx.Node) and target.op == "placeholder"
-    return node.op.startswith("call") and (written or name == "batch_norm")
+    return node.op.startswith("call") and (written or name == "batch_norm" or _moves_statistics(node))
+
+
+def _moves_statistics(node: fx.Node) -> bool:
+    """Whether a node is an instance norm with running statistics."""
+    given = [*node.args[1:2], node.kwargs.get("running_mean")]
+    return _name(node) == "instance_norm" and any(isinstance(value, fx.Node) for value in given)
 
 
 def _name(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from memopt.capture.between import Between, Passed, stand_in
 from memopt.capture.data_sizes import Observer, is_real
-from memopt.capture.dynamo import Backend, in_brief_with_line, may_run_other_regions, short_path
+from memopt.capture.dynamo import SECOND_DERIVATIVES, Backend, in_brief_with_line, may_run_other_regions, short_path
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.together import together
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
@@ -180,11 +180,11 @@ def rehearse(
             captured = rehearsal.captured(reason) if rehearsal.runs else None
             del outputs  # until now, since the caller may hold them to the step's end
     except Exception as failure:
-        if mode is None and not isinstance(failure, DynamoError):
+        if mode is None and not isinstance(failure, DynamoError) and SECOND_DERIVATIVES not in reason:
             raise
         error = in_brief_with_line(failure)
         where = "running past it on fakes failed" if mode else "running past it failed"
-        reasons = reason if error == reason else f"{reason}; {where}: {error}"
+        reasons = reason if error == reason or SECOND_DERIVATIVES in reason else f"{reason}; {where}: {error}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     if captured is None:
         raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))

@@ -89,9 +89,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False).pow(2).mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("norm", "named"), [(nn.BatchNorm1d(16), True), (nn.LayerNorm(16), False)])
+@pytest.mark.parametrize(
+    ("norm", "named"),
+    [
+        (nn.BatchNorm1d(16), True),
+        (nn.InstanceNorm1d(4, track_running_stats=True), True),
+        (nn.InstanceNorm1d(4), False),
+        (nn.LayerNorm(16), False),
+    ],
+)
 def test_buffers_written_under_a_checkpoint_are_named(norm: nn.Module, named: bool) -> None:
-    plan = memopt.plan(Checkpointed(norm), 1, torch.randn(8, 16), precision="fp32", allow={"recompute"})
+    x = torch.randn(8, 16) if isinstance(norm, (nn.BatchNorm1d, nn.LayerNorm)) else torch.randn(8, 4, 16)
+    plan = memopt.plan(Checkpointed(norm), 1, x, precision="fp32", allow={"recompute"})
     assert (BUFFERS_WRITTEN_ONCE in plan.notes) is named
 
 

@@ -329,3 +329,20 @@ def test_gradients_of_gradients(second: Callable[[nn.Module], Any]) -> None:
     assert_same(trained(model), trained(make()))
     memopt.remove(model).zero_grad()
     second(model)
+
+
+class Force(Layered):
+    """Takes the gradient of its loss in the forward, as models of forces do."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(super().forward(x, labels), x, create_graph=True)
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_gradient_within_the_forward(ahead: bool) -> None:
+    model = make(Force)
+    given = {"example_inputs": BATCH} if ahead else {}
+    with refused(model, memopt.CaptureError, "second derivatives", "test_refusals.py:", check=False):
+        call(memopt.optimize(model, 1.0, optimizer=None, precision="fp32", **given), BATCH)
