@@ -103,7 +103,7 @@ def _can_stand_for(source: Node, node: Node) -> bool:
     if not same_sizes(value.shape, result.shape):
         return False
     alike = same_sizes(value.stride(), result.stride())
-    if not alike and not (_has_known_sizes(value) and value.is_contiguous() and _is_row_by_row(result)):
+    if not alike and not (_is_without_gaps(value) and _is_row_by_row(result)):
         return False
     if not alike and not _round_alike(node, aligned=_has_aligned_rows(value) and _has_aligned_rows(result)):
         return False
@@ -136,17 +136,20 @@ def _round_alike(node: Node, *, aligned: bool) -> bool:
     return True
 
 
-def _has_known_sizes(value: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+def _is_without_gaps(value: torch.Tensor) -> bool:
+    """Returns whether a value is known to be contiguous; its number of rows may be a symbol."""
+    expected: Any = 1
+    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if not isinstance(stride, int) or not (stride == expected or (isinstance(size, int) and size == 1)):
+            return False
+        expected = expected * size if isinstance(size, int) and isinstance(expected, int) else None
+    return True
 
 
 def _has_aligned_rows(value: torch.Tensor) -> bool:
     """Returns whether rows begin, and end, at multiples of the vectors that matrix kernels work on."""
-    return (
-        _has_known_sizes(value)
-        and value.stride(-1) == 1
-        and all(n % _VECTOR == 0 for n in (value.shape[-1], *value.stride()[:-1]))
-    )
+    lengths = (value.shape[-1], *value.stride()[:-1])
+    return value.stride(-1) == 1 and all(isinstance(n, int) and n % _VECTOR == 0 for n in lengths)
 
 
 _VECTOR = 8
@@ -168,5 +171,6 @@ def _fills_new_memory(value: Node) -> bool:
 
 def _is_row_by_row(value: torch.Tensor) -> bool:
     """Returns whether the elements lie in memory in the order of the dimensions, with gaps or without."""
-    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    pairs = zip(value.shape, value.stride(), strict=True)
+    strides = [stride for size, stride in pairs if not (isinstance(size, int) and size == 1)]
     return all(isinstance(stride, int) for stride in strides) and strides == sorted(strides, reverse=True)

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from passes import ForwardWrites, diff_graphs, format_graph
 from passes.forward_writes import _VECTOR
-from tests.passes.capture import Sketch, assert_bitwise_equal, aten, dynamic_mlp, gpt2, resnet, with_inputs
+from tests.passes.capture import Sketch, assert_bitwise_equal, aten, capture, dynamic_mlp, gpt2, resnet, with_inputs
 
 
 def tile(width: int = 8) -> GraphModule:
@@ -183,3 +183,25 @@ def test_a_source_that_is_laid_out_otherwise_stays() -> None:
 def test_nothing_written_nothing_done() -> None:
     for captured in (gpt2(), resnet(), dynamic_mlp()):
         assert not diff_graphs(captured.graph_module, ForwardWrites()(captured.graph_module))
+
+
+class Tiled(torch.nn.Module):
+    """Writes a product to a part of a buffer of many rows, as a loss over tiles of the vocabulary does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = x.new_empty(x.shape[0], 4096)
+        part = buffer.narrow(1, 0, 16)
+        part.copy_(x @ self.weight)
+        return part.exp().log1p().mean()
+
+
+def test_a_part_of_rows_whose_number_is_a_symbol_is_read_where_it_was_made() -> None:
+    captured = capture(Tiled(), torch.randn(24, 8), dynamic=True)
+    graph_module = ForwardWrites()(captured.graph_module)
+    assert "slice_scatter" in format_graph(captured.graph_module)
+    assert "slice_scatter" not in format_graph(graph_module)
+    assert_bitwise_equal(captured, captured.graph_module, graph_module)
