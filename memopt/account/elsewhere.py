@@ -15,11 +15,10 @@ from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.live_optimizer import LiveOptimizer, steps_any
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
-from memopt.device.workspace_cuda import library_workspaces
+from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects
 from memopt.recent import Recent
 from memopt.units import size
@@ -101,16 +100,16 @@ class Elsewhere:
     much that the plan might not fit.
 
     Args:
-        card_major: the major compute capability of a CUDA card, whose libraries' workspaces the account has.
+        libraries: the bytes of the workspaces of a card's libraries, which the account has.
         fixed_bytes: the bytes to count instead of those that are there; 0 for a plan for another device.
         with_state: whether the account has the optimiser's state, so that more than it expects is counted here.
     """
 
     def __init__(
-        self, model: nn.Module, budget_bytes: int, fixed_bytes: int | None, *, with_state: bool, card_major: int = 0
+        self, model: nn.Module, budget_bytes: int, fixed_bytes: int | None, *, with_state: bool, libraries: int = 0
     ) -> None:
         self.model, self.budget_bytes, self.fixed_bytes = model, budget_bytes, fixed_bytes
-        self.with_state, self.card_major = with_state, card_major
+        self.with_state, self.libraries = with_state, libraries
         self._found = Found()
         """Of the latest look at any moment."""
         self._looks: Recent[object, _Looked] = Recent(_MOST_KINDS)
@@ -222,7 +221,7 @@ class Elsewhere:
 
     def _look(self, around: Around) -> Found:
         started = time.monotonic()
-        found = look(self.model, self.device, around, libraries=sum(library_workspaces(self.card_major)))
+        found = look(self.model, self.device, around, libraries=self.libraries)
         found = found if self.with_state else replace(found, state=0)
         allocated = allocated_bytes(self.device)
         self._looks[around.kind] = _Looked(found, None if allocated is None else allocated - around.known_bytes)
@@ -243,7 +242,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     parameters = list(model.parameters())
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
-    block = ROUNDING_BYTES if device.type == "cuda" else 1
+    block = device_of(device).block_bytes
     named = around.addresses()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *around.own]), device)
@@ -259,7 +258,7 @@ def look(model: nn.Module, device: torch.device, around: Around, *, libraries: i
     other = sum(-(-nbytes // block) * block for nbytes in beside.values())
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
     other += around.others_bytes
-    if device.type == "cuda":
+    if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own.items() if address in around.buckets)
         buckets = max(0, around.bucket_bytes - in_buckets)  # which gradients are no views of
         known = sum(own.values()) + sum(state.values()) + around.waiting_bytes + buckets

@@ -16,7 +16,9 @@ from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST
 from memopt.compat.subclasses import shard_of
+from memopt.device.devices import device_of
 from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
@@ -53,7 +55,7 @@ def optimizer_account(
             any case ("adamw"), or None.
         parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` count nothing.
             An instance's own parameters take their place.
-        device_type: where the step will run, "cpu" or "cuda"; by default the device of the parameters (CPU for meta).
+        device_type: the type of device where the step will run; by default the device of the parameters (CPU for meta).
 
     Raises:
         ValueError: for an unknown name, an optimiser that needs a closure (LBFGS) or sparse gradients, or one that
@@ -63,7 +65,7 @@ def optimizer_account(
         return OptimizerAccount(0, 0, "none")
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
     trained = [parameter for parameter in given if parameter.requires_grad]
-    device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
+    device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), HOST.type)
     if isinstance(optimizer, (str, type)):
         shards = map(shard_of, trained)
         layouts = tuple((shard.shape, shard.stride(), shard.dtype) for shard in shards)
@@ -81,17 +83,18 @@ def _account_of_class(
 
 
 def _account_of(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str) -> OptimizerAccount:
-    if device_type == "cpu" and trained and _takes_singly(optimizer):
+    device = device_of(device_type)
+    if device.is_host and trained and _takes_singly(optimizer):
         found = _one_by_one(optimizer, trained)
         if found is not None:
             return found
     try:
         return _tried(optimizer, trained, device_type, home=device_type)
     except _TrialError:
-        if device_type == "cpu":
+        if device.is_host:
             raise
     # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
-    return _tried(optimizer, trained, device_type, home="cpu")
+    return _tried(optimizer, trained, device_type, home=HOST.type)
 
 
 def _takes_singly(optimizer: OptimizerLike) -> bool:
@@ -117,7 +120,7 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
         if most[one, following] <= temporaries:
             break
-        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], "cpu", home="meta")  # two, also if alike
+        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], HOST.type, home="meta")  # two, also if alike
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
@@ -135,10 +138,10 @@ def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dic
         if parameter.is_contiguous() and parameter.numel() > 1:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         else:
-            found[_kind(parameter)] = _tried(optimizer, [parameter], "cpu", home="meta")
+            found[_kind(parameter)] = _tried(optimizer, [parameter], HOST.type, home="meta")
     for alike in by_dtype.values():
         fewest, most = (end(alike, key=torch.Tensor.numel) for end in (min, max))
-        ends = [_tried(optimizer, [parameter], "cpu", home="meta") for parameter in dict.fromkeys((fewest, most))]
+        ends = [_tried(optimizer, [parameter], HOST.type, home="meta") for parameter in dict.fromkeys((fewest, most))]
         for parameter in alike:
             part = (parameter.numel() - fewest.numel()) / max(1, most.numel() - fewest.numel())
             found[_kind(parameter)] = _between(ends[0], ends[-1], part)
@@ -163,8 +166,9 @@ class _TrialError(ValueError):
 
 def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, home: str) -> OptimizerAccount:
     """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
+    device = device_of(device_type)
     count = MetaBytes() if home == "meta" else EagerBytes(device_type, home)
-    with optimizer_on_fakes(optimizer, trained, count, home, foreach=device_type != "cpu") as on_fakes:
+    with optimizer_on_fakes(optimizer, trained, count, home, foreach=device.foreach) as on_fakes:
         name = type(on_fakes).__name__
         _refuse(on_fakes, name)
         if not trained:
@@ -173,7 +177,7 @@ def _tried(optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: s
         temporaries = max(0, count.peak_bytes - count.live_bytes) + SCALARS
         name = f"{name} ({_way(count.kernels)})"
         blocks = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if count.has_counted(tensor))
-        return OptimizerAccount(count.live_bytes, temporaries, name, blocks if device_type != "cpu" else ())
+        return OptimizerAccount(count.live_bytes, temporaries, name, blocks if device.caching else ())
 
 
 def _refuse(on_fakes: Optimizer, name: str) -> None:

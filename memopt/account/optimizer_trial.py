@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memopt.account.eager_bytes import EagerBytes
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.host import HOST, is_on_host
 from memopt.compat.optim import eager_optimizers
 from memopt.compat.pytree import tree_map
 from memopt.compat.subclasses import shard_of
@@ -80,12 +81,12 @@ def fused(optimizer: OptimizerLike) -> OptimizerLike:
     """
     if optimizer is None:
         return None
-    groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, torch.device("cpu"))).param_groups
+    groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, HOST)).param_groups
     if any(group.get("fused", True) for group in groups):
         return None
     if isinstance(optimizer, Optimizer):
         return _by_fused_kernels(copy.copy(optimizer))
-    return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), torch.device("cpu")))
+    return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), HOST))
 
 
 def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:
@@ -139,7 +140,7 @@ def _without_storage(values: dict[str, Any]) -> dict[str, Any]:
     def stand_in(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return copy.copy(value)
-        if value.device.type == "cpu" and value.numel() == 1:
+        if is_on_host(value) and value.numel() == 1:
             return torch.tensor(value.item(), dtype=value.dtype).reshape(value.shape)
         return torch.empty_like(shard_of(value))
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST
 
 __all__ = ["eager_optimizers", "nonfinite_flags", "skips_on_device"]
 
@@ -47,7 +48,7 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     types.append(FakeTensor)
     compiler._is_compiling_flag = False
     if foreach:
-        module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+        module._get_foreach_kernels_supported_devices = lambda: [*devices(), HOST.type]
     try:
         yield
     finally:

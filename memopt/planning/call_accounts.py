@@ -21,8 +21,7 @@ from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fsdp import is_fully_sharded
-from memopt.device.libraries import start_libraries
-from memopt.device.workspace_cuda import library_workspaces
+from memopt.device.devices import device_of
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -104,12 +103,17 @@ class CallAccounts(ModelTerms):
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
         user says what lies elsewhere."""
         device = self.device()
-        if self.elsewhere.fixed_bytes is not None or device.type != "cuda":
+        if self.elsewhere.fixed_bytes is not None or not device_of(device).caching:
             return None
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
-            start_libraries(device)
-        return card_state(self.model, tensors_in(call), library_workspaces(self.card.major), device)
+            device_of(device).start_libraries(device)
+        return card_state(self.model, tensors_in(call), self._libraries, device)
+
+    @property
+    def _libraries(self) -> tuple[int, ...]:
+        """The bytes of the blocks that the card's libraries keep."""
+        return device_of(self.card).library_workspaces(self.card)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:
@@ -140,7 +144,7 @@ class CallAccounts(ModelTerms):
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
         with_state = options.optimizer is not None
         return Elsewhere(
-            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, card_major=self.card.major
+            self.model, options.budget_bytes, fixed_bytes, with_state=with_state, libraries=sum(self._libraries)
         )
 
 

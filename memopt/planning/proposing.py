@@ -12,6 +12,7 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.capture.fake_model import Narrowed
 from memopt.device import Hardware
+from memopt.device.devices import device_of
 from memopt.optimizers import (
     BF16_PARAMETERS,
     OPTIMIZER_IN_BACKWARD,
@@ -103,7 +104,7 @@ class Proposing:
         idle = set()
         if self.fused or gradients_held or self.low is torch.float16 or _has_ranks():
             idle.add(OPTIMIZER_IN_BACKWARD)
-        if self.card.name == "cpu":  # its memory is the host's: there is nothing to move
+        if device_of(self.card).is_host:  # its memory is the host's: there is nothing to move
             idle.add("offload_optimizer")
         if self.low is not torch.bfloat16:
             idle.add(BF16_PARAMETERS)

@@ -5,36 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from memopt.checks import free_memory
-from memopt.checks.free_memory import free_bytes
-
-CPU = torch.device("cpu")
+from memopt.device import host_memory
+from memopt.device.host_memory import free_host_bytes
 
 
 def test_the_limit_of_the_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    free = free_bytes(CPU)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    free = free_host_bytes()
     assert free is not None
     assert free > 2**20
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("3000\n")
-    assert free_bytes(CPU) == 2000
+    assert free_host_bytes() == 2000
     (tmp_path / "memory.current").write_text("6000\n")
-    assert free_bytes(CPU) == 0
+    assert free_host_bytes() == 0
 
 
 def test_no_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("3000\n")
-    free = free_bytes(CPU)
+    free = free_host_bytes()
     assert free is not None
     assert free > 2**20
 
 
 def test_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(free_memory, "_available", lambda: None)
-    assert free_bytes(CPU) is None
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_available", lambda: None)
+    assert free_host_bytes() is None

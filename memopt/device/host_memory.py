@@ -1,24 +1,16 @@
-"""The memory that is free now, on a GPU or on the host."""
+"""The memory of the host that is free now."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes of free memory on a device; None where that is not known.
-
-    On a GPU they include what torch's allocator has reserved and not handed out. On the host they are what Linux says
-    is available, within the limit of this container.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+def free_host_bytes() -> int | None:
+    """Bytes of free memory: what Linux says is available, within the limit of this container; None where that is not
+    known."""
     known = [nbytes for nbytes in (_available(), _left_of_container()) if nbytes is not None]
     return min(known, default=None)
 
