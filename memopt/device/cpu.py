@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import torch
 
 from memopt.compat.host import HOST
-from memopt.device.chip import LARGE, Chip
 from memopt.device.device import Device
-from memopt.device.hardware import Hardware, physical_bytes
-from memopt.device.host_memory import free_host_bytes
+from memopt.device.hardware import LARGE, Chip, Hardware, physical_bytes
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_cpu import CPU_RULES, converted, promoted
 from memopt.device.workspace_rules import SCALARS, by_rules
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class _Cpu(Device):
@@ -72,7 +73,23 @@ class _Cpu(Device):
 
     def free_bytes(self, device: torch.device) -> int | None:
         """What Linux says is available, within the limit of this container."""
-        return free_host_bytes()
+        known = [nbytes for nbytes in (_available(), _left_of_container()) if nbytes is not None]
+        return min(known, default=None)
+
+
+def _available() -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _left_of_container() -> int | None:
+    with suppress(OSError, ValueError):  # "max": no limit
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return max(0, limit - used)
+    return None
 
 
 CPU = _Cpu(HOST.type, is_host=True, generator_state_bytes=5056, foreach=False)

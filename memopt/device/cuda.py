@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from memopt.device.chip import LARGE, Chip
 from memopt.device.context_probe import measure_context_bytes
 from memopt.device.cuda_autocast import cuda_autocast_kernel
 from memopt.device.cuda_cards import CARDS, card_reported, reported_chip
 from memopt.device.device import Device
-from memopt.device.hardware import Hardware, physical_bytes
+from memopt.device.hardware import LARGE, Chip, Hardware, physical_bytes
 from memopt.device.libraries import start_libraries
 from memopt.device.library_run import library_run
 from memopt.device.op_call import OpCall

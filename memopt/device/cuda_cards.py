@@ -6,8 +6,7 @@ import re
 
 import torch
 
-from memopt.device.chip import Chip
-from memopt.device.hardware import Hardware, scaled_rate
+from memopt.device.hardware import Chip, Hardware, scaled_rate
 
 GIB = 1024**3
 TERA = 1e12

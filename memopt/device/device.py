@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from memopt.device.chip import LARGE, Chip
-from memopt.device.hardware import Hardware
+from memopt.device.hardware import LARGE, Chip, Hardware
 from memopt.device.op_call import OpCall
 from memopt.device.op_rehearsal import Rehearsal
 from memopt.device.workspace_rules import by_rules

@@ -6,13 +6,26 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memopt.device.chip import LARGE, Chip
 from memopt.solver import Link
 
 # Seconds to start a copy and to wait for it, beside those for its bytes; an assumption.
 _COPY_SECONDS = 20e-6
 # Room for offloaded activations on the host of a card that is not here, as a multiple of the card's memory.
 _HOST_SHARE = 2
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The multiprocessors of a card, by which its kernels are sized: their grids of thread blocks, and with them the
+    buffers that blocks share."""
+
+    multiprocessors: int
+    threads: int
+    """Threads that one multiprocessor runs at once."""
+
+
+LARGE = Chip(132, 2048)
+"""An H100's, for cards that are not known."""
 
 
 @dataclass(frozen=True)

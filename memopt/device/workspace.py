@@ -19,8 +19,8 @@ from memopt.compat.dispatch import plain_tensors
 from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, takes_unknown_bytes
 from memopt.compat.profiler import MemoryEvents
-from memopt.device.chip import LARGE, Chip
 from memopt.device.devices import device_of
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.op_flops import flop_formula
 from memopt.device.op_rehearsal import Rehearsal, rehearse

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from memopt.device.chip import Chip
+from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall, TensorSpec
 from memopt.device.workspace_reductions import reduction_bytes
 from memopt.device.workspace_rules import (

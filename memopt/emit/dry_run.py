@@ -12,8 +12,8 @@ from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import HigherOrderOperator
 from memopt.device.block_calls import BlockCalls
-from memopt.device.chip import LARGE, Chip
 from memopt.device.devices import DEVICES, device_of
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, rehearsal
 from passes.ops.offload_ops import COPY_OUT

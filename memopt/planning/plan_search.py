@@ -13,11 +13,10 @@ from memopt.optimizers import ProposalSet, Wanted, least_with_proposals
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import plain_row, schedule_rows, writes_over
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE, LeverSet
-from memopt.show.rows import ReceiptRow
 
 Candidate = tuple[LeverSet, Captured, Account]
 """A lever set, the call rewritten by it, and the account of its step."""

@@ -9,9 +9,8 @@ from memopt.account.breakdown import Breakdown, breakdown
 from memopt.planning.captured import Captured
 from memopt.planning.levers import RECOMPUTE
 from memopt.planning.on_card import on_card
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.rewrite import OFFLOAD_ACTIVATIONS, REINPLACE
-from memopt.show.rows import ReceiptRow
 from memopt.solver import Schedule
 
 

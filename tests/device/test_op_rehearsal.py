@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.device.chip import LARGE
+from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
 from memopt.device.workspace import estimate_workspace, rehearsal
 from passes.ops.chunked_cross_entropy import chunk_rows

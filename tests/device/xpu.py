@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memopt.device import Device, Hardware
-from memopt.device.chip import LARGE, Chip
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import OpCall
 from memopt.device.workspace_rules import by_rules, output_bytes
 
