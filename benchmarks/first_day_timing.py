@@ -15,7 +15,7 @@ import memopt
 from benchmarks.gpu_methods import Method, adamw
 from benchmarks.gpu_models import Candidate, made
 from memopt.account.account import distinct_bytes
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 from memopt.errors import GIB
 
 STEPS, WARM = 20, 3

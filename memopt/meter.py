@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.host import HOST
 from memopt.compat.profiler import MemoryEvents
 from memopt.compat.storages import storages_of
 from memopt.compat.subclasses import is_wrapper
+from memopt.device.devices import DEVICES, device_in_use, device_of
 
 GB = 1024**3
 
@@ -57,10 +59,11 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         if self._events is not None or self._allocated is not None:
             raise RuntimeError("this meter has been used: measure_peak() makes a new one for each block")
-        if self.device.type == "cuda":
-            _cuda_meters.enter(self.device)
-            self._resident = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        kind = device_of(self.device)
+        if kind.caching:
+            _counted_meters.enter(self.device)
+            self._resident = kind.allocated_bytes(self.device)
+            kind.reset_peak(self.device)
             return self
         blocks = resident_cpu_blocks()
         events = MemoryEvents()
@@ -78,14 +81,14 @@ class PeakMeter:
             inside = islice(self._events.stop(), self._blocks, None)
             self._allocated = max(0, max(accumulate(inside), default=0))
             self._events = None
-            if not (self._defaulted and _cuda_in_use()):
+            used = device_in_use()
+            if not self._defaulted or used == HOST:
                 return
-            # CUDA was initialized inside the block: nothing was allocated before, so CUDA's own peak is the block's.
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            self._resident = 0
+            # The card was first used inside the block: nothing was allocated before, so its own peak is the block's.
+            self.device, self._resident = used, 0
         else:
-            _cuda_meters.leave(self.device)
-        self._allocated = max(0, torch.cuda.max_memory_allocated(self.device) - self._resident)
+            _counted_meters.leave(self.device)
+        self._allocated = max(0, device_of(self.device).peak_bytes(self.device) - self._resident)
 
     def _check_ended(self) -> int:
         if self._allocated is None:
@@ -129,7 +132,7 @@ def resident_cpu_blocks() -> dict[int, int]:
 
     Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
     """
-    return blocks_of(live_objects(torch.Tensor), torch.device("cpu"))
+    return blocks_of(live_objects(torch.Tensor), HOST)
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
@@ -196,8 +199,9 @@ def _address(storage: torch.UntypedStorage) -> int:
         return 0
 
 
-class _CudaMeters:
-    """The CUDA devices that are being metered. A second meter would reset the statistics that the first one reads."""
+class _CountedMeters:
+    """The devices that are being metered by their allocator's statistics. A second meter would reset those that the
+    first one reads."""
 
     def __init__(self) -> None:
         self._active: set[torch.device] = set()
@@ -214,19 +218,13 @@ class _CudaMeters:
             self._active.discard(device)
 
 
-_cuda_meters = _CudaMeters()
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+_counted_meters = _CountedMeters()
 
 
 def _meter_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if _cuda_in_use() else torch.device("cpu")
+        return device_in_use()
     named = torch.device(device)
-    if named.type not in ("cpu", "cuda"):
-        raise ValueError(f"measure_peak meters 'cpu' and 'cuda' devices, not {str(named)!r}")
-    if named.type == "cuda" and named.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return named
+    if named.type not in DEVICES:
+        raise ValueError(f"measure_peak meters {' and '.join(map(repr, DEVICES))} devices, not {str(named)!r}")
+    return device_of(named).current() if named.index is None else named

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
 from memopt.compat.subclasses import has_no_storage, is_wrapper, special_kind, with_memory
+from memopt.device.devices import device_of
 from passes.ops.fp8_history import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
@@ -237,7 +239,7 @@ class CallState:
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
         """The copies on a device, other than the CPU, of what can be undone now in `model`."""
-        states = [state for state in cls._alive if state.model() is model and state.device.type != "cpu"]
+        states = [state for state in cls._alive if state.model() is model and not device_of(state.device).is_host]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
     def undo(self) -> bool:
@@ -264,7 +266,7 @@ def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of a tensor, if it is small: on the CPU in memory of numpy's."""
     if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
         return None
-    if tensor.device.type != "cpu" or tensor.dtype not in _OF_NUMPY:
+    if not is_on_host(tensor) or tensor.dtype not in _OF_NUMPY:
         return tensor.detach().clone()
     return torch.from_numpy(tensor.detach().numpy().copy())
 
@@ -310,23 +312,23 @@ def _has_version(tensor: torch.Tensor) -> bool:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the tensor in host memory."""
-    return tensor.detach().to("cpu", copy=True)
+    return tensor.detach().to(HOST, copy=True)
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of Python, numpy and torch (CPU, and CUDA for a CUDA device).
+    """The states of the generators of Python, numpy and torch (the host's, and that of another device).
 
     That of torch's CPU generator is a copy of the generator: its state as a tensor would be memory of the step.
     """
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), cuda
+    own = device_of(device).generator_state(device)
+    return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
 
 
 def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
     """Sets the generators to states that `generator_states` returned for the same device."""
-    python, numpy, cpu, cuda = states
+    python, numpy, host, own = states
     random.setstate(python)
     np.random.set_state(numpy)
-    torch.set_rng_state(cpu.get_state())
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
+    torch.set_rng_state(host.get_state())
+    if own is not None:
+        device_of(device).set_generator_state(device, own)

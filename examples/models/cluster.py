@@ -15,9 +15,8 @@ from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.device.cluster import check_cluster
 from memopt.planning.captured import Captured
-from memopt.planning.cluster_step import cluster_step
+from memopt.planning.cluster_step import ClusterStep, cluster_step
 from memopt.planning.on_card import on_card, without_allocator
-from memopt.show.cluster import ClusterStep
 
 _ROOMY_GB = 2.0**30
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.card_state import CardState
 from memopt.account.live_optimizer import LiveOptimizer
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.compat.storages import storage_key
 from memopt.compat.subclasses import has_no_storage, is_replicated, shard_of, with_memory
-from memopt.device.hardware_table import Hardware
-from memopt.device.workspace_cuda import library_workspaces
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware
 from memopt.training_state import undo_bytes
 
 # Bytes for scalars and small constants that torch holds beside the graph's tensors.
@@ -91,6 +90,12 @@ class Account:
         return fixed + held + beside + self.lowering + allocator
 
     @property
+    def caching(self) -> bool:
+        """Whether torch's caching allocator gives out the step's memory, so that what it needs beyond the bytes asked
+        for is found by a replay: on devices beside whose memory a context lies (`Device.caching`)."""
+        return self.context > 0
+
+    @property
     def uncounted_bytes(self) -> int:
         """Bytes of the account that `torch.cuda.max_memory_allocated` does not count."""
         return self.context + self.fragmentation
@@ -126,11 +131,11 @@ def account_of(
     the optimiser steps, of any call: it has no state for the others but what an instance has already. `live` is the
     optimiser of that class that will step them, where it is there already. `count` counts what an optimiser holds.
 
-    On CUDA, tensors count in blocks of 512 bytes. The allocator's rounding and fragmentation are 0 here: they are known
-    once there is a schedule (`memopt.planning.on_card`).
+    Tensors count in the device's blocks, on CUDA of 512 bytes. The allocator's rounding and fragmentation are 0 here:
+    they are known once there is a schedule (`memopt.planning.on_card`).
     """
-    on_cuda = card.name != "cpu"
-    block = _block_bytes(card)
+    device = device_of(card)
+    block = device.block_bytes
     parameters = list(model.parameters())
     steps = steps or trains
     trainable: list[torch.Tensor] = [parameter for parameter in parameters if parameter.requires_grad]
@@ -138,18 +143,18 @@ def account_of(
     idle = [parameter for parameter in trainable if not steps(parameter)]
     if live is not None:
         optimizer, trained, stepped = live.like(optimizer), live.in_order(trained), live.in_order(stepped)
-    optimizer_bytes = count(optimizer, stepped, "cuda" if on_cuda else "cpu", idle)
-    home = parameters[0].device
+    optimizer_bytes = count(optimizer, stepped, device.type, idle)
+    home, context = parameters[0].device, card.context_bytes if device.caching else 0
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
         parameters=distinct_bytes(parameters, block),
-        buffers=own - distinct_bytes(parameters, block) + (_COPIES * undo_bytes(model, block) if on_cuda else 0),
+        buffers=own - distinct_bytes(parameters, block) + (0 if device.is_host else _COPIES * undo_bytes(model, block)),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
         optimizer_temporaries=optimizer_bytes.step_temporary_bytes + _summed_bytes(trained),
         gradients=distinct_bytes(trained, block),
-        reserve=BOOKKEEPING_BYTES + (card.context_bytes + sum(library_workspaces(card.major)) if on_cuda else 0),
-        context=card.context_bytes if on_cuda else 0,
+        reserve=BOOKKEEPING_BYTES + context + sum(device.library_workspaces(card)),
+        context=context,
         trained=tuple(parameter.nbytes for parameter in trained),
         state_blocks=optimizer_bytes.state_blocks,
         optimizer_guess=optimizer_bytes.guess,
@@ -165,13 +170,9 @@ def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
 _SUMS = 3
 
 
-def _block_bytes(card: Hardware) -> int:
-    return 1 if card.name == "cpu" else ROUNDING_BYTES
-
-
 def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
     """The sum of sizes in bytes, each rounded up as the allocator of the card does."""
-    block = _block_bytes(card)
+    block = device_of(card).block_bytes
     return sum(-(-size // block) * block for size in sizes)
 
 

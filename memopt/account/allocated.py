@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memopt.compat.host import HOST
+from memopt.device.devices import device_of
+
 
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, whatever for.
@@ -19,11 +22,10 @@ def allocated_bytes(device: torch.device) -> int | None:
     them are Python's own. None where it is not known: with another C library than glibc 2.33 or later, and on other
     devices.
     """
-    if device.type == "cuda":
-        figures = torch.cuda.memory_stats(device)
-        # An allocator other than torch's own counts no requests.
-        return figures.get("requested_bytes.all.current") or figures.get("allocated_bytes.all.current", 0)
-    if device.type != "cpu" or (read := _mallinfo2()) is None:
+    kind = device_of(device)
+    if kind.caching:
+        return kind.requested_bytes(device)
+    if not kind.is_host or (read := _mallinfo2()) is None:
         return None
     info = read()
     return int(info.uordblks + info.hblkhd) or None  # 0 where another allocator stands in for that of glibc
@@ -44,7 +46,7 @@ class AllocationLimit:
     def bytes(self) -> int | None:
         """No less than all that is allocated now, mostly far more; None where that is not known, and on other devices
         than the CPU."""
-        if self._device.type != "cpu" or (mapped := _mapped_bytes()) is None:
+        if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
             if (allocatable := _allocatable_bytes()) is None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from memopt.account.card_state import BLOCK_BYTES, CardState, HeldSegment
+from memopt.account.card_state import CardState, HeldSegment
+from memopt.device.cuda import BLOCK_BYTES
 
 MB = 1024**2
 ROUNDING_BYTES = BLOCK_BYTES

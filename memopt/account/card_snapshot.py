@@ -15,6 +15,7 @@ from memopt.account.card_state import CardState, HeldSegment, Kind, merged
 from memopt.account.live_optimizer import steps_any
 from memopt.account.optimizer_state import state_tensors
 from memopt.compat.subclasses import with_memory
+from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects
 from memopt.training_state import CallState
 
@@ -24,21 +25,18 @@ _DEFAULT_POOL = 0, 0
 def card_state(
     model: nn.Module, inputs: Iterable[torch.Tensor], libraries: Sequence[int], device: torch.device
 ) -> CardState | None:
-    """The blocks of torch's caching allocator on a CUDA device now; None where it cannot be asked: another allocator is
-    in use, or a CUDA graph is being captured. Free segments are given back to the card first.
+    """The blocks of torch's caching allocator on a device now; None where it cannot be asked (`Device.segments`). Free
+    segments are given back to the card first.
 
     Args:
         inputs: those of the call that is planned.
         libraries: the bytes of the workspaces that cuBLAS may have allocated.
     """
-    if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
+    found = device_of(device).segments(device)
+    if found is None:
         return None
-    with torch.cuda.device(device):
-        torch.cuda.empty_cache()
-        stream = torch.cuda.current_stream().cuda_stream
-        segments = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
-    here = [segment for segment in segments if segment["device"] == (device.index or 0)]
-    return state_of(here, owners_of(model, inputs, device), libraries, stream)
+    segments, stream = found
+    return state_of(segments, owners_of(model, inputs, device), libraries, stream)
 
 
 @dataclass(frozen=True)

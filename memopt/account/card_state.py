@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
-BLOCK_BYTES = 512
-"""Every block of torch's allocator is a multiple of this."""
+from memopt.device.cuda import BLOCK_BYTES
 
 Kind = Literal["free", "given", "gradients", "state", "library", "other"]
 """What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimisers;

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST, is_on_host
 from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.compat.storages import storages_of
 from memopt.compat.subclasses import special_kind
+from memopt.device.devices import device_of
 from memopt.device.live_bytes import LiveBytes
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import eager_workspace_bytes
@@ -43,7 +44,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         most_bytes: float = math.inf,
         most_calls: float = math.inf,
     ) -> None:
-        super().__init__(block_bytes=1 if device_type == "cpu" else ROUNDING_BYTES, device_type=home)
+        super().__init__(block_bytes=device_of(device_type).block_bytes, device_type=home)
         self._stand_ins, self.most_bytes, self._calls_left = stand_ins, most_bytes, most_calls
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
@@ -69,7 +70,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         made = list(tensors_in(result))
         if not self._stand_ins and torch.Tag.nondeterministic_seeded in func.tags:
             return result
-        if not given and made and all(tensor.numel() == 1 and tensor.device.type == "cpu" for tensor in made):
+        if not given and made and all(tensor.numel() == 1 and is_on_host(tensor) for tensor in made):
             return _run_real(func, args, kwargs)
         return result
 
@@ -116,7 +117,7 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     not ask for their device."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", "meta")
+        super().__init__(HOST.type, "meta")
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -138,11 +139,11 @@ class TensorsTooLarge(TooManyBytes):
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and tensor.numel() == 1 and tensor.device.type == "cpu"
+    return not isinstance(tensor, FakeTensor) and tensor.numel() == 1 and is_on_host(tensor)
 
 
 def _names_other_device(arguments: Iterable[Any]) -> bool:
-    return any(isinstance(value, torch.device) and value.type != "cpu" for value in arguments)
+    return any(isinstance(value, torch.device) and value.type != HOST.type for value in arguments)
 
 
 def _stand_in_number(fake: torch.Tensor) -> Any:

@@ -12,10 +12,10 @@ from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import allocated_bytes
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.live_optimizer import LiveOptimizer, steps_any
 from memopt.account.optimizer_copy import held_tensors
 from memopt.compat.subclasses import with_memory
+from memopt.device.devices import device_of
 from memopt.meter import blocks_of, live_objects
 from memopt.units import size
 
@@ -73,7 +73,7 @@ def look(
     parameters = list(model.parameters())
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
-    block = ROUNDING_BYTES if device.type == "cuda" else 1
+    block = device_of(device).block_bytes
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own_blocks = blocks_of(with_memory([*parameters, *gradients, *model.buffers(), *own]), device)
     states = (tensor for optimizer in optimizers for tensor in held_tensors(optimizer))
@@ -88,7 +88,7 @@ def look(
     other = sum(-(-nbytes // block) * block for nbytes in beside.values())
     state_bytes = sum(-(-nbytes // block) * block for nbytes in state.values())
     other += others_bytes
-    if device.type == "cuda":
+    if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own_blocks.items() if address in buckets)
         bucket_rest = max(0, bucket_bytes - in_buckets)  # which gradients are no views of
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest

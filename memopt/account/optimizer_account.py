@@ -17,8 +17,10 @@ from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import Layout, OptimizerLike, on_meta, optimizer_on_fakes, parameters_of, step
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.subclasses import shard_of
+from memopt.device.devices import device_of
 from memopt.device.workspace_rules import SCALARS
 
 # The step number of a late step, which may differ from the first ones: RAdam's first steps are plain momentum.
@@ -67,7 +69,7 @@ def optimizer_account(
         parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` count nothing.
             An instance's own parameters take their place.
         idle: those of an instance's parameters that have no gradient when it steps; what state it has for them counts.
-        device_type: where the step will run, "cpu" or "cuda"; by default the device of the parameters (CPU for meta).
+        device_type: the type of device where the step will run; by default the device of the parameters (CPU for meta).
 
     Raises:
         ValueError: for an unknown name, for LBFGS and SparseAdam, or one that cannot be made from the parameters alone.
@@ -77,7 +79,7 @@ def optimizer_account(
     given = parameters_of(optimizer) if isinstance(optimizer, Optimizer) else list(parameters)
     still = set(map(id, idle))
     trained = [parameter for parameter in given if parameter.requires_grad and id(parameter) not in still]
-    device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), "cpu")
+    device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), HOST.type)
     if isinstance(optimizer, (str, type)):
         shards = map(shard_of, trained)
         layouts = tuple((shard.shape, shard.stride(), shard.dtype) for shard in shards)
@@ -97,12 +99,12 @@ def _account_of_class(
 def _account_of(
     optimizer: OptimizerLike, trained: list[torch.Tensor], device_type: str, idle: Sequence[torch.Tensor] = ()
 ) -> OptimizerAccount:
-    if device_type == "cpu" and trained and _takes_singly(optimizer):
+    if device_of(device_type).is_host and trained and _takes_singly(optimizer):
         found = _one_by_one(optimizer, trained)
         if found is not None:
             return found
     # A build of torch for the CPU alone cannot run all operators on fakes of other devices: some need the driver.
-    for home in dict.fromkeys((device_type, "cpu")):
+    for home in dict.fromkeys((device_type, HOST.type)):
         try:
             return _tried(optimizer, trained, device_type, home, idle)
         except _TrialError as error:
@@ -151,7 +153,7 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
         if most[one, following] <= temporaries:
             break
-        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], "cpu", home="meta")  # two, also if alike
+        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], HOST.type, home="meta")  # two, also if alike
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
@@ -169,10 +171,10 @@ def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dic
         if parameter.is_contiguous() and parameter.numel() > 1:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         else:
-            found[_kind(parameter)] = _tried(optimizer, [parameter], "cpu", home="meta")
+            found[_kind(parameter)] = _tried(optimizer, [parameter], HOST.type, home="meta")
     for alike in by_dtype.values():
         fewest, most = (end(alike, key=torch.Tensor.numel) for end in (min, max))
-        ends = [_tried(optimizer, [parameter], "cpu", home="meta") for parameter in dict.fromkeys((fewest, most))]
+        ends = [_tried(optimizer, [parameter], HOST.type, home="meta") for parameter in dict.fromkeys((fewest, most))]
         for parameter in alike:
             part = (parameter.numel() - fewest.numel()) / max(1, most.numel() - fewest.numel())
             found[_kind(parameter)] = _between(ends[0], ends[-1], part)
@@ -203,10 +205,9 @@ def _tried(
     idle: Sequence[torch.Tensor] = (),
 ) -> OptimizerAccount:
     """The account from steps on fakes on the device `home`, with the implementation and kernels of `device_type`."""
-    most_calls = _MOST_CALLS * (1 + len(trained))
+    device, most_calls = device_of(device_type), _MOST_CALLS * (1 + len(trained))
     count = MetaBytes() if home == "meta" else EagerBytes(device_type, home, most_calls=most_calls)
-    foreach = device_type != "cpu"
-    with optimizer_on_fakes(optimizer, trained, count, home, foreach=foreach, idle=idle) as on_fakes:
+    with optimizer_on_fakes(optimizer, trained, count, home, foreach=device.foreach, idle=idle) as on_fakes:
         name = type(on_fakes).__name__
         refuse(on_fakes)
         if not trained:
@@ -220,7 +221,7 @@ def _tried(
         held = dict.fromkeys([*state_tensors(on_fakes), *held_tensors(on_fakes)])
         blocks = tuple(tensor.nbytes for tensor in held if count.has_counted(tensor))
         state = count.live_bytes - moved - made
-        return OptimizerAccount(state, temporaries, name, blocks if device_type != "cpu" else ())
+        return OptimizerAccount(state, temporaries, name, blocks if device.caching else ())
 
 
 def refuse(optimizer: Optimizer) -> None:

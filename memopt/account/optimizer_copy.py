@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.host import is_on_host
 from memopt.compat.optim import wrapped_by_scheduler
 from memopt.compat.subclasses import shard_of, with_memory
 
@@ -117,7 +118,7 @@ class OptimizerCopy:
         return same
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        if value.device.type == "cpu" and value.numel() == 1 and not isinstance(value, torch.nn.Parameter):
+        if is_on_host(value) and value.numel() == 1 and not isinstance(value, torch.nn.Parameter):
             with plain_tensors():
                 same = value.detach().clone()
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memopt.compat.host import HOST
 from memopt.compat.pytree import tree_leaves, tree_map
 
 
@@ -33,7 +34,7 @@ class OptimizerState:
         written = {id(tensor): tensor for tensor in [*parameters, *state_tensors(optimizer)]}
         return cls(
             optimizer,
-            tuple((tensor, tensor.detach().to("cpu", copy=True)) for tensor in written.values()),
+            tuple((tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()),
             {key: _same_tensors(value) for key, value in optimizer.state.items()},
             tuple(dict(group) for group in optimizer.param_groups),
         )

@@ -15,6 +15,7 @@ from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_copy import Fakes, OptimizerCopy, bare_copy
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.host import HOST
 from memopt.compat.optim import eager_optimizers
 from memopt.compat.subclasses import shard_of
 
@@ -90,12 +91,12 @@ def fused(optimizer: OptimizerLike) -> OptimizerLike:
     """
     if optimizer is None:
         return None
-    groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, torch.device("cpu"))).param_groups
+    groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, HOST)).param_groups
     if any(group.get("fused", True) for group in groups):
         return None
     if isinstance(optimizer, Optimizer):
         return _by_fused_kernels(bare_copy(optimizer))
-    return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), torch.device("cpu")))
+    return lambda parameters: _by_fused_kernels(trial(optimizer, dict(enumerate(parameters)), HOST))
 
 
 def _by_fused_kernels(optimizer: Optimizer) -> Optimizer:

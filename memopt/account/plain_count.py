@@ -17,6 +17,7 @@ from memopt.capture.inputs import Call, copied, fake_call, replaced_tensors, ten
 from memopt.capture.rehearsal import without_gradients
 from memopt.compat.autograd import depends_on_earlier, gradients_kept, has_hooks, leaves_of, next_node_number
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.host import is_on_host
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.storages import storages_of
@@ -24,6 +25,7 @@ from memopt.compat.subclasses import special_kind
 from memopt.compat.true_strides import correct_strides
 from memopt.compat.uncomputed import reads_raise, same_memory
 from memopt.device import Hardware
+from memopt.device.devices import device_of
 from memopt.training_state import undone
 
 READS_MARGIN = 4
@@ -66,7 +68,7 @@ def count_plain_step(
     if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
         return None
     with torch.enable_grad(), undone(model), without_backward_hooks(model):
-        if card.name == "cpu":
+        if device_of(card).is_host:
             try:
                 step = _count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=most_bytes)
             except TensorsTooLarge:
@@ -126,8 +128,7 @@ def _count_on_fakes(
             if gradients_held:
                 for fake in fakes.values():
                     fake.grad = torch.empty_like(fake) if fake.requires_grad else None
-            kernels_of = "cpu" if card.name == "cpu" else "cuda"
-            count = EagerBytes(kernels_of, home.type, stand_ins=False, most_bytes=most_bytes)
+            count = EagerBytes(card.device_type, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
                 return _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs))
     except ValueIsRead:
@@ -152,7 +153,7 @@ def count_on_values(
     try:
         args, kwargs = copied(call)
         most_bytes -= sum(storage.nbytes() for tensor in tensors_in((args, kwargs)) for storage in storages_of(tensor))
-        count = RealBytes("cpu" if card.name == "cpu" else "cuda", home.type, most_bytes=most_bytes)
+        count = RealBytes(card.device_type, home.type, most_bytes=most_bytes)
         with torch.enable_grad(), undone(model), without_gradients(model), without_backward_hooks(model):
             own = {tensor: tensor for tensor in (*model.parameters(), *model.buffers())}
             step = _counted(count, own, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), others_too=False)
@@ -203,7 +204,7 @@ def _counted(
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, and has values on the CPU or none."""
     own = type(tensor) in (torch.Tensor, nn.Parameter) and not special_kind(tensor)
-    return own and tensor.device.type in ("cpu", "meta")
+    return own and (is_on_host(tensor) or tensor.is_meta)
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:

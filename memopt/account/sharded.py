@@ -14,7 +14,7 @@ from torch import nn
 from memopt.account.account import Account, in_blocks
 from memopt.account.optimizer_account import optimizer_account
 from memopt.device.cluster import Cluster
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 
 REDUCED = torch.float32
 """The dtype in which gradients are summed over the cards."""
@@ -106,7 +106,7 @@ class Sharding:
         """The account of one card, from that of the whole step: shards in place of whole parameters, gradients and
         optimiser state, and what is gathered and exchanged."""
         trained = self.shards(one for one in self.parameters if one.requires_grad and trains(one))
-        state = optimizer_account(optimizer, trained, "cpu" if card.name == "cpu" else "cuda")
+        state = optimizer_account(optimizer, trained, card.device_type)
         return replace(
             account,
             parameters=in_blocks((shard.nbytes for shard in self.shards(self.parameters)), card),

@@ -13,12 +13,13 @@ import torch
 from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.host import HOST
 from memopt.compat.operators import makes_unknown_bytes, schema_of
 from memopt.compat.pytree import tree_flatten, tree_unflatten
 from memopt.compat.true_strides import correct_strides, may_differ
 from memopt.compat.uncomputed import protected, uncomputed
 from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import estimate_workspace
 
 _COMPUTED_BYTES = 1024**2
 """Integers and masks of up to this size are computed, where they follow from such alone."""
@@ -35,7 +36,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, most_bytes: float) -> None:
-        super().__init__("cpu", "cpu", stand_ins=False, most_bytes=most_bytes)
+        super().__init__(HOST.type, HOST.type, stand_ins=False, most_bytes=most_bytes)
         self.reads = False
         self._kernels: dict[OpCall, _Kernel] = {}
         self._workspace_bytes = 0
@@ -46,7 +47,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         """A leaf of the same layout, to be left out of the count: a copy of small integers and masks, zeros where those
         are on "meta", and an uncomputed tensor for others."""
         if _is_known_kind(tensor):
-            return protected(torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone())
+            return protected(torch.zeros_like(tensor, device=HOST) if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -94,7 +95,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
             if not may_differ(call.op, tensors_in((args, list(kwargs.values())))):
                 return args, kwargs, call.op(*args, **kwargs)
             with self._fakes:
-                args, kwargs = call.make_arguments("cpu")
+                args, kwargs = call.make_arguments(HOST.type)
                 return args, kwargs, call.op(*args, **kwargs)
 
     @cached_property
@@ -159,7 +160,7 @@ class _Kernel:
             any(tensor.untyped_storage() in own for tensor in new),
             not (written or seeded) and all(map(_is_known_kind, new)),
             sum(tensor.untyped_storage().nbytes() for tensor in new),
-            estimate_workspace(describe(call.op, args, kwargs, found), "cpu"),
+            estimate_workspace(describe(call.op, args, kwargs, found), HOST.type),
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from memopt.capture.cuda_autocast import cuda_autocast_kernel
 from memopt.compat.dispatch import (
     TorchDispatchMode,
     autocast_kernel,
@@ -17,13 +16,14 @@ from memopt.compat.dispatch import (
     without_torch_functions,
 )
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
+from memopt.compat.host import HOST
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.storages import is_view, storage_key
+from memopt.device.devices import DEVICES, device_of
 from passes.ops.data_attribute import DATA
 
 aten = torch.ops.aten
-_DEVICES = ("cpu", "cuda")
 
 
 class Untraceable(Exception):
@@ -37,8 +37,8 @@ class AuthorModes:
     Under `no_grad` the operator gets detached arguments. Under autocast the dispatcher's own autocast kernel runs, and
     its casts and its final call are traced one by one; composite operators that autocast reaches into are decomposed.
     Autocast's cache is reproduced as well: one cast shared by all uses of a weight determines the dtype in which its
-    gradients are summed. With `planned_for` "cuda", operators on CPU tensors are cast as CUDA's autocast would cast
-    them.
+    gradients are summed. Operators on the host's tensors are cast as the autocast of the device type `planned_for`
+    would cast them.
     """
 
     def __init__(self, mode: FakeTensorMode, planned_for: str = "") -> None:
@@ -82,8 +82,8 @@ class AuthorModes:
         device = _autocast_device(args, kwargs)
         if device is None:
             return self._cached_cast(trace, func, args, kwargs) if self._in_kernel else trace(func, args, kwargs)
-        if device == "cpu" and self.planned_for == "cuda":
-            kernel = cuda_autocast_kernel(func, torch.get_autocast_dtype(device))
+        if device == HOST.type and self.planned_for not in ("", device):
+            kernel = device_of(self.planned_for).autocast_kernel(func, torch.get_autocast_dtype(device))
             return trace(func, args, kwargs) if kernel is None else self._within(within, kernel, args, kwargs)
         kernel = autocast_kernel(func, device)
         if kernel is None:
@@ -173,18 +173,18 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def autocast_is_on() -> bool:
     """Whether autocast is active for any device."""
-    return any(map(torch.is_autocast_enabled, _DEVICES))
+    return any(map(torch.is_autocast_enabled, DEVICES))
 
 
 def autocast_state() -> str:
     """A text that identifies the active autocast: device types, dtypes and cache; empty without autocast."""
-    types = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+    types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
     return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
 
 
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
     """The type of the device whose autocast applies to a call; None where none does."""
-    on = [device for device in reversed(_DEVICES) if torch.is_autocast_enabled(device)]
+    on = [device for device in reversed(DEVICES) if torch.is_autocast_enabled(device)]
     if not on:
         return None
     types = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}

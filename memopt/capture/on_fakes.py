@@ -16,6 +16,7 @@ from memopt.capture.region import CapturedCall, RecordedRegion
 from memopt.capture.rehearsal import Rehearsal, as_run_later, rehearse
 from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode
+from memopt.compat.host import HOST
 from memopt.training_state import Attributes, generator_states, set_generators
 
 
@@ -77,7 +78,7 @@ def _capture_regions(
 ) -> CapturedCall:
     """The regions of a call on fakes that is not one graph, for that `reason`; runs its Python code."""
     args, kwargs = call
-    cpu = torch.device("cpu")  # fakes draw from no generator of another device
+    cpu = HOST  # fakes draw from no generator of another device
     rehearsal: Rehearsal
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from memopt.compat.fsdp import is_fully_sharded
+from memopt.compat.host import is_on_host
 from memopt.compat.subclasses import is_sharded
 from memopt.errors import CaptureError
 
@@ -52,4 +53,4 @@ def _draws_shards(node: fx.Node) -> bool:
     if node.op == "placeholder" or not isinstance(value, torch.Tensor) or not is_sharded(value):
         return False
     name = str(getattr(node.target, "__name__", node.target))
-    return value.device.type != "cpu" and any(word in name for word in _DRAWS)
+    return not is_on_host(value) and any(word in name for word in _DRAWS)

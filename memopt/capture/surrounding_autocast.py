@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-_DEVICES = ("cpu", "cuda")
+from memopt.device.devices import DEVICES
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SurroundingAutocast:
     @classmethod
     def now(cls) -> SurroundingAutocast:
         """The present state."""
-        on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
+        on = (device for device in DEVICES if torch.is_autocast_enabled(device))
         return cls(
             tuple((device, torch.get_autocast_dtype(device)) for device in on), torch.is_autocast_cache_enabled()
         )
@@ -35,7 +35,7 @@ class SurroundingAutocast:
         present = SurroundingAutocast.now()
         wanted, given = dict(self.types), dict(present.types)
         with ExitStack() as blocks:
-            for device in _DEVICES:
+            for device in DEVICES:
                 if present.cached != self.cached or wanted.get(device) != given.get(device):
                     on = device in wanted
                     dtype = wanted.get(device)

@@ -27,6 +27,7 @@ from memopt.capture.operators import (
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.dispatch import without_autocast
 from memopt.compat.fakes import fresh_fakes
+from memopt.compat.host import HOST
 from memopt.compat.joint_trace import AotTrace, trace_region
 from memopt.compat.refused_dtypes import RaisingForRefusedDtypes
 from memopt.compat.symbols import data_symbols_of
@@ -72,7 +73,7 @@ def _autocast_to(dtype: torch.dtype | None, region: RecordedRegion) -> AbstractC
     if dtype is None or autocast_is_on():
         return nullcontext()
     tensors = (value for value in region.inputs if isinstance(value, torch.Tensor))
-    return torch.autocast(next((tensor.device.type for tensor in tensors), "cpu"), dtype=dtype)
+    return torch.autocast(next((tensor.device.type for tensor in tensors), HOST.type), dtype=dtype)
 
 
 def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:

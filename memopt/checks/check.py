@@ -11,11 +11,11 @@ from torch import nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK, output_bytes
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.account.optimizer_state import OptimizerState, state_tensors
 from memopt.capture.inputs import Call, as_call, check_device, tensors_in
 from memopt.checks.account_check import AccountCheck, AccountRow
 from memopt.checks.phases import PhaseMeter
+from memopt.device.devices import device_of
 from memopt.planning.module_rows import held_storages
 from memopt.planning.plan import Plan
 from memopt.price.price import RETURN_OUTPUTS
@@ -131,8 +131,8 @@ def _measure(
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gc.collect()
     resident = sum(fixed.values()) + _bytes_on(device, held)
-    if device.type == "cuda":  # the allocator also counts the workspaces of libraries, which are no tensor's
-        resident = max(resident, torch.cuda.memory_allocated(device) - elsewhere)
+    if (kind := device_of(device)).caching:  # it also counts the workspaces of libraries, which are no tensor's
+        resident = max(resident, kind.allocated_bytes(device) - elsewhere)
     with PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)
     forward, backward, step = meter.phases
@@ -163,7 +163,7 @@ def _train(
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     here = (tensor for tensor in tensors if tensor.device == device and tensor.layout == torch.strided)
-    return distinct_bytes(here, ROUNDING_BYTES if device.type == "cuda" else 1)
+    return distinct_bytes(here, device_of(device).block_bytes)
 
 
 def _checked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:

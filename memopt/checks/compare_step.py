@@ -14,10 +14,10 @@ from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.inputs import Call, as_call, check_device, copied, tensors_in
 from memopt.checks.accuracy import Accuracies, Accuracy
 from memopt.checks.comparison import Comparison, Difference
-from memopt.checks.free_memory import free_bytes
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, scaled
 from memopt.checks.reference_step import Exact, NoReference, float64_step
 from memopt.compat.autograd import post_accumulate_hooks
+from memopt.device.devices import device_of
 from memopt.progress import stage
 from memopt.rewrite.precision.plan import dtype_name
 from memopt.run.session import Session, session_of
@@ -159,7 +159,7 @@ def _exact(
     if reference == "fp32":
         return None
     start.restore()
-    needed, free = 2 * plain.run.peak_bytes, free_bytes(start.device)
+    needed, free = 2 * plain.run.peak_bytes, device_of(start.device).free_bytes(start.device)
     try:
         if reference == "auto" and (free is None or needed > free):
             known = "it is not known how much is free" if free is None else f"{size(free)} are free"

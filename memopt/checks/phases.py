@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from memopt.compat.profiler import MemoryEvents
+from memopt.device.devices import device_of
 from memopt.meter import resident_cpu_blocks
 
 # The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
@@ -38,9 +39,10 @@ class PhaseMeter:
         self._start = 0
 
     def __enter__(self) -> PhaseMeter:
-        if self._device.type == "cuda":
-            self._start = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
+        kind = device_of(self._device)
+        if kind.caching:
+            self._start = kind.allocated_bytes(self._device)
+            kind.reset_peak(self._device)
             return self
         there = resident_cpu_blocks()
         self._events.start()
@@ -51,17 +53,18 @@ class PhaseMeter:
 
     def end_phase(self) -> None:
         """End the present phase; the next begins with the bytes that it leaves."""
-        if self._device.type != "cuda":
+        kind = device_of(self._device)
+        if not kind.caching:
             self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
             return
-        peak, now = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
+        peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
         self.phases += (Phase(peak - self._start, now - self._start),)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        kind.reset_peak(self._device)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._device.type != "cuda":
+        if not device_of(self._device).caching:
             self.phases = _phases(self._events.stop()[self._start :])
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 
-import torch
-
 from memopt.cli.failures import UsageError
-from memopt.device import Hardware, hardware, hardware_of, known_hardware
+from memopt.compat.host import HOST
+from memopt.device import Hardware, device_here, hardware, hardware_of, known_hardware
 from memopt.errors import GIB
 
 HERE = ("cuda", "gpu")
@@ -23,7 +22,7 @@ def card_named(name: str | None) -> str | None:
     if name is None:
         return None
     if name.lower() in HERE:
-        if not torch.cuda.is_available():
+        if device_here() == HOST:
             raise UsageError(f"--device {name}: this machine has no CUDA device; name a card, such as rtx-4090")
         return None
     wanted = _plain(name)
@@ -49,7 +48,7 @@ def card(name: str | None) -> Hardware:
     """The rates and the memory of a card of the table; for None those of this machine's device."""
     if name is not None:
         return hardware(name)
-    return hardware_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return hardware_of(device_here())
 
 
 def budget_gb(written: str | None, name: str | None) -> float:

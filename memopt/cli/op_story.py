@@ -15,7 +15,7 @@ from rich.table import Table
 
 from memopt.cli.failures import UsageError
 from memopt.cli.op_precision import why_dtype
-from memopt.show.fates import WHY
+from memopt.show.step import WHY
 from memopt.units import duration, size
 from passes.graphs.node_facts import tensors
 

@@ -11,6 +11,7 @@ import torch
 from torch._C import DispatchKey
 
 from memopt.compat.dispatch import plain_tensors, without_torch_functions
+from memopt.compat.host import HOST, is_on_host
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.symbols import is_symbolic
 from passes.private import private
@@ -114,7 +115,7 @@ def _without_onednn() -> Iterator[None]:
 def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout with the bits of eager mode, on sizes of any kind, with a mask of one byte an element."""
     empty = not is_symbolic(value) and value.numel() == 0
-    if train and 0 < p < 1 and value.device.type == "cpu" and value.dtype.is_floating_point and not empty:
+    if train and 0 < p < 1 and is_on_host(value) and value.dtype.is_floating_point and not empty:
         return _Dropout.apply(value, p)  # type: ignore[no-untyped-call]
     return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, value, p, train)
 
@@ -151,7 +152,7 @@ def _noise(kept: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
 def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
     """Whether `native_dropout`, and whether its backward, give the products of eager mode's dropout."""
     with plain_tensors(), without_torch_functions(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        values = torch.linspace(1, 2, _SAMPLE, dtype=torch.float64, device="cpu").to(dtype)
+        values = torch.linspace(1, 2, _SAMPLE, dtype=torch.float64, device=HOST).to(dtype)
         result, kept = torch.native_dropout(values, p, True)
         expected = values * _noise(kept, p, dtype)
         forward = torch.equal(expected, result)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.compat.host import is_on_host
 from memopt.compat.subclasses import is_sharded
 from passes.private import private
 
@@ -107,7 +108,7 @@ def _digest(value: object) -> str:
 
 def _stage(tensor: torch.Tensor) -> None:
     """Allocate and free what gloo does in an exchange of tensors on the CPU: a copy of the larger one."""
-    if tensor.device.type == "cpu":
+    if is_on_host(tensor):
         torch.empty_like(tensor)
 
 

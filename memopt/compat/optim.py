@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor
+from memopt.compat.host import HOST
 from passes.private import private
 
 PRIVATE_NAMES = (
@@ -61,7 +62,7 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     types.append(FakeTensor)
     compiler._is_compiling_flag = False
     if foreach:
-        module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+        module._get_foreach_kernels_supported_devices = lambda: [*devices(), HOST.type]
     hooks = module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
     module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks = {}, {}
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler, profiler_legacy
 
+from memopt.compat.host import HOST
 from passes.private import private
 
 # The legacy profiler (`_enable_profiler_legacy`, `profile._start_trace`) may be missing: see below.
@@ -39,11 +40,11 @@ class MemoryEvents:
     """Records the memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
 
     Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
-    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. `device_type` is "cpu"
-    or "cuda", whose blocks are in the sizes in which its allocator gives them out.
+    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. On a `device_type`
+    other than the host's, blocks are in the sizes in which its allocator gives them out.
     """
 
-    def __init__(self, device_type: str = "cpu", *, legacy: bool = LEGACY_PROFILER) -> None:
+    def __init__(self, device_type: str = HOST.type, *, legacy: bool = LEGACY_PROFILER) -> None:
         self._legacy, self._device_type = legacy, device_type
         kineto: dict[str, Any] = {} if legacy else {"use_kineto": True}
         self._profile: Any = (profiler_legacy if legacy else profiler).profile(profile_memory=True, **kineto)
@@ -86,7 +87,7 @@ class MemoryEvents:
         if len(threads) > 1:
             begin = next(r for r in chain.from_iterable(threads) if r.name() == "__start_profile")
             memory.sort(key=begin.cpu_elapsed_us)
-        usage = [r.cpu_memory_usage() if self._device_type == "cpu" else r.cuda_memory_usage() for r in memory]
+        usage = [getattr(r, f"{self._device_type}_memory_usage")() for r in memory]
         return [nbytes for nbytes in usage if nbytes]
 
 

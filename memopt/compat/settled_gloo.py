@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from memopt.compat.fsdp import groups_of
+from memopt.compat.host import HOST
 from memopt.compat.storages import users_of
 from passes.private import private
 
@@ -38,7 +39,7 @@ def settle(model: nn.Module) -> None:
     """Have the parts of a model that `fully_shard` was applied to, and that exchange by gloo in FSDP2's own way, wait
     for gloo's threads after each exchange."""
     for group in groups_of(model):
-        if group.device.type == "cpu" and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
+        if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
             gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
             if type(gather).__name__ == "DefaultAllGather":
                 group._all_gather_comm = _Gather(gather)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memopt.compat.host import HOST
 from passes.private import private
 
 # By the first, kernels that would write to a tensor, and code that asks for its address, raise `RuntimeError`; the
@@ -27,8 +28,8 @@ def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
     storages lie in the same pages, which can only be read, and are zero."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), torch.device("cpu"), nbytes)
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), HOST, nbytes)
+    tensor = torch.empty(0, dtype=dtype, device=HOST)
     return protected(tensor.set_(storage, 0, tuple(size), tuple(stride)))
 
 

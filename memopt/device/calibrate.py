@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
 
-from memopt.device.chip import LARGE
-from memopt.device.hardware_table import Hardware, hardware, reported_chip, scaled_rate
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware, scaled_rate
 from passes.ops.fp8_formats import E4M3, quantize
 from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS
@@ -27,9 +27,9 @@ def measure_hardware(
 
     On a GPU, copies to the host and back, both at once, are timed too.
     """
-    on_cuda = device.type == "cuda"
-    size = 4096 if on_cuda else 512
-    large = torch.ones(2**27 if on_cuda else 2**24, device=device)
+    kind = device_of(device)
+    size = 512 if kind.is_host else 4096
+    large = torch.ones(2**24 if kind.is_host else 2**27, device=device)
     target = torch.empty_like(large)
     small = torch.ones(1, device=device)
     flops: dict[str, float] = {}
@@ -40,28 +40,20 @@ def measure_hardware(
     flops |= _scaled_rates(size, device)
     bytes_per_second = _copy_rate(target, large, device)
     cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
-    name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
-    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else hardware("cpu").memory_bytes
-    chip = reported_chip(device) if on_cuda else LARGE
-    return Hardware(
-        name=name,
+    reported = kind.reported(device)
+    return replace(
+        reported,
         flops=flops,
         bytes_per_second=bytes_per_second,
         launch_seconds=_seconds(lambda: torch.add(small, 1), device, repeats=100),
-        memory_bytes=total,
-        source=f"measured on {name} with torch {torch.__version__}",
+        source=f"measured on {reported.name} with torch {torch.__version__}",
         flops_efficiency=1.0,
         bandwidth_efficiency=1.0,
-        link_bytes_per_second=_link_rate(device) if on_cuda else 0.0,
+        link_bytes_per_second=_link_rate(device),
         link_efficiency=_LINK_SHARE,
         cached_bytes=cached_bytes,
         cached_bytes_per_second=cached_rate,
-        between_seconds=0.0 if on_cuda else _between_kernels(small),
-        major=torch.cuda.get_device_capability(device)[0] if on_cuda else 0,
-        least_moved_bytes=2**20 if on_cuda else 4096,
-        host_bytes=hardware("cpu").memory_bytes // 2,
-        multiprocessors=chip.multiprocessors,
-        threads_per_multiprocessor=chip.threads,
+        between_seconds=_between_kernels(small) if kind.is_host else 0.0,
     )
 
 
@@ -114,34 +106,20 @@ def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
 
 
 def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
-    """Bytes per second, in each direction, between a GPU and pinned host memory while both directions are busy."""
-    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    stream: Any = torch.cuda.Stream
-    streams = [stream(device) for _ in range(2)]
-
-    def there_and_back() -> None:
-        with torch.cuda.stream(streams[0]):
-            hosts[0].copy_(values[0], non_blocking=True)
-        with torch.cuda.stream(streams[1]):
-            values[1].copy_(hosts[1], non_blocking=True)
-
-    return nbytes / _seconds(there_and_back, device)
+    """Bytes per second, in each direction, between a GPU and pinned host memory while both directions are busy; 0
+    without a link."""
+    there_and_back = device_of(device).there_and_back(device, nbytes)
+    return 0.0 if there_and_back is None else nbytes / _seconds(there_and_back, device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
     """Seconds of one run, the best of five rounds after one to warm up."""
     best = float("inf")
     for _ in range(6):
-        _wait(device)
+        device_of(device).synchronize(device)
         start = time.perf_counter()
         for _ in range(repeats):
             run()
-        _wait(device)
+        device_of(device).synchronize(device)
         best = min(best, (time.perf_counter() - start) / repeats)
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import Any
 import torch
 
 from memopt.device.calibrate import measure_hardware
-from memopt.device.context_probe import measure_context_bytes
-from memopt.device.hardware_table import Hardware
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall
 from memopt.device.op_times import call_key, dominant_calls, time_calls
 from memopt.disk_cache import cache_folder, read_json, warn_not_kept, write_json
 from memopt.saved_values import as_json, opened, sealed, value_from
 
-FORMAT = 4
+FORMAT = 5
 """Files of another format are ignored, and their measurements repeated; raised when what is measured, or how,
 changes."""
 MOST_CALLS = 2**14
@@ -35,7 +34,7 @@ def calibrated_hardware(device: torch.device) -> Hardware:
     known = _read(device)
     if known is None:
         measured = measure_hardware(device)
-        context = measure_context_bytes(device) if device.type == "cuda" else None
+        context = device_of(device).measure_context_bytes(device)
         if context is not None:
             measured = replace(measured, context_bytes=context)
         known = _Measured(measured)
@@ -63,19 +62,7 @@ def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -
 
 def card_key(device: torch.device) -> dict[str, Any]:
     """The properties that measurements depend on: card, driver and torch; on the CPU the number of threads."""
-    key = {"format": FORMAT, "torch": torch.__version__}
-    if device.type == "cuda":
-        driver = Path("/proc/driver/nvidia/version")
-        version = driver.read_text().partition("\n")[0] if driver.exists() else str(torch.version.cuda)
-        return key | {"card": torch.cuda.get_device_name(device), "driver": version}
-    return key | {"card": _processor(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return {"format": FORMAT, "torch": torch.__version__, **device_of(device).identity(device)}
 
 
 def _path(device: torch.device) -> Path:

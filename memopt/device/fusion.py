@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from memopt.compat.host import is_on_host
 from memopt.compat.operators import OpOverload
 from memopt.device.storages import is_view, storage_bytes
 from passes import is_pure
@@ -83,7 +84,7 @@ class _Fusion:
         if same_half and len(readers) == 1:
             return len(cost.reads) <= _MOST_READ_ONCE
         value = node.meta["val"]
-        if cost.draws or (value.device.type == "cpu" and op_name(node) in _EXPENSIVE_ON_CPU):
+        if cost.draws or (is_on_host(value) and op_name(node) in _EXPENSIVE_ON_CPU):
             return False
         held = sum(storage_bytes(read.meta["val"]) for read in cost.reads if read.op != "placeholder")
         return len(cost.reads) <= _MOST_READ and held <= _MARGIN * storage_bytes(value)

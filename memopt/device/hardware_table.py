@@ -1,252 +1,25 @@
-"""Peak rates of devices: a table from their makers' data sheets, looked up by name or by torch device."""
+"""Looks rates of devices up, by the name of a card or by torch device."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
 import torch
 
-from memopt.device.chip import LARGE, Chip
-from memopt.solver import Link
-
-GIB = 1024**3
-TERA = 1e12
-
-# Bytes per second of 16 lanes of PCIe, in each direction, by generation: 8, 16 and 32 GT/s with 128b/130b coding.
-PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
-# Seconds to start a copy and to wait for it, beside those for its bytes; an assumption.
-_COPY_SECONDS = 20e-6
-# Room for offloaded activations on the host of a card that is not here, as a multiple of the card's memory.
-_HOST_SHARE = 2
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The rates that time is estimated with. A measured device (`measure_hardware`) has efficiencies of 1."""
-
-    name: str
-    flops: Mapping[str, float]
-    """Dense peak in FLOP/s by dtype name (`"bfloat16"`); 16 and 8 bits with fp32 accumulation, as torch asks for it.
-    `"float32"` is without tensor cores, as torch's matmuls are by default, `"tfloat32"` with them; 8-bit products that
-    have a scale for each tile have names of their own (`scaled_rate`)."""
-    bytes_per_second: float
-    launch_seconds: float
-    """Seconds of the smallest kernel: dispatch in eager mode, and launch."""
-    memory_bytes: int
-    source: str
-    flops_efficiency: float = 0.8
-    """Share of the peak that large matmuls reach: 0.80 on an H100 SXM, 0.86 on an A100 SXM (mag-/gpu_benchmark)."""
-    bandwidth_efficiency: float = 0.85
-    """Share of the bandwidth that elementwise kernels reach; an assumption, replaced by measuring."""
-    link_bytes_per_second: float = 0.0
-    """Bytes per second to the host's memory and, at the same time, back; 0 where that is the device's own memory."""
-    link_efficiency: float = 0.7
-    """Share of it that copies from and to pinned memory reach while both directions are busy: a cautious assumption,
-    since one direction alone reaches 0.8 to 0.85."""
-    least_moved_bytes: int = 2**20
-    """Smaller values are not offloaded: the CPU would take longer to start their copies than the link to make them."""
-    cached_bytes: int = 0
-    """Ops that move no more bytes find their inputs in the device's cache, left there by the op before."""
-    cached_bytes_per_second: float = 0.0
-    """The rate of those ops."""
-    between_seconds: float = 0.0
-    """Seconds between two kernels in which nothing computes: Python, views, frees. Launches then add too. 0 on a GPU,
-    where both overlap with the kernel before."""
-    major: int = 9
-    """Major version of the card's compute capability, by which cuBLAS chooses its workspace."""
-    multiprocessors: int = LARGE.multiprocessors
-    threads_per_multiprocessor: int = LARGE.threads
-    context_bytes: int = 512 * 1024**2
-    """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
-    they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
-    MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured."""
-    host_bytes: int | None = None
-    """Room on the host for offloaded values; None for twice the device's memory."""
-
-    @property
-    def link(self) -> Link:
-        """The link to the host's memory, as the solver takes it."""
-        room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
-        return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
-
-    @property
-    def chip(self) -> Chip:
-        """What the workspaces of its kernels depend on."""
-        return Chip(self.multiprocessors, self.threads_per_multiprocessor)
-
-    def multiplies(self, tile: str) -> bool:
-        """Whether the device has units for 8-bit products with a scale for each tile (see `passes.ops.fp8_formats`)."""
-        return scaled_rate(tile) in self.flops
-
-    def peak_flops(self, dtype: str) -> float:
-        """FLOP/s for a dtype; one that the device has no units for runs at float32's rate."""
-        return self.flops.get(dtype, self.flops["float32"])
-
-
-def scaled_rate(tile: str) -> str:
-    """The name in `Hardware.flops` for 8-bit products whose first operand has a scale for each tile along the dimension
-    that is summed over; "" is one scale for the whole operand."""
-    return f"float8_e4m3fn {tile}".rstrip()
-
-
-def _gpu(
-    name: str,
-    terabytes_per_second: float,
-    gib: int,
-    pcie: int,
-    major: int,
-    chip: Chip,
-    source: str,
-    **teraflops: float,
-) -> Hardware:
-    flops = {dtype: TERA * value for dtype, value in teraflops.items()}
-    # An eager op costs the host about 5 µs to dispatch and launch, whatever the GPU.
-    rate = TERA * terabytes_per_second
-    return Hardware(
-        name,
-        flops,
-        rate,
-        5e-6,
-        gib * GIB,
-        source,
-        link_bytes_per_second=PCIE[pcie],
-        major=major,
-        multiprocessors=chip.multiprocessors,
-        threads_per_multiprocessor=chip.threads,
-    )
-
-
-_A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-_HOPPER = {
-    "float64": 34.0,
-    "float32": 67.0,
-    "tfloat32": 494.5,
-    "float16": 989.5,
-    "bfloat16": 989.5,
-    scaled_rate(""): 1979.0,
-    scaled_rate("1x128"): 1979.0,
-}
-_B200 = {
-    "float64": 40.0,
-    "float32": 80.0,
-    "tfloat32": 1100.0,
-    "float16": 2250.0,
-    "bfloat16": 2250.0,
-    scaled_rate(""): 4500.0,
-    scaled_rate("1x32"): 4500.0,
-}
-_GPUS = (
-    _gpu(
-        "a100-40", 1.555, 40, 4, 8, Chip(108, 2048),
-        "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100,
-    ),
-    _gpu(
-        "a100-80", 2.039, 80, 4, 8, Chip(108, 2048),
-        "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100,
-    ),
-    _gpu(
-        "h100", 3.35, 80, 5, 9, Chip(132, 2048),
-        "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER,
-    ),
-    _gpu(
-        "h200", 4.8, 141, 5, 9, Chip(132, 2048),
-        "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER,
-    ),
-    _gpu(
-        "b200", 8.0, 180, 5, 10, Chip(148, 2048),
-        "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200,
-    ),
-    _gpu(
-        "l4", 0.3, 24, 4, 8, Chip(58, 1536), "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
-        float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5,
-    ),
-    _gpu(
-        "t4", 0.32, 16, 3, 7, Chip(40, 1024),
-        "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0,
-    ),
-    _gpu(
-        "rtx-3060", 0.36, 12, 4, 8, Chip(28, 1536),
-        "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "
-        "accumulation, GA102 whitepaper",
-        float32=12.7, tfloat32=12.7, float16=25.5, bfloat16=25.5,
-    ),
-    _gpu(
-        "rtx-3090", 0.936, 24, 4, 8, Chip(82, 1536),
-        "NVIDIA GA102 whitepaper, RTX 3090: 71 TFLOPS FP16 with FP32 accumulation, 936 GB/s",
-        float32=35.6, tfloat32=35.6, float16=71.0, bfloat16=71.0,
-    ),
-    _gpu(
-        "rtx-4090", 1.008, 24, 4, 8, Chip(128, 1536),
-        "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
-        float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3,
-    ),
-    _gpu(
-        "rtx-5090", 1.792, 32, 5, 12, Chip(170, 1536),
-        "NVIDIA RTX Blackwell whitepaper, RTX 5090: 209.5 TFLOPS FP16 with FP32 accumulation, 1,792 GB/s",
-        float32=104.8, tfloat32=104.8, float16=209.5, bfloat16=209.5, float8_e4m3fn=419.0,
-        **{scaled_rate("1x32"): 419.0},
-    ),
-)  # fmt: skip
-_BY_NAME = {entry.name: entry for entry in _GPUS}
-
-# What `torch.cuda.get_device_name` says, in full: an "L40", a "3060 Ti", a "4090 Laptop GPU" are other chips.
-_CUDA_NAMES = {
-    r"(NVIDIA )?A100.*40GB.*": "a100-40",
-    r"(NVIDIA )?A100.*80GB.*": "a100-80",
-    r"NVIDIA H100 80GB HBM3": "h100",
-    r"NVIDIA H200": "h200",
-    r"NVIDIA B200": "b200",
-    r"NVIDIA L4": "l4",
-    r"(NVIDIA )?Tesla T4": "t4",
-    r"NVIDIA GeForce RTX 3060": "rtx-3060",
-    r"NVIDIA GeForce RTX 3090": "rtx-3090",
-    r"NVIDIA GeForce RTX 4090": "rtx-4090",
-    r"NVIDIA GeForce RTX 5090": "rtx-5090",
-}
-
-
-def reported_chip(device: torch.device) -> Chip:
-    """The multiprocessors of a GPU, as it reports them."""
-    properties = torch.cuda.get_device_properties(device)
-    return Chip(properties.multi_processor_count, properties.max_threads_per_multi_processor)
-
-
-def _cpu() -> Hardware:
-    """This machine's CPU as a guess from its number of threads."""
-    threads = torch.get_num_threads()
-    core = 2 * 2 * 8 * 2.5e9  # two FMA units of eight lanes at 2.5 GHz
-    rates = {"float64": core / 2, "float32": core, "bfloat16": core, "float16": core}
-    return Hardware(
-        name="cpu",
-        flops={dtype: threads * rate for dtype, rate in rates.items()},
-        bytes_per_second=25.6e9,
-        launch_seconds=2e-6,
-        memory_bytes=_physical_bytes(),
-        least_moved_bytes=4096,
-        source=f"{threads} threads, each two AVX2 FMA units at 2.5 GHz, and one channel of DDR4-3200; assumed",
-    )
-
-
-def _physical_bytes() -> int:
-    """This machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+from memopt.device.devices import DEVICES, device_of
+from memopt.device.hardware import Hardware
 
 
 def hardware(name: str) -> Hardware:
     """Look a device up by its name in the table. Raises ValueError for a name that is not there."""
-    if name == "cpu":
-        return _cpu()
-    if name not in _BY_NAME:
-        raise ValueError(f"unknown hardware {name!r}; known are {', '.join(known_hardware())}")
-    return _BY_NAME[name]
+    for device in DEVICES.values():
+        if name in (cards := device.cards()):
+            return cards[name]
+    raise ValueError(f"unknown hardware {name!r}; known are {', '.join(known_hardware())}")
 
 
 def known_hardware() -> tuple[str, ...]:
-    """The names that `hardware` takes."""
-    return (*sorted(_BY_NAME), "cpu")
+    """The names that `hardware` takes, the host's last."""
+    kinds = sorted(DEVICES.values(), key=lambda kind: kind.is_host)
+    return tuple(name for kind in kinds for name in sorted(kind.cards()))
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -255,18 +28,13 @@ def hardware_of(device: torch.device) -> Hardware:
 
     Raises ValueError for a device that the table does not list: `measure_hardware` serves any.
     """
-    if device.type == "cpu":
-        return _cpu()
-    if device.type != "cuda":
-        raise ValueError(f"no hardware table for device {str(device)!r}; name one of {', '.join(known_hardware())}")
-    reported = torch.cuda.get_device_name(device)
-    for pattern, name in _CUDA_NAMES.items():
-        if re.fullmatch(pattern, reported):
-            total = torch.cuda.get_device_properties(device).total_memory
-            known = replace(_BY_NAME[name], memory_bytes=total, host_bytes=_physical_bytes() // 2)
-            chip = reported_chip(device)
-            return replace(known, multiprocessors=chip.multiprocessors, threads_per_multiprocessor=chip.threads)
+    kind, names = device_of(device), ", ".join(known_hardware())
+    found = kind.hardware(device)
+    if found is not None:
+        return found
+    if not kind.cards():
+        raise ValueError(f"no hardware table for device {str(device)!r}; name one of {names}")
     raise ValueError(
-        f"{reported} is not in the hardware table; measure it with memopt.device.measure_hardware, "
-        f"or name the nearest of {', '.join(known_hardware())}"
+        f"{kind.name(device)} is not in the hardware table; measure it with memopt.device.measure_hardware, "
+        f"or name the nearest of {names}"
     )

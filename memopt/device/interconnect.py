@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memopt.device.hardware_table import PCIE
+from memopt.device.cuda_cards import PCIE
 
 CARDS_PER_NODE = 8
 _MICRO = 1e-6

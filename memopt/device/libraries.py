@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 def start_libraries(device: torch.device) -> None:
-    """On CUDA, have cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
+    """Have cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
 
     They would otherwise do so at their first call, out of a block that the allocator has cached between two values of
     the step. A large value that had this block would then find none of its size in the next step.
@@ -23,11 +23,9 @@ def start_libraries(device: torch.device) -> None:
     anything as large again. Nothing but the workspaces is left allocated when this returns. Raises
     `torch.OutOfMemoryError` where they have no room.
     """
-    if device.type != "cuda":
-        return
     torch.cuda.empty_cache()
     used: list[WeakStorage] = []
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         for dtype in (torch.float32, torch.bfloat16):
             rows = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
             weight = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)

@@ -13,8 +13,8 @@ import torch
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.operators import schema_of
 from memopt.compat.profiler import MemoryEvents
-from memopt.device.chip import Chip
-from memopt.device.hardware_table import reported_chip
+from memopt.device.cuda_cards import reported_chip
+from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall
 from memopt.device.op_rehearsal import NOTABLE, Rehearsal
 from memopt.solver.problem import BlockCall

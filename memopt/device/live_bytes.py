@@ -13,6 +13,7 @@ import torch
 
 from memopt.compat.dispatch import TorchDispatchMode, kernels_as_in_eager_mode
 from memopt.compat.fakes import FakeTensor, device_asked_for, device_type_of
+from memopt.compat.host import HOST
 from memopt.compat.storages import storages_of
 from memopt.device.generator_states import states_reported
 from memopt.device.op_call import tensors_in
@@ -101,7 +102,7 @@ class LiveBytes(TorchDispatchMode):
     def count_state(self, state: torch.Tensor) -> None:
         """Count a state of the CPU's random generator until it is freed. The peak is raised by what runs meanwhile:
         Dynamo holds some while it compiles."""
-        if self._device_type in (None, "cpu"):
+        if self._device_type in (None, HOST.type):
             self._known.add(storage := state.untyped_storage())
             self._count(storage)
 

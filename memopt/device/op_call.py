@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import is_symbolic, upper_bound
 
@@ -94,7 +95,7 @@ class OpCall:
         args, kwargs = _make(self.args, device), {name: _make(value, device) for name, value in self.kwargs}
         for argument, value in zip(schema_of(self.op).arguments, args, strict=False):
             # The ends of groups of rows: with zeros a grouped matmul would have nothing to compute.
-            if argument.name == "offs" and isinstance(value, torch.Tensor) and device == "cpu":
+            if argument.name == "offs" and isinstance(value, torch.Tensor) and device == HOST.type:
                 value.copy_(torch.linspace(0, args[0].shape[0], len(value) + 1)[1:])
         return args, kwargs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.device.block_calls import BlockCalls
-from memopt.device.chip import Chip
 from memopt.device.op_call import OpCall, describe, tensors_in
-from memopt.device.workspace_table import estimate_workspace
 from memopt.solver.problem import BlockCall
 from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
@@ -33,17 +30,11 @@ class Rehearsal:
     workspace_bytes: int
 
 
-@lru_cache(maxsize=256)
-def rehearsal(call: OpCall, chip: Chip, block_bytes: int) -> Rehearsal | None:
-    """The operator run on a card with that `chip`, whose allocator rounds blocks up to multiples of `block_bytes`; None
-    for operators that are not written in Python."""
-    return rehearse(call, partial(estimate_workspace, device_type="cuda", chip=chip), block_bytes, device="meta")
-
-
 def rehearse(
     call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
 ) -> Rehearsal | None:
-    """As `rehearsal`, on the CPU or on "meta", which stands for a card; `kernel_bytes` says what the kernel of a call
+    """The operator run on the CPU or on "meta", which stands for a card whose allocator rounds blocks up to multiples
+    of `block_bytes`; None for operators that are not written in Python. `kernel_bytes` says what the kernel of a call
     within the operator holds beside its inputs and outputs."""
     implementation = IMPLEMENTATIONS.get(call.op)
     if implementation is None:

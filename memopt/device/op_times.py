@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memopt.device.devices import device_of
 from memopt.device.op_call import OpCall, tensors_in
 
 LIMIT_SECONDS = 4.0
@@ -62,7 +63,8 @@ def _time_all(
 ) -> dict[OpCall, float]:
     torch.set_num_threads(threads)
     end = time.perf_counter() + limit_seconds
-    devices = [device] if device.type == "cuda" else []
+    kind = device_of(device)
+    devices = [] if kind.is_host else [device]
     found = {}
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for call, expected in calls.items():
@@ -72,8 +74,7 @@ def _time_all(
                 found[call] = _seconds(call, device)
             except Exception:  # a kernel may refuse made-up values with any error, or the card may be full
                 continue
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the memory of these runs is no part of the step's
+    kind.empty_cache()  # the memory of these runs is no part of the step's
     return found
 
 
@@ -82,14 +83,15 @@ def _seconds(call: OpCall, device: torch.device) -> float:
     args, kwargs = call.make_arguments(str(device))
     _randomize(args, kwargs)
 
-    if device.type == "cpu":
+    kind = device_of(device)
+    if kind.is_host:
         return _alone(lambda: call.op(*args, **kwargs))
 
     def run(times: int) -> float:
         begin = time.perf_counter()
         for _ in range(times):
             call.op(*args, **kwargs)
-        torch.cuda.synchronize(device)
+        kind.synchronize(device)
         return (time.perf_counter() - begin) / times
 
     run(1)
@@ -157,5 +159,7 @@ def _randomize(args: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _fits(call: OpCall, device: torch.device) -> bool:
     """Whether the tensors of the call take at most half of the free memory of a GPU, or 2 GB on the CPU."""
-    held = sum(spec.bytes for spec in (*call.inputs, *call.outputs))
-    return held <= (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 * 1024**3)
+    held, kind = sum(spec.bytes for spec in (*call.inputs, *call.outputs)), device_of(device)
+    if kind.is_host:
+        return held <= 2 * 1024**3
+    return held <= ((kind.free_bytes(device) or 0) - kind.cached_bytes(device)) // 2

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, 
 
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import upper_bound
-from memopt.device.hardware_table import Hardware, scaled_rate
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.op_flops import flop_formula
 from memopt.device.storages import is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
@@ -86,7 +87,7 @@ def _scaled_product_seconds(node: fx.Node, hardware: Hardware) -> float:
     if hardware.multiplies(tile):
         return op_seconds(node_flops(node), node_bytes(node), scaled_rate(tile), hardware)
     result = node.meta["val"]
-    wide = torch.float32 if hardware.name == "cpu" else result.dtype
+    wide = torch.float32 if device_of(hardware).is_host else result.dtype
     making = sum(op_seconds(0, (1 + wide.itemsize) * operand.numel(), "float32", hardware) for operand in (a, b))
     bytes_moved = wide.itemsize * (a.numel() + b.numel()) + _touched_bytes(result)
     return making + op_seconds(node_flops(node), bytes_moved, str(wide).removeprefix("torch."), hardware)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from torch import fx
 
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, takes_unknown_bytes
 from memopt.compat.profiler import MemoryEvents
-from memopt.device.chip import LARGE, Chip
+from memopt.device.devices import device_of
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.op_flops import flop_formula
-from memopt.device.op_rehearsal import rehearse
+from memopt.device.op_rehearsal import Rehearsal, rehearse
 from memopt.device.workspace_rules import SCALARS
-from memopt.device.workspace_table import estimate_workspace
 from passes.ops.fp8_history import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
@@ -73,13 +75,11 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
 
     Args:
         node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
-        device_type: "cpu" (measured by running the op where that is cheap) or "cuda" (estimated).
+        device_type: that of the host (measured by running the op where that is cheap) or of a card (estimated).
         chip: the card's.
     """
-    if device_type == "cpu":
-        return measure_workspaces([node])[node].workspace_bytes
     call = op_call(node)
-    return 0 if call is None else estimate_workspace(call, device_type, chip)
+    return 0 if call is None else call_workspace_bytes(call, device_type, chip)
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
@@ -95,17 +95,29 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, Measured]:
 
 def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
     """Temporary bytes of a call's kernel: like `workspace_bytes`, for a call that is no node of a graph."""
-    if device_type != "cpu":
-        return estimate_workspace(call, device_type, chip)
-    return _measured([call])[call].workspace_bytes
+    device = device_of(device_type)
+    return _measured([call])[call].workspace_bytes if device.is_host else device.workspace(call, chip)
+
+
+def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
+    """Temporary bytes that the kernel of a call holds at most on a type of device, by rule."""
+    return device_of(device_type).workspace(call, chip)
+
+
+@lru_cache(maxsize=256)
+def rehearsal(call: OpCall, device_type: str, chip: Chip) -> Rehearsal | None:
+    """The operator run on a card with that `chip`, in the blocks of its allocator; None for operators that are not
+    written in Python."""
+    device = device_of(device_type)
+    return rehearse(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
 
 
 def eager_workspace_bytes(call: OpCall, device_type: str, spare_bytes: int) -> int:
     """Temporary bytes of the kernel of a call in eager mode: an upper bound by rule; on the CPU, where that bound
     exceeds the `spare_bytes` below a peak, what a run of the kernel takes."""
     bound = estimate_workspace(call, device_type)
-    if device_type == "cpu" and bound > max(SCALARS, spare_bytes):
-        return call_workspace_bytes(call, "cpu")
+    if device_of(device_type).is_host and bound > max(SCALARS, spare_bytes):
+        return call_workspace_bytes(call, device_type)
     return bound
 
 
@@ -148,7 +160,7 @@ def _price(call: OpCall) -> Measured:
 
 def _estimate(call: OpCall) -> int:
     """The workspace by rule; for an operator written in Python at most what the operators that it calls hold."""
-    nbytes = estimate_workspace(call, "cpu")
+    nbytes = device_of(HOST).workspace(call)
     rehearsed = rehearse(call, _kernel_bytes)
     return nbytes if rehearsed is None else min(nbytes, rehearsed.workspace_bytes)
 
@@ -165,7 +177,7 @@ def _kernel_bytes(call: OpCall) -> int:
 
 def _measure(call: OpCall) -> Measured | None:
     """Run the call on the CPU and meter it; None where it does not run on made-up values."""
-    args, kwargs = call.make_arguments("cpu")
+    args, kwargs = call.make_arguments(HOST.type)
     inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, list(kwargs.values())))}
     events = MemoryEvents()
     events.start()
@@ -196,7 +208,7 @@ def _is_cheap(call: OpCall) -> bool:
     """Whether the call may be run for its price: it is small, reaches no other device or process, and reads no more of
     its operands than there is."""
     values = (*call.args, *(value for _, value in call.kwargs))
-    elsewhere = any(value.type != "cpu" for value in values if isinstance(value, torch.device))
+    elsewhere = any(value.type != HOST.type for value in values if isinstance(value, torch.device))
     if call.op.namespace in COLLECTIVES or call.op is DELAYED_SCALE or elsewhere:
         return False
     if takes_unknown_bytes(call.op) and any(spec.bytes == 0 for spec in call.inputs):

@@ -158,7 +158,7 @@ def _cpu_resize(call: OpCall) -> int:
     return all_bytes(call) + 64 * KB
 
 
-CPU: dict[str, Rule] = {
+CPU_RULES: dict[str, Rule] = {
     **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", _cpu_fp8),
     "fp8_matmul": _cpu_fp8_matmul,
     "native_dropout": one_input,

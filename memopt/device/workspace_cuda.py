@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from memopt.device.chip import Chip
+from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall, TensorSpec
 from memopt.device.workspace_reductions import reduction_bytes
 from memopt.device.workspace_rules import (
@@ -230,7 +230,7 @@ def _cuda_fp8_matmul(call: OpCall) -> int:
     return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed
 
 
-CUDA: dict[str, Rule] = {
+CUDA_RULES: dict[str, Rule] = {
     **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", lambda call: fp8_scales(call) + copies(call) + 4 * MB),
     "fp8_matmul": _cuda_fp8_matmul,
     **for_each("native_dropout native_dropout_backward _fused_dropout gelu gelu_backward", nothing),

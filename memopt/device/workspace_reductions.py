@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from memopt.compat.operators import schema_of
-from memopt.device.chip import Chip
+from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall, TensorSpec
 
 _MOST_THREADS = 512

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, TensorSpec
 from passes.ops.chunked_cross_entropy import chunk_rows
 from passes.ops.fp8_formats import E8M0
@@ -142,3 +143,30 @@ COMMON: dict[str, Rule] = {
     "_euclidean_dist": lambda call: 3 * all_bytes(call),
     "isin": lambda call: 24 * sum(spec.numel for spec in call.inputs),
 }
+
+
+def rule_name(call: OpCall) -> str:
+    """The name by which rules know an operator: that in place has the rule of the other."""
+    return schema_of(call.op).name.split("::")[-1].removesuffix("_")
+
+
+def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
+    """The workspace of a call by the rules of a device, else by those that hold on every device.
+
+    Of the operators without a rule, those for lists of tensors and those that return an alias hold nothing, pointwise
+    ones and reductions as said for the device; others are assumed to copy all their tensors once.
+    """
+    name = rule_name(call)
+    rule = rules.get(name) or COMMON.get(name)
+    if rule is not None:
+        return rule(call)
+    if name.startswith("_foreach") or _returns_alias(call) or not call.inputs:
+        return 0
+    if torch.Tag.pointwise in call.op.tags:
+        return pointwise(call)
+    return (reduction if torch.Tag.reduction in call.op.tags else all_bytes)(call)
+
+
+def _returns_alias(call: OpCall) -> bool:
+    returns = schema_of(call.op).returns
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)

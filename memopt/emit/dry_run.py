@@ -8,21 +8,16 @@ from typing import Any
 
 import torch
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import HigherOrderOperator
 from memopt.device.block_calls import BlockCalls
-from memopt.device.chip import LARGE, Chip
-from memopt.device.library_run import library_run
+from memopt.device.devices import DEVICES, device_of
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import describe, tensors_in
-from memopt.device.op_rehearsal import rehearsal
-from memopt.device.workspace import call_workspace_bytes
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES
+from memopt.device.workspace import call_workspace_bytes, rehearsal
 from passes.ops.offload_ops import COPY_OUT
 from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
-
-_ALLOCATE = ("empty_strided_cpu", "empty_strided_cuda")
 
 
 class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
@@ -32,13 +27,13 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, device: str, chip: Chip = LARGE) -> None:
-        super().__init__(block_bytes=1 if device == "cpu" else ROUNDING_BYTES)
-        self.device, self.chip = device, chip
+        super().__init__(block_bytes=device_of(device).block_bytes)
+        self.device, self.chip = device_of(device), chip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             return self.draw(func, args, kwargs or {})
-        if func in IMPLEMENTATIONS and self.device != "cpu":
+        if func in IMPLEMENTATIONS and not self.device.is_host:
             return self.follow(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -54,14 +49,14 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         if func.is_view or "empty" in func.name():
             return 0
         call = describe(func, args, kwargs, result)
-        seen = library_run(call, self.chip) if self.device == "cuda" else None
-        return call_workspace_bytes(call, self.device, self.chip) if seen is None else seen.workspace_bytes
+        seen = self.device.library_run(call, self.chip)
+        return call_workspace_bytes(call, self.device.type, self.chip) if seen is None else seen.workspace_bytes
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator that is written in Python, whose calls are listed as they are rehearsed."""
         result = func(*args, **kwargs)
         self.exclude((args, list(kwargs.values())))
-        rehearsed = rehearsal(describe(func, args, kwargs, result), self.chip, ROUNDING_BYTES)
+        rehearsed = rehearsal(describe(func, args, kwargs, result), self.device.type, self.chip)
         assert rehearsed is not None
         self.list_within(rehearsed.calls, rehearsed.workspace_bytes, list(tensors_in(result)))
         return result
@@ -71,7 +66,7 @@ class Ledger(BlockCalls):  # type: ignore[no-untyped-call]
         saves = func is torch.ops.higher_order.run_and_save_rng_state
         assert saves or func is torch.ops.higher_order.run_with_rng_state, func
         with self:
-            state = torch.empty(GENERATOR_STATE_BYTES[self.device], dtype=torch.uint8)
+            state = torch.empty(self.device.generator_state_bytes, dtype=torch.uint8)
             operator, operands = (args[0], args[1:]) if saves else (args[1], args[2:])
             drawn = operator(*operands, **kwargs)
         return (state, drawn) if saves else drawn
@@ -90,8 +85,7 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
     module.body = [kept for statement in module.body if (kept := _without_kernel(statement)) is not None]
     names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": _NoKernel()}
     exec(compile(ast.fix_missing_locations(module), "<inductor>", "exec"), names)
-    for name in _ALLOCATE:
-        names[name] = _allocator(name.rpartition("_")[2])
+    names |= {f"empty_strided_{device}": _allocator(device) for device in DEVICES}
     names.update(reinterpret_tensor=_reinterpret, assert_size_stride=_nothing, assert_alignment=_nothing)
     return names["call"]
 

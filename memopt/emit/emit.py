@@ -32,7 +32,7 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> Emitted:
     (joint,), (schedule,) = captured.regions, plan.regions
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
-    limit = plan.budget_bytes - plan.account.context if plan.account.context else None
+    limit = plan.budget_bytes - plan.account.context if plan.account.caching else None
     return emit_region(joint, schedule, accumulation, captured.data_sizes.allowed, adds=adds, limit_bytes=limit)
 
 

@@ -11,8 +11,8 @@ from torch import fx
 
 from memopt.account.caching_allocator import SMALL_BYTES
 from memopt.compat.fakes import FakeTensorMode
-from memopt.device.chip import LARGE
-from memopt.device.hardware_table import reported_chip
+from memopt.compat.host import HOST
+from memopt.device.devices import device_of
 from memopt.device.op_call import tensors_in
 from memopt.emit.dry_run import Ledger, dry_run
 from memopt.planning.footprint import Footprint
@@ -54,9 +54,9 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     the caller drops these before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
-    device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
-    on_card = device.type == "cuda"
-    ledger = Ledger(device.type, reported_chip(device) if on_card else LARGE)
+    device = next((value.device for value in given if isinstance(value, torch.Tensor)), HOST)
+    kind = device_of(device)
+    ledger = Ledger(device.type, kind.chip(device))
     ledger.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, ledger))
     forward_bytes, held_bytes = ledger.peak_bytes, ledger.live_bytes
@@ -65,7 +65,7 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     callers = [results[at] for at in positions if at not in outputs.held and at not in outputs.released]
     saved = results[outputs.number :]
     del results
-    large = on_card and any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in tensors_in(callers))
+    large = kind.caching and any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in tensors_in(callers))
     if dropped:
         callers.clear()
     tangents = [_fresh(node.meta.get("val"), mode) for node in backward.inputs if is_tangent(node)]
@@ -75,7 +75,7 @@ def _dry_run(forward: Half, backward: Half, outputs: Outputs, *, dropped: bool) 
     del saved
     gradients = dry_run(backward.source, arguments, mode, ledger)
     assert len(held) + len(callers) <= outputs.number
-    ways = (tuple(ledger.calls),) if on_card else ()
+    ways = (tuple(ledger.calls),) if kind.caching else ()
     assert gradients is not None
     return Footprint(forward_bytes, held_bytes, ledger.peak_bytes, ledger.live_bytes, ways), large
 

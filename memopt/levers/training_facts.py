@@ -12,7 +12,9 @@ from torch import nn
 
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import OptimizerLike
-from memopt.device.hardware_table import Hardware, hardware
+from memopt.compat.host import HOST
+from memopt.device.hardware import Hardware
+from memopt.device.hardware_table import hardware
 from memopt.optimizers.bf16_parameters import kept_wide
 from memopt.solver.problem import Link
 
@@ -62,13 +64,12 @@ class TrainingFacts:
     @cached_property
     def fused(self) -> bool:
         """Whether the optimiser uses fused kernels on the device."""
-        device = "cpu" if self.hardware.name == "cpu" else "cuda"
-        return optimizer_account(self.optimizer, self.trained, device).name.endswith("(fused)")
+        return optimizer_account(self.optimizer, self.trained, self.hardware.device_type).name.endswith("(fused)")
 
     @property
     def stepping_host(self) -> Hardware:
         """The hardware that steps on the host."""
-        return self.host or hardware("cpu")
+        return self.host or hardware(HOST.type)
 
 
 def trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

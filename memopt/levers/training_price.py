@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.compat.host import HOST
+from memopt.device.devices import device_of
 from memopt.levers.lever import OptimizerChange
 from memopt.levers.training_facts import TrainingFacts, trained
 from memopt.optimizers import Where
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
     OptimizerStepPrice,
-    device_type,
     nbytes,
     optimizer_step_price,
     prices_of_each,
@@ -77,7 +77,7 @@ def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> 
     temporaries = [price.temporary_bytes for price in prices]
     blocks = tuple(nbytes for price in prices for nbytes in price.arrays)
     if offloads is not None:
-        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, wraps, device="cpu")
+        prices = prices_of_each(facts.optimizer, facts.trained, learning, facts.hardware, wraps, device=HOST.type)
         temporaries = [0 if on_host else price.temporary_bytes for price in prices]
         state, blocks = 0 if on_host else _scalars(facts), ()
         host_bytes = sum(_host_bytes(price, facts, offloads) for price in prices)
@@ -123,7 +123,7 @@ def _gradients(
 
 def _host_bytes(price: OptimizerStepPrice, facts: TrainingFacts, update: Where) -> int:
     """Bytes of a parameter's state on the host: torch's allocator of pinned memory rounds up to powers of two."""
-    if update == "host" or device_type(facts.hardware) == "cpu":
+    if update == "host" or device_of(facts.hardware).is_host:
         return price.state_bytes
     rounded = sum(2 ** math.ceil(math.log2(array)) for array in price.arrays if array)
     return rounded + price.state_bytes - sum(price.arrays)
@@ -146,6 +146,6 @@ def _copy_seconds(size: int, elements: int, price: OptimizerStepPrice, facts: Tr
 
 def _scalars(facts: TrainingFacts) -> int:
     """Bytes of the step numbers that fused kernels keep on the device, a block for each parameter."""
-    if device_type(facts.hardware) == "cpu" or not facts.fused:
+    if device_of(facts.hardware).is_host or not facts.fused:
         return 0
-    return ROUNDING_BYTES * len(facts.trained)
+    return device_of(facts.hardware).block_bytes * len(facts.trained)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import optim
 
+from memopt.compat.host import HOST, is_on_host
 from memopt.optimizers.one_parameter import Piece
 from memopt.optimizers.parameterwise import Parameterwise
 from memopt.optimizers.wrapped_optimizer import State
 
 Where = Literal["device", "host"]
-_HOST = torch.device("cpu")
 
 
 class OffloadedOptimizer(Parameterwise):
@@ -47,20 +47,20 @@ class OffloadedOptimizer(Parameterwise):
                     state[key] = self.room_for(parameter, value, value.dtype).copy_(value)
 
     def home(self, parameter: torch.Tensor) -> torch.device:
-        return _HOST
+        return HOST
 
     def stepped_on(self, parameter: torch.Tensor) -> torch.device:
-        return _HOST if self.update == "host" else parameter.device
+        return HOST if self.update == "host" else parameter.device
 
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty_like(tensor, dtype=dtype, device=_HOST, requires_grad=False)
+        made = torch.empty_like(tensor, dtype=dtype, device=HOST, requires_grad=False)
         return made.pin_memory() if self.update == "device" and parameter.is_cuda else made
 
     def _open(self, parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return piece.of(parameter) if self.update == "device" else _copy(piece.of(parameter), _HOST)
+        return piece.of(parameter) if self.update == "device" else _copy(piece.of(parameter), HOST)
 
     def _open_gradient(self, gradient: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return piece.of(gradient) if self.update == "device" else _copy(piece.of(gradient), _HOST)
+        return piece.of(gradient) if self.update == "device" else _copy(piece.of(gradient), HOST)
 
     def _close(self, parameter: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
         if self.update == "host":
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Parameterwise):
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device`: complete on the host, in stream order on a GPU."""
     # Pinned memory is next written by the copy back, which is queued behind this one.
-    return tensor.to(device, copy=True, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())
+    return tensor.to(device, copy=True, non_blocking=is_on_host(tensor) and tensor.is_pinned())
 
 
 def check_update(optimizer: Any, update: Any) -> None:

@@ -14,8 +14,11 @@ from memopt.account.eager_bytes import EagerBytes
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_state import state_tensors
 from memopt.account.optimizer_trial import OptimizerLike, on_meta, optimizer_on_fakes, step, trial
+from memopt.compat.host import HOST
 from memopt.compat.operators import schema_of
-from memopt.device.hardware_table import Hardware
+from memopt.device.cuda import CUDA
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware
 from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
 from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
@@ -64,8 +67,8 @@ def optimizer_step_price(
     """
     if optimizer is None or not parameters:
         return NOTHING
-    make, device = _maker(optimizer, parameters), device_type(hardware)
-    return _tried(make, parameters, device, foreach=device != "cpu").price(hardware)
+    make, device = _maker(optimizer, parameters), device_of(hardware)
+    return _tried(make, parameters, device.type, foreach=device.foreach).price(hardware)
 
 
 def prices_of_each(
@@ -80,11 +83,11 @@ def prices_of_each(
 
     Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
     alike in group, shape, strides and dtype one is tried. `device` is the type of device whose kernels run, by default
-    that of the hardware; with "cpu", tensors in the host's memory count too.
+    that of the hardware; with the host's, tensors in its memory count too.
     """
     if optimizer is None:
         return [NOTHING for _ in parameters]
-    device = device or device_type(hardware)
+    device = device or hardware.device_type
     tried: dict[Any, OptimizerStepPrice] = {}
     found = []
     for parameter, dtype in zip(parameters, dtypes, strict=True):
@@ -106,7 +109,7 @@ def _price_of_one(
     """The price of one parameter. One of more than three pieces is tried as two and as three: every further piece adds
     as much as the third."""
     make = _maker(optimizer, [parameter], wraps)
-    foreach = device_type(hardware) != "cpu"
+    foreach = device_of(hardware).foreach
 
     def price(shape: Sequence[int], stride: Sequence[int]) -> OptimizerStepPrice:
         if isinstance(optimizer, (str, type)):
@@ -132,11 +135,6 @@ def _price_of_one(
 def _goes_in_pieces(make: Callable[..., optim.Optimizer]) -> bool:
     made = make([torch.nn.Parameter(torch.zeros(1))])
     return isinstance(made, Parameterwise) and goes_in_pieces(made.inner)
-
-
-def device_type(hardware: Hardware) -> str:
-    """The type of torch device, "cpu" or "cuda", of an entry of the hardware table."""
-    return "cpu" if hardware.name == "cpu" else "cuda"
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -198,7 +196,7 @@ def _tried(
     if account.guess:
         raise ValueError(account.guess)
     traffic = _Traffic()
-    with optimizer_on_fakes(make, parameters, traffic, "cpu", foreach=foreach) as on_fakes:
+    with optimizer_on_fakes(make, parameters, traffic, HOST.type, foreach=foreach) as on_fakes:
         with traffic:
             step(on_fakes)
             traffic.moved.clear()
@@ -211,7 +209,7 @@ class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
     """Notes the bytes that each kernel reads and writes; single numbers cost nothing."""
 
     def __init__(self) -> None:
-        super().__init__("cuda", "cpu")  # no kernel of the CPU is run to find its workspace
+        super().__init__(CUDA.type, HOST.type)  # no kernel of the CPU is run to find its workspace
         self.moved: list[tuple[int, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

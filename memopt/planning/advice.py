@@ -78,7 +78,7 @@ class Advice:
 
     def in_growing_segments(self, steps: Sequence[Candidate]) -> Iterator[tuple[str, int]]:
         """Expandable segments, with which torch's allocator on a card leaves fewer holes between blocks."""
-        if steps[0][2].context and not expandable_segments():
+        if steps[0][2].caching and not expandable_segments():
             words = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
             yield words, self.smallest_of(steps, expandable=True)
 

@@ -20,8 +20,7 @@ from memopt.account.elsewhere import Found
 from memopt.account.live_optimizer import LiveOptimizer, the_live_one
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.capture.inputs import Call, tensors_in
-from memopt.device.libraries import start_libraries
-from memopt.device.workspace_cuda import library_workspaces
+from memopt.device.devices import device_of
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
@@ -123,12 +122,17 @@ class CallAccounts(ModelTerms):
         """What torch's allocator holds now; None for another device than a card that this process uses, and where the
         user says what lies elsewhere."""
         device = self.device()
-        if self.beside.fixed_bytes is not None or device.type != "cuda":
+        if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None
         gc.collect()
         with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
-            start_libraries(device)
-        return card_state(self.model, tensors_in(call), library_workspaces(self.card.major), device)
+            device_of(device).start_libraries(device)
+        return card_state(self.model, tensors_in(call), self._libraries, device)
+
+    @property
+    def _libraries(self) -> tuple[int, ...]:
+        """The bytes of the blocks that the card's libraries keep."""
+        return device_of(self.card).library_workspaces(self.card)
 
     @property
     def live_optimizer(self) -> LiveOptimizer | None:

@@ -9,13 +9,13 @@ from functools import cached_property
 
 from torch import fx
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
+from memopt.device.devices import device_of
 from memopt.device.storages import storage_bytes, tensors_of
 from memopt.optimizers import Stepping
 from memopt.planning.joined import Joined, join, with_meanwhile
@@ -151,7 +151,7 @@ class Captured:
                 link=self.link,
                 given=self._given(key[1]),
                 trained=self._given(key[1], trained=True),
-                major=self.hardware.major,
+                libraries=device_of(self.hardware).library_workspaces(self.hardware),
                 left=left,
                 leaving=lambda more: self.joined(
                     accumulating=accumulating, as_seen=as_seen, left=left | more, meanwhile=meanwhile
@@ -200,7 +200,7 @@ class Captured:
                     accumulated=region.parameter_gradients if accumulating and self.sharded is None else (),
                     fused=region.fused_away,
                     least_moved_bytes=self.hardware.least_moved_bytes,
-                    block_bytes=1 if self.hardware.name == "cpu" else ROUNDING_BYTES,
+                    block_bytes=device_of(self.hardware).block_bytes,
                     steps=self._steps(region, left),
                     reuses=region.reuses if reinplace else (),
                     released=region.released,

@@ -15,11 +15,41 @@ from memopt.device import Hardware
 from memopt.device.time_model import bound_by_arithmetic
 from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
-from memopt.show.cluster import COMPUTE, EXCHANGE, GATHER, MEMORY, REDUCE, ClusterStep
 from memopt.solver import Schedule
 
+COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
 Seconds = Counter[str]
 """Seconds by what bounds them."""
+
+
+@dataclass(frozen=True)
+class ClusterStep:
+    """The time of a whole step, optimiser included, on one card of a cluster, by the time model. Times in seconds."""
+
+    mesh: str
+    cards: int
+    interconnect: str
+    bounds: tuple[tuple[str, float], ...]
+    """The seconds of the step by what bounds them, the largest first. "compute": arithmetic; "memory": the card's
+    memory traffic and launches; "gather" and "reduce": exchanges of parameters and gradients that take longer than the
+    block computes beside which they run; "tensor parallel": exchanges within the layers."""
+    gathers_seconds: float
+    """All gathers of parameters, most of which run beside compute."""
+    reductions_seconds: float
+    """All reductions of gradients, likewise."""
+    blocks: tuple[tuple[str, int, float, float, float, float], ...]
+    """Each group of parameters: path, bytes gathered, seconds to gather once and to reduce, seconds of its forward and
+    of its backward with what is recomputed in it. "" is the root's group."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(seconds for _, seconds in self.bounds)
+
+    @property
+    def bound(self) -> str:
+        """What bounds most of the step."""
+        return self.bounds[0][0]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.capture.tensor_parallel import TensorParallel, meta_copy
+from memopt.compat.host import HOST
 from memopt.device.cluster import Cluster, check_cluster
 from memopt.levers import DEFAULT_LEVERS
 
@@ -77,7 +78,7 @@ def check_cluster_terms(
         if tp_plan is not None:
             raise ValueError("tp_plan needs mesh beside it, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
-    if device is None or device == "cpu":
+    if device in (None, HOST.type):
         raise ValueError(f"mesh is planned for cards by name; give device, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))

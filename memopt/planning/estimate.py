@@ -35,7 +35,7 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
             request = Request(account, budget_bytes, planner.options.effort)
             found.append(_needed_bytes(step.joined(accumulating=False), request))
             # On the CPU a set with fewer levers needs less in rare cases only.
-            if not account.context or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
+            if not account.caching or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
                 break
     return min(found)
 
@@ -47,7 +47,7 @@ def _needed_bytes(joined: Joined, request: Request) -> int:
     schedule by a quarter of the step and more.
     """
     least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
-    if not request.account.context or not budget_bytes < least <= _NEAR * budget_bytes:
+    if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
         return least
     try:
         solve_on_card(joined, request)

@@ -11,10 +11,9 @@ from memopt.planning.captured import Captured
 from memopt.planning.joined import Joined
 from memopt.planning.make_plan import plan_by
 from memopt.planning.on_card import within
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import LITTLE
 from memopt.planning.receipt import schedule_rows
-from memopt.show.rows import ReceiptRow
 from memopt.solver import Schedule, Solution, simulate
 
 METHOD = "known regions as before"

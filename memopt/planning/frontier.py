@@ -12,9 +12,8 @@ from typing_extensions import TypeVar
 from memopt.errors import GIB, BudgetError
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes
 from memopt.planning.plan_file import load, save
+from memopt.planning.shown import shown
 from memopt.saved_values import LIVE
-from memopt.show.picture import as_svg, draw
-from memopt.show.table import render
 from memopt.solver import Effort as EffortName
 
 PlanT = TypeVar("PlanT", default=Any)
@@ -101,7 +100,7 @@ class Frontier(Generic[PlanT]):
 
     def table(self) -> str:
         """The curve at up to sixteen budgets, and the recipes beside it, as text."""
-        return render(self)
+        return shown("table").render(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -112,11 +111,11 @@ class Frontier(Generic[PlanT]):
         Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
         of file.
         """
-        draw(self, Path(path))
+        shown("picture").draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:
         """The picture for notebooks; None without matplotlib."""
-        return as_svg(self)
+        return shown("picture").as_svg(self)
 
     def save(self, path: str | Path) -> None:
         """Write the curve as JSON. An older file of that name is there until the new one is whole. Raises `OSError`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.show.change import Change
+from memopt.planning.change import Change
 from passes.graphs.graph_text import format_target
 from passes.graphs.module_path import module_path
 

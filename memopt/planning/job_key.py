@@ -22,6 +22,7 @@ from memopt.capture.author_modes import autocast_state
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
 from memopt.compat.subclasses import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
+from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.planning.on_card import expandable_segments
 from memopt.planning.options import Options
@@ -86,7 +87,7 @@ class Job:
             optimizer,
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
-            (card, card.name != "cpu" and (expandable_segments(), library()), autocast_state(), self.further),
+            (card, device_of(card).caching and (expandable_segments(), library()), autocast_state(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):

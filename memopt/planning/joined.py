@@ -35,8 +35,8 @@ class Joined:
     """The bytes of each tensor that the regions take as input."""
     trained: tuple[int, ...] = ()
     """The bytes of those among them that get a gradient: the parameters that are trained."""
-    major: int = 0
-    """The major number of the card's compute capability; 0 for other devices."""
+    libraries: tuple[int, ...] = ()
+    """The bytes of the blocks that the card's libraries keep (`Device.library_workspaces`)."""
 
     left: frozenset[int] = frozenset()
     """The numbers of the inputs that are stepped at the end of the backward only, since schedules read them late."""

@@ -78,7 +78,7 @@ def plan_by(
         method=solution.method,
         regions=regions,
         modules=module_rows(joined, solution.schedule),
-        host_seconds=0.0 if account.context else _host_seconds(captured),
+        host_seconds=0.0 if account.caching else _host_seconds(captured),
         notes=captured.all_notes + (account.optimizer_guess,) * bool(account.optimizer_guess),
         effort=effort,
         **_offloading(joined, solution),

@@ -13,6 +13,7 @@ from memopt.account.sharded import Sharding
 from memopt.capture.operators import Rewriting
 from memopt.compat.dispatch import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
+from memopt.device.devices import device_here
 from memopt.levers import lever_sets
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
@@ -43,7 +44,7 @@ class ModelTerms:
         home = next(self.model.parameters()).device
         if home.type != "meta":
             return home
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return device_here()
 
     @cached_property
     def backend(self) -> str:

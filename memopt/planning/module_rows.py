@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from memopt.account.breakdown import is_receipt, live_versions
 from memopt.planning.joined import Joined
-from memopt.show.rows import ModuleRow
 from memopt.solver import RematProblem, Schedule
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module's share of a plan. Bytes are of a whole step, seconds by the time model."""
+
+    path: str
+    """Qualified name of the module; empty for operators outside of any submodule."""
+    ops: int = 0
+    """Operators that the module's forward runs."""
+    saved_bytes: int = 0
+    """Bytes that stay on the device from the forward to the backward."""
+    recomputed_bytes: int = 0
+    """Bytes that recomputation makes a second (or further) time."""
+    recomputed_ops: int = 0
+    """Operators that recomputation runs, each counted as often as it is recomputed."""
+    seconds: float = 0.0
+    """Seconds of the module's forward, each operator once."""
+    added_seconds: float = 0.0
+    """Seconds of recomputation."""
+    offloaded_bytes: int = 0
+    """Bytes that are copied to the host's memory and back."""
 
 
 def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:

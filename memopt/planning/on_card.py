@@ -17,7 +17,6 @@ from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError, rounded_bytes
 from memopt.account.card_state import CardState, Kind
 from memopt.account.step_calls import step_ways
-from memopt.device.workspace_cuda import library_workspaces
 from memopt.planning.joined import Joined
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
@@ -40,7 +39,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account, *, expandable:
     segments. `expandable` says whether segments are expandable; None takes the setting from the environment.
     """
     bare = without_allocator(account)
-    if not account.context:
+    if not account.caching:
         return bare
     setting = expandable_segments() if expandable is None else expandable
     if setting != expandable_segments():
@@ -60,7 +59,7 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns no
     segment before it must; None where the step needs more. The bytes of `Account.lowering` are not replayed."""
     bare = without_allocator(account)
-    if not account.context:
+    if not account.caching:
         return bare
     limit = budget_bytes - account.context - account.lowering
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
@@ -81,7 +80,7 @@ def compiled_within(
     by the schedule: in a process that has `budget_bytes`, or where it needs more, in one that has as little as it
     needs."""
     bare = without_allocator(account)
-    if not account.context:
+    if not account.caching:
         return bare
     blocks, setting = _step_blocks(joined, bare), expandable_segments()
     limit, asked = budget_bytes - account.context, _asked(joined, schedule, bare)
@@ -111,7 +110,7 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     trained = account.trained or joined.trained
     there = account.card_state or CardState()
     given, held, state = _to_come(account, there)
-    libraries = Counter(map(rounded_bytes, library_workspaces(joined.major)))
+    libraries = Counter(map(rounded_bytes, joined.libraries))
     libraries.subtract(there.libraries)
     wrapper = (account.buckets, account.output_clones, account.gathered, account.kept, account.exchange)
     eager = (*wrapper, account.other_forwards, account.elsewhere)

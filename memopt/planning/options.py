@@ -14,6 +14,8 @@ import torch
 from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import optimizer_account, refuse
+from memopt.device.devices import device_of
+from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.allow import check_allow, recompute_note
@@ -74,10 +76,8 @@ DEFAULT_EFFORT = Effort()
 
 
 def backend_for(backend: Backend, device_type: str) -> Literal["aten", "inductor"]:
-    """The backend that runs a step on a device of that type: "auto" means "inductor" on "cuda", "aten" elsewhere."""
-    if backend == "auto":
-        return "inductor" if device_type == "cuda" else "aten"
-    return backend
+    """The backend that runs a step on a device of that type: "auto" means "inductor" on CUDA, "aten" elsewhere."""
+    return device_of(device_type).backend if backend == "auto" else backend
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> Callable[[str], str]:
@@ -264,7 +264,9 @@ class Options:
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and refusal under these options, for a device of that type."""
         notes = recompute_note(self.allow)
-        if self.hardware not in (None, "cpu") and self.backend == "auto" and device_type != "cuda":
+        planned = device_type if self.hardware is None else hardware(self.hardware).device_type
+        there, here = (backend_for(self.backend, kind) for kind in (planned, device_type))
+        if there == "inductor" and here == "aten":
             notes += (
                 "planned for plain operators (backend 'aten'), which is what runs on this machine; on a CUDA card "
                 "backend='auto' means 'inductor': give backend='inductor' to plan for that",

@@ -10,8 +10,8 @@ from torch import fx
 
 from memopt.capture.operators import Operators
 from memopt.device.storages import storage_bytes
+from memopt.planning.change import CAST, CHUNKED, DTYPE, FUSED, REMOVED, REWRITTEN, SAVED, Change
 from memopt.planning.graph_facts import GraphFacts, operator_name
-from memopt.show.change import CAST, CHUNKED, DTYPE, FUSED, REMOVED, REWRITTEN, SAVED, Change
 from memopt.units import size
 from passes import diff_graphs
 from passes.graphs.graph_text import format_dtype

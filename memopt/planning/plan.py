@@ -12,20 +12,18 @@ from torch import fx
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
+from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.module_rows import ModuleRow
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_diff import PlanDiff, plan_diff, plans_diff
+from memopt.planning.plan_diff import PlanDiff
 from memopt.planning.plan_file import load, save
 from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
 from memopt.planning.plan_networkx import joint_digraph
 from memopt.planning.plan_views import PlanViews
 from memopt.planning.region_schedule import RegionSchedule
-from memopt.planning.step_of_plan import step_of
+from memopt.planning.shown import shown
 from memopt.saved_values import LIVE
-from memopt.show.cluster import ClusterStep
-from memopt.show.report import render
-from memopt.show.rows import ModuleRow, ReceiptRow
-from memopt.show.step import Step
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 
@@ -54,6 +52,18 @@ class PlanSource(Protocol):
 
     def smallest_bytes(self, plan: Plan) -> int:
         """The smallest budget that works."""
+
+
+@dataclass(frozen=True)
+class ReceiptRow:
+    """The step with one more lever in use."""
+
+    lever: str
+    """Name of the lever; empty for the step as captured."""
+    peak_bytes: int
+    """Peak of the whole step."""
+    seconds: float
+    """Seconds of forward and backward, by the time model."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +196,9 @@ class Plan(PlanViews):
         """
         captured = self._source().captured
         if isinstance(stage, Plan):
-            return plans_diff(self, captured, stage, stage._source().captured, order=order)
+            return shown("changes_of_plan").plans_diff(self, captured, stage, stage._source().captured, order=order)
         if stage is None:
-            return plan_diff(self, captured, order=order)
+            return shown("changes_of_plan").plan_diff(self, captured, order=order)
         return stage_diff(captured, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
@@ -248,7 +258,7 @@ class Plan(PlanViews):
 
     def table(self) -> str:
         """Tables as text: where every byte goes before and after, and what each module saves and recomputes."""
-        return render(self)
+        return shown("report").render(self)
 
     def __str__(self) -> str:
         return self.table()
@@ -267,14 +277,6 @@ class Plan(PlanViews):
         if self.source is None:
             raise ValueError("this plan was loaded from a file and has no graphs; make it with memopt.plan to see them")
         return self.source
-
-    def _step(self) -> Step:
-        """Everything that the step holds at every moment, as planned and with nothing recomputed: what `report`, the
-        plots and the exports show, as data. Raises `ValueError` if loaded."""
-        captured, joined = self._source().captured, self.joined
-        assert joined is not None
-        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
-        return step_of(captured, joined, self.schedule, self.account)
 
     def _effort(self, effort: EffortName | None, limit_seconds: float | None) -> Effort:
         if effort is None and limit_seconds is None:

@@ -16,10 +16,9 @@ from memopt.levers.reinplace import REINPLACE
 from memopt.planning.captured import Captured
 from memopt.planning.make_plan import make_plan
 from memopt.planning.options import Effort
-from memopt.planning.plan import Plan
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import LITTLE, smallest
 from memopt.planning.receipt import plain_row, schedule_rows, writes_over
-from memopt.show.rows import ReceiptRow
 
 Candidate = tuple[Rewriting, Captured, Account]
 """A lever set (a rewriting with some levers), the call rewritten by it, and the account of its step."""

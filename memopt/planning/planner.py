@@ -90,7 +90,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     Raises `BudgetError`.
     """
     ways = [joined]
-    if joined.solvers and request.account.context:  # other schedules than without them would be replayed
+    if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
         ways.insert(0, replace(joined, solvers=()))
     found = [one for way in ways if (one := _on_card(way, request)) is not None]
     if not found:
@@ -170,7 +170,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The schedules without offloads that were found while other budgets were solved for and are within this one, the
     fastest first; none where the optimiser steps within the backward, or no allocator decides."""
-    if request.account.context and isinstance(joined.portfolio, Portfolio) and not joined.steps:
+    if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.capture.fake_model import Narrowed
 from memopt.device import Hardware
+from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import Known, PricedLevers, Wanted, combinations_of, further_combinations
@@ -106,7 +107,7 @@ class Proposing:
     def _possible(self, gradients_held: bool) -> list[Lever]:
         """The levers that can work for the model, device and call."""
         whole = self.fused or gradients_held or self.low is torch.float16 or _has_ranks()
-        on_host = self.card.name == "cpu"  # its memory is the host's: there is nothing to move
+        on_host = device_of(self.card).is_host  # its memory is the host's: there is nothing to move
         wide = self.low is not torch.bfloat16
         return [
             lever

@@ -11,8 +11,7 @@ from memopt.levers.recompute import RECOMPUTE
 from memopt.levers.reinplace import REINPLACE
 from memopt.planning.captured import Captured
 from memopt.planning.on_card import on_card
-from memopt.planning.plan import Plan
-from memopt.show.rows import ReceiptRow
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.solver import Schedule
 
 

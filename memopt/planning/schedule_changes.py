@@ -10,11 +10,11 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import storage_bytes
+from memopt.planning.change import FREED, IN_PLACE, MOVED, OFFLOADED, RECOMPUTED, Change
 from memopt.planning.graph_facts import GraphFacts, operator_name
 from memopt.planning.region_schedule import RegionSchedule, scheduled_graph
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import PricedGraph
-from memopt.show.change import FREED, IN_PLACE, MOVED, OFFLOADED, RECOMPUTED, Change
 from passes import diff_graphs
 from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import backward_nodes, is_tangent

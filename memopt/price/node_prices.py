@@ -8,15 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from memopt.account.caching_allocator import ROUNDING_BYTES
 from memopt.device.calibration import calibrated_seconds
-from memopt.device.hardware_table import Hardware
-from memopt.device.library_run import library_run
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
-from memopt.device.op_rehearsal import rehearsal
-from memopt.device.result_order import calls_in_order
 from memopt.device.time_model import node_seconds, runs_kernel
-from memopt.device.workspace import measure_workspaces, workspace_bytes
+from memopt.device.workspace import measure_workspaces, rehearsal, workspace_bytes
 from memopt.price.priced_graph import NodePrice
 
 
@@ -34,15 +31,16 @@ def price_nodes(
         prices = price_nodes([node for node in nodes if node not in generated], card, timed=timed)
         return prices | {node: NodePrice(node_seconds(node, card), 0) for node in nodes if node in generated}
     modelled = {node: node_seconds(node, card) for node in nodes}
-    if card.name != "cpu":
-        seconds = modelled | (_timed(modelled, torch.device("cuda")) if timed else {})
+    device = device_of(card)
+    if not device.is_host:
+        seconds = modelled | (_timed(modelled, torch.device(device.type)) if timed else {})
         return {node: _on_card(node, seconds[node], card) for node in nodes}
     found = measure_workspaces(nodes)
     seconds = dict(modelled)
     if timed:
         once = {node: measured.seconds for node, measured in found.items() if measured.seconds is not None}
         seconds |= once
-        timed_here = once | _timed(seconds, torch.device("cpu"))
+        timed_here = once | _timed(seconds, torch.device(device.type))
         seconds |= {node: timed_seconds + card.between_seconds for node, timed_seconds in timed_here.items()}
     return {
         node: NodePrice(seconds[node], measured.workspace_bytes, measured.output_bytes or 0)
@@ -53,11 +51,11 @@ def price_nodes(
 def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
     """The price of a node on a GPU: with each block that it allocates, if it is written in Python or a library's, or
     allocates its results in another order than it returns them."""
-    call = op_call(node)
-    rehearsed = None if call is None else rehearsal(call, card.chip, ROUNDING_BYTES) or library_run(call, card.chip)
+    call, device = op_call(node), device_of(card)
+    rehearsed = None if call is None else rehearsal(call, device.type, card.chip) or device.library_run(call, card.chip)
     if rehearsed is None:
-        workspace = workspace_bytes(node, "cuda", card.chip)
-        return NodePrice(seconds, workspace, calls=() if call is None else calls_in_order(call, workspace))
+        workspace = workspace_bytes(node, device.type, card.chip)
+        return NodePrice(seconds, workspace, calls=() if call is None else device.result_calls(call, workspace))
     return NodePrice(seconds, rehearsed.workspace_bytes, calls=rehearsed.calls)
 
 

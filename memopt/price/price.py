@@ -9,11 +9,13 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from memopt.device.device import Device
+from memopt.device.devices import device_of
 from memopt.device.storages import Storages, find_storages, storage_bytes
 from memopt.price.blocks import is_attention_core, number_blocks
 from memopt.price.graph_use import ALONE, GraphUse
 from memopt.price.parameter_steps import PlacedParameterStep, place_steps
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PassedOn, PricedGraph, PricedParameterStep
+from memopt.price.priced_graph import NodePrice, PassedOn, PricedGraph, PricedParameterStep
 from memopt.price.reductions import PlacedReduction, place_reductions
 from memopt.price.scheduled_nodes import is_mutation, split_halves
 from memopt.solver import Op, RematProblem, Storage
@@ -223,7 +225,7 @@ class _Pricer:
         surplus = max(0, price.output_bytes - sum(self.storages.infos[index].bytes for index in made))
         makes = tuple(self.list_storage(index, surplus if index == made[0] else 0) for index in made)
         # To recompute a random op, the generator's present state is saved meanwhile.
-        set_aside = GENERATOR_STATE_BYTES[_device_type(node)] if recomputable and is_random(node) else 0
+        set_aside = _device(node).generator_state_bytes if recomputable and is_random(node) else 0
         self.append(
             Op(
                 name=node.name,
@@ -271,8 +273,7 @@ class _Pricer:
         """Append the op that saves the generator's state for a random op: keeping it is the schedule's choice."""
         if not self.recomputable(node):
             return
-        device = _device_type(node)
-        state_bytes = self.rounded(GENERATOR_STATE_BYTES[device])
+        state_bytes = self.rounded(_device(node).generator_state_bytes)
         self.listed.append(Storage(f"{node.name}_state", state_bytes, movable=False))
         self.values.append("")
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
@@ -342,7 +343,7 @@ def _strides(node: fx.Node) -> tuple[int, ...]:
     return node.meta["val"].stride()
 
 
-def _device_type(node: fx.Node) -> str:
+def _device(node: fx.Node) -> Device:
     value = node.meta["val"]
     first = value[0] if isinstance(value, (tuple, list)) else value
-    return first.device.type
+    return device_of(first.device)

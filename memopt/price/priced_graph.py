@@ -9,9 +9,6 @@ from types import MappingProxyType
 from memopt.solver import RematProblem
 from memopt.solver.problem import BlockCall
 
-GENERATOR_STATE_BYTES = {"cpu": 5056, "cuda": 16}
-"""Bytes of a random generator's saved state, by device type."""
-
 
 @dataclass(frozen=True)
 class NodePrice:

@@ -17,8 +17,7 @@ from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found
 from memopt.compat.storages import weak_storages
-from memopt.device.hardware_table import hardware_of
-from memopt.device.workspace_cuda import library_workspaces
+from memopt.device.devices import device_of
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
 from memopt.planning.situation import Situation
@@ -274,7 +273,7 @@ class Ledger:
 
     def _look(self, moment: Moment) -> Found:
         started = time.monotonic()
-        entry, cuda = moment.entry, self.device.type == "cuda"
+        entry, kind = moment.entry, device_of(self.device)
         found = elsewhere.look(
             entry.model,
             self.device,
@@ -284,7 +283,7 @@ class Ledger:
             others_bytes=moment.others_bytes,
             bucket_bytes=moment.bucket_bytes,
             buckets=moment.buckets,
-            libraries=sum(library_workspaces(hardware_of(self.device).major)) if cuda else 0,
+            libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,
         )
         found = found if entry.with_state else replace(found, state=0)
         allocated = allocated_bytes(self.device)

@@ -90,7 +90,7 @@ class PendingForward:
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
             self.held_bytes += nbytes
-        elif self.plan.account.context:
+        elif self.plan.account.caching:
             self._held.append(value)
 
     def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:

@@ -24,6 +24,7 @@ from memopt.compat.modules import Parts, plain_call
 from memopt.compat.pytree import tree_flatten, tree_leaves
 from memopt.compat.storages import weak_storages
 from memopt.compat.subclasses import is_sharded, sizes_within, special_kind
+from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
@@ -268,7 +269,7 @@ class PlainCalls:
 
     @property
     def _margin(self) -> float:
-        return MARGIN if self.planner.card.name == "cpu" else CUDA_MARGIN
+        return CUDA_MARGIN if device_of(self.planner.card).caching else MARGIN
 
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: no passes, compiler or optimiser levers are wanted, and no precision

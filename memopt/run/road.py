@@ -20,7 +20,7 @@ from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
-from memopt.device.libraries import start_libraries
+from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
@@ -101,7 +101,8 @@ class Road:
             with self._planning():
                 self.plans += 1
                 with self.planner.one_look(call, situation):
-                    start_libraries(self.planner.device())
+                    device = self.planner.device()
+                    device_of(device).start_libraries(device)
                     emitted = self._emitted(captured, call, situation, planned)
                 return replace(emitted, plan=self.asked(emitted.plan, situation, whole=captured.whole))
         finally:

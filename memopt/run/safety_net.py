@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.planning.call_accounts import CallAccounts
@@ -99,8 +100,7 @@ class SafetyNet:
         self.planner.unforeseen_bytes = max(self.planner.unforeseen_bytes, plan.budget_bytes - tighter)
         self.forget()
         gc.collect()
-        if self.planner.device().type == "cuda":
-            torch.cuda.empty_cache()
+        device_of(self.planner.device()).empty_cache()
 
     def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
         rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.planning.frontier import Frontier, Recipe
 from memopt.show.drawing import new_figure, write_figure
-from memopt.show.figures import CurveFigures, RecipeFigures
 from memopt.show.labels import Label, place
 from memopt.show.table import sizes, unit_of
 from memopt.units import duration
@@ -26,12 +26,12 @@ _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
 _TOUCH_PIXELS = 16.0
 
 
-def draw(frontier: CurveFigures, path: Path) -> None:
+def draw(frontier: Frontier, path: Path) -> None:
     """Write the picture to a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`."""
     write_figure(lambda: figure_of(frontier), path)
 
 
-def as_svg(frontier: CurveFigures) -> str | None:
+def as_svg(frontier: Frontier) -> str | None:
     """The picture as SVG; None without matplotlib."""
     page = io.StringIO()
     try:
@@ -41,7 +41,7 @@ def as_svg(frontier: CurveFigures) -> str | None:
     return page.getvalue()
 
 
-def figure_of(frontier: CurveFigures) -> Figure:
+def figure_of(frontier: Frontier) -> Figure:
     """The picture as a matplotlib figure that pyplot knows nothing of. Raises `ModuleNotFoundError`."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
@@ -56,7 +56,7 @@ def figure_of(frontier: CurveFigures) -> Figure:
     return figure
 
 
-def _frame(figure: Figure, axes: Axes, frontier: CurveFigures, unit: str, scale: float) -> None:
+def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: float) -> None:
     """Draw titles and axes, with units and ranges."""
     step = duration(frontier.step_seconds)
     figure.text(0.085, 0.945, f"{frontier.model} on {frontier.hardware}", fontsize=13, fontweight="bold")
@@ -78,7 +78,7 @@ def _frame(figure: Figure, axes: Axes, frontier: CurveFigures, unit: str, scale:
         axes.spines[side].set_color(_QUIET)
 
 
-def _ends(axes: Axes, frontier: CurveFigures, scale: float) -> None:
+def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
     """Draw a vertical line at the smallest and at the plain peak, named above the frame."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
@@ -97,7 +97,7 @@ def _ends(axes: Axes, frontier: CurveFigures, scale: float) -> None:
         )
 
 
-def _curve(axes: Axes, frontier: CurveFigures, scale: float) -> list[tuple[float, float]]:
+def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
     """Draw the curve; returns its points in the units of the axes."""
     points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
     x, y = zip(*points, strict=True)
@@ -105,7 +105,7 @@ def _curve(axes: Axes, frontier: CurveFigures, scale: float) -> list[tuple[float
     return points
 
 
-def _bound(figure: Figure, axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
+def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
     """Shade the area below the bound, and name it inside if there is room; else return a label for it."""
     x = [point.budget_gb * scale for point in frontier.points]
     y = [100 * point.bound for point in frontier.points]
@@ -123,9 +123,9 @@ def _bound(figure: Figure, axes: Axes, frontier: CurveFigures, scale: float) -> 
     return [Label("no schedule below", x[len(x) // 2], y[len(y) // 2], _QUIET)]
 
 
-def _recipes(axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
+def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
     """Draw a dot for each recipe that recomputes anything; returns their labels, one for dots that touch."""
-    together: list[list[RecipeFigures]] = []
+    together: list[list[Recipe]] = []
     for recipe in sorted(frontier.recipes, key=lambda recipe: recipe.peak_gb):
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
@@ -143,7 +143,7 @@ def _recipes(axes: Axes, frontier: CurveFigures, scale: float) -> list[Label]:
     return labels
 
 
-def named(recipes: Iterable[RecipeFigures]) -> str:
+def named(recipes: Iterable[Recipe]) -> str:
     """The names of several recipes as one short label; "per block" and "every k blocks" by k only: "1, 2, √L"."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if _is_every(name) else name for name in names]
@@ -154,9 +154,9 @@ def _is_every(name: str) -> bool:
     return name.startswith("every ") and name.endswith(" blocks")
 
 
-def _spot(recipe: RecipeFigures, scale: float) -> tuple[float, float]:
+def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
     return recipe.peak_gb * scale, 100 * recipe.added_time
 
 
-def _touch(axes: Axes, a: RecipeFigures, b: RecipeFigures, scale: float) -> bool:
+def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
     return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

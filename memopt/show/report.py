@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.show.cluster import cluster_table
-from memopt.show.figures import PlanFigures
-from memopt.show.rows import ModuleRow, ReceiptRow
+from memopt.planning.cluster_step import ClusterStep
+from memopt.planning.module_rows import ModuleRow
+from memopt.planning.plan import Plan, ReceiptRow
 from memopt.units import duration, size
 
 MODULE_ROWS = 60
@@ -23,18 +23,18 @@ _NOTABLE = 0.01
 _MODULE_WIDTH = 24
 
 
-def render(plan: PlanFigures, width: int = 110) -> str:
+def render(plan: Plan, width: int = 110) -> str:
     """A headline, the bytes at the peak, the levers, and a row per module, as text of `width` columns."""
     return as_text(*parts(plan), width=width)
 
 
-def parts(plan: PlanFigures) -> list[RenderableType]:
+def parts(plan: Plan) -> list[RenderableType]:
     """What `render` shows, as sentences and rich tables."""
     notes = (f"note: {note}" for note in plan.notes)
     receipt = [receipt_table(plan.receipt)] if plan.levers else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     beside = [_host_line(plan)] if plan.host_seconds > _NOTABLE * plan.step_seconds else []
-    cluster = [] if plan.cluster is None else [cluster_table(plan.cluster)]
+    cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
     kept = [_kept_line(plan)] if plan.kept else []
     return [
         headline(plan),
@@ -58,7 +58,7 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def headline(plan: PlanFigures) -> str:
+def headline(plan: Plan) -> str:
     """The plan in one sentence: its peak within the budget, and its added time."""
     return (
         f"{plan.model}, planned for {plan.hardware} with {plan.method}: "
@@ -69,7 +69,7 @@ def headline(plan: PlanFigures) -> str:
     )
 
 
-def _offload_line(plan: PlanFigures) -> str:
+def _offload_line(plan: Plan) -> str:
     """The host memory that offloading takes, which is not part of the budget, and the time that compute waits."""
     waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for"
     return (
@@ -78,7 +78,7 @@ def _offload_line(plan: PlanFigures) -> str:
     )
 
 
-def _kept_line(plan: PlanFigures) -> str:
+def _kept_line(plan: Plan) -> str:
     """The blocks whose parameters are not gathered again for the backward."""
     paths = [path for path, _ in plan.kept]
     named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
@@ -89,7 +89,7 @@ def _kept_line(plan: PlanFigures) -> str:
     )
 
 
-def _host_line(plan: PlanFigures) -> str:
+def _host_line(plan: Plan) -> str:
     """The time that the step takes beside its operators, which a small model notices."""
     return (
         f"beside the operators: about {duration(plan.host_seconds)} of guards and accounting, "
@@ -97,7 +97,7 @@ def _host_line(plan: PlanFigures) -> str:
     )
 
 
-def bytes_table(plan: PlanFigures) -> Table:
+def bytes_table(plan: Plan) -> Table:
     """The bytes of each row of the account at the peak, as captured and as planned."""
     table = Table(title="Where every byte goes at the peak", title_justify="left")
     table.add_column("row")
@@ -115,7 +115,7 @@ def bytes_table(plan: PlanFigures) -> Table:
     return table
 
 
-def _module_table(plan: PlanFigures) -> Table:
+def _module_table(plan: Plan) -> Table:
     table = Table(title="What each module saves for the backward, and recomputes", title_justify="left")
     rows = alike(folded(plan.modules))
     longest = max((len(row.path) for row, *_ in rows), default=0)
@@ -201,3 +201,27 @@ def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
 def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
     names = [name for name in ModuleRow.__dataclass_fields__ if name != "path"]
     return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def _cluster_table(step: ClusterStep) -> Table:
+    """The seconds of a card's step by what bounds them, and the exchanges of its groups of parameters."""
+    table = Table(title=_cluster_line(step), title_justify="left")
+    table.add_column("bounded by")
+    for title in ("time", "of the step"):
+        table.add_column(title, justify="right")
+    for name, seconds in step.bounds:
+        table.add_row(name, duration(seconds), f"{seconds / step.seconds:.1%}")
+    table.add_section()
+    table.add_row("all gathers", duration(step.gathers_seconds), "")
+    table.add_row("all reductions", duration(step.reductions_seconds), "")
+    largest = max(step.blocks, key=lambda block: block[1])
+    table.add_row(f"largest group ({largest[0] or 'root'})", size(largest[1]), "")
+    return table
+
+
+def _cluster_line(step: ClusterStep) -> str:
+    """The cluster and the time of its step in one sentence."""
+    return (
+        f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
+        f"of it bounded by {step.bound}"
+    )

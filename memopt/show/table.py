@@ -10,25 +10,25 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.errors import GIB
-from memopt.show.figures import CurveFigures, PointFigures
+from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.show.report import as_text
 from memopt.units import duration, size
 
 ROWS = 16
 
 
-def render(frontier: CurveFigures, width: int = 110) -> str:
+def render(frontier: Frontier, width: int = 110) -> str:
     """A headline, the curve, and the recipes beside it, as text of `width` columns."""
     return as_text(*parts(frontier), width=width)
 
 
-def parts(frontier: CurveFigures) -> list[RenderableType]:
+def parts(frontier: Frontier) -> list[RenderableType]:
     """What `render` shows, as sentences and rich tables."""
     notes = (f"note: {note}" for note in frontier.notes)
     return [_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes]
 
 
-def _headline(frontier: CurveFigures) -> str:
+def _headline(frontier: Frontier) -> str:
     plain, smallest, floor = (
         size(round(gb * GIB)) for gb in (frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb)
     )
@@ -39,7 +39,7 @@ def _headline(frontier: CurveFigures) -> str:
     )
 
 
-def _curve_table(frontier: CurveFigures) -> Table:
+def _curve_table(frontier: Frontier) -> Table:
     table = Table(title="The least added time for each budget", title_justify="left")
     shown = sizes(frontier)
     for title in ("budget", "peak", "added time", "at least", "runs of an op"):
@@ -57,7 +57,7 @@ def _curve_table(frontier: CurveFigures) -> Table:
     return table
 
 
-def _recipe_table(frontier: CurveFigures) -> Table:
+def _recipe_table(frontier: Frontier) -> Table:
     table = Table(title="Recipes, and memopt within the same peak", title_justify="left")
     table.add_column("recipe")
     for title in ("peak", "added time", "memopt"):
@@ -69,7 +69,7 @@ def _recipe_table(frontier: CurveFigures) -> Table:
     return table
 
 
-def spread(points: Sequence[PointFigures], most: int = ROWS) -> Sequence[PointFigures]:
+def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[FrontierPoint]:
     """At most `most` of the points, with both ends, at even distances along the curve as a picture shows it."""
     if len(points) <= most:
         return points
@@ -83,12 +83,12 @@ def spread(points: Sequence[PointFigures], most: int = ROWS) -> Sequence[PointFi
     return tuple(points[index] for index in sorted(chosen))
 
 
-def unit_of(frontier: CurveFigures) -> tuple[str, float]:
+def unit_of(frontier: Frontier) -> tuple[str, float]:
     """The unit of all sizes of the curve, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
-def sizes(frontier: CurveFigures) -> Callable[[float], str]:
+def sizes(frontier: Frontier) -> Callable[[float], str]:
     """A function that formats GB in the curve's unit, with enough digits to tell its points apart."""
     unit, scale = unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memopt.errors import GIB
+from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, bands, columns, edges
 from memopt.show.drawing import new_figure
-from memopt.show.figures import PlanFigures
 from memopt.show.step import Step, StepMemory
 from memopt.units import size
 
@@ -21,7 +21,7 @@ _INK, _QUIET, _LIMIT = "#1b1f24", "#6b6b6b", "#b3421f"
 _BUDGET_REACH = 1.7
 
 
-def timeline_figure(plan: PlanFigures, step: Step) -> Figure:
+def timeline_figure(plan: Plan, step: Step) -> Figure:
     """The picture as a matplotlib figure. Raises `ModuleNotFoundError`."""
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
@@ -78,7 +78,7 @@ def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
         )  # fmt: skip
 
 
-def _frame(figure: Figure, axes: Axes, plan: PlanFigures, step: Step, unit: str, time_unit: str) -> None:
+def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_unit: str) -> None:
     """Titles, axes and the legend."""
     figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"

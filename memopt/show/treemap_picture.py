@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of
 from memopt.show.drawing import new_figure
-from memopt.show.figures import PlanFigures
 from memopt.show.squarify import Box, squarify
 from memopt.show.step import Step, StepMemory
 from memopt.units import size
@@ -37,7 +37,7 @@ class _Module:
         return self.own.total() + sum(part.nbytes for part in self.parts.values())
 
 
-def treemap_figure(plan: PlanFigures, step: Step, memory: StepMemory) -> Figure:
+def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
     """The picture of the peak of one of the step's memories, as a matplotlib figure. Raises `ModuleNotFoundError`."""
     figure = new_figure(9.0, 5.4)
     axes = figure.subplots()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from memopt.compat.host import is_on_host
 from memopt.train.ranks import mean_over_ranks
 
 
@@ -74,7 +75,7 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
     if isinstance(count, torch.Tensor) and count.device == home.device:
         return count.to(home.dtype)
     # A kernel writes a count from the host, since a copy would wait. A count on another device has to be copied.
-    value = count.item() if isinstance(count, torch.Tensor) and count.device.type == "cpu" else count
+    value = count.item() if isinstance(count, torch.Tensor) and is_on_host(count) else count
     if isinstance(value, torch.Tensor):
         return value.to(home.device, home.dtype, non_blocking=True)
     return torch.full((), float(value), dtype=home.dtype, device=home.device)

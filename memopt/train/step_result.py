@@ -7,6 +7,8 @@ from functools import cached_property
 
 import torch
 
+from memopt.compat.host import is_on_host
+
 
 class Verdict:
     """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
@@ -25,7 +27,7 @@ class Verdict:
     @property
     def on_host(self) -> bool:
         """Whether `skipped` can be read without waiting for a device."""
-        return self._arrived is None and (isinstance(self._flag, bool) or self._flag.device.type == "cpu")
+        return self._arrived is None and (isinstance(self._flag, bool) or is_on_host(self._flag))
 
     @cached_property
     def skipped(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.models.card import temporary_bytes
-from memopt.device.hardware_table import reported_chip
+from memopt.device.cuda_cards import reported_chip
 from memopt.device.library_run import library_run
 from memopt.device.op_call import describe
 from tests.card.card import MB

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.account.caching_allocator import ROUNDING_BYTES, rounded_bytes
-from memopt.device.hardware_table import reported_chip
+from memopt.account.caching_allocator import rounded_bytes
+from memopt.device.cuda_cards import reported_chip
 from memopt.device.op_call import describe
-from memopt.device.op_rehearsal import rehearsal
+from memopt.device.workspace import rehearsal
 from passes.patterns.linear_cross_entropy import with_gradients
 
 MB = 1024**2
@@ -31,7 +31,7 @@ def test_a_chunked_loss_allocates_as_rehearsed(dtype: torch.dtype, softcap: floa
     signs = {"alloc": 1, "free_completed": -1}
     taken = [signs[one["action"]] * rounded_bytes(one["size"]) for one in trace if one["action"] in signs]
     call = describe(torch.ops.memopt.linear_cross_entropy_with_gradients.default, arguments, {}, results)
-    rehearsed = rehearsal(call, reported_chip(torch.device("cuda")), ROUNDING_BYTES)
+    rehearsed = rehearsal(call, "cuda", reported_chip(torch.device("cuda")))
     assert rehearsed is not None
     planned = [one.bytes if one.allocates else -one.bytes for one in rehearsed.calls]
     assert [nbytes for nbytes in planned if abs(nbytes) > MB] == [nbytes for nbytes in taken if abs(nbytes) > MB]

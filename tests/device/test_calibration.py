@@ -12,7 +12,7 @@ import torch
 
 from memopt.device import calibration, hardware
 from memopt.device.calibration import calibrated_hardware, calibrated_seconds, card_key
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, describe
 from memopt.device.op_times import call_key
 from memopt.disk_cache import warn_not_kept
@@ -104,10 +104,10 @@ def test_a_gpu_is_known_by_its_name_and_has_its_context_measured(
     made: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(calibration, "measure_context_bytes", lambda device: 700)
+    monkeypatch.setattr("memopt.device.cuda.measure_context_bytes", lambda device: 700)
     assert calibrated_hardware(torch.device("cuda")).context_bytes == 700
     assert card_key(torch.device("cuda"))["card"] == "NVIDIA H200"
-    monkeypatch.setattr(calibration, "measure_context_bytes", lambda device: None)
+    monkeypatch.setattr("memopt.device.cuda.measure_context_bytes", lambda device: None)
     assert calibrated_hardware(torch.device("cuda")).context_bytes == 700, "as it was kept"
 
 

@@ -9,8 +9,7 @@ from torch import fx
 from memopt.device import workspace
 from memopt.device.op_call import describe
 from memopt.device.time_model import node_flops
-from memopt.device.workspace import _estimate, _measure
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import _estimate, _measure, estimate_workspace
 from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
 from tests.marks import slow
 

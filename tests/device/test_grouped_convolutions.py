@@ -9,7 +9,7 @@ import torch
 
 from memopt.compat.profiler import MemoryEvents
 from memopt.device.op_call import describe
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import estimate_workspace
 from tests.marks import slow
 
 aten = torch.ops.aten

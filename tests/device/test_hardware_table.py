@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt.device.calibrate import measure_hardware
-from memopt.device.chip import Chip
+from memopt.device.hardware import Chip
 from memopt.device.hardware_table import hardware, hardware_of, known_hardware
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.device.chip import LARGE
+from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
-from memopt.device.op_rehearsal import rehearsal
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import estimate_workspace, rehearsal
 from passes.ops.chunked_cross_entropy import chunk_rows
 from passes.patterns.linear_cross_entropy import weight_gradient, with_gradients
 
@@ -35,7 +34,7 @@ def loss_call(options: str = "mean", dtypes: tuple[torch.dtype, torch.dtype] = (
 def test_blocks_of_a_chunked_loss_in_order() -> None:
     """The weight in the dtype of its input, both gradients, and chunk by chunk the logits in two dtypes, and their
     gradient in the narrow one; then the loss and what it is divided by."""
-    rehearsed = rehearsal(loss_call(), LARGE, BLOCK)
+    rehearsed = rehearsal(loss_call(), "cuda", LARGE)
     assert rehearsed is not None
     cast, of_hidden, of_weight = 2 * WIDTH * CLASSES, 2 * WIDTH * ROWS, 4 * WIDTH * CLASSES
     rows = chunk_rows(ROWS, WIDTH)
@@ -54,7 +53,7 @@ def test_workspaces_are_freed_and_are_at_most_those_of_the_rule(
     options: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     call = loss_call(options, dtypes)
-    rehearsed = rehearsal(call, LARGE, BLOCK)
+    rehearsed = rehearsal(call, "cuda", LARGE)
     assert rehearsed is not None
     allocated = {one.block for one in rehearsed.calls if one.allocates and one.block >= len(call.outputs)}
     freed = [one.block for one in rehearsed.calls if not one.allocates]
@@ -69,7 +68,7 @@ def test_the_weight_gradient_in_the_backward() -> None:
     arguments = (hidden, weight, None, target, None, factor, -100, 0.0, 1.0, 0.0, 0, True, False)
     operator = torch.ops.memopt.linear_cross_entropy_weight_gradient.default
     call = describe(operator, arguments, {}, weight_gradient(*arguments))
-    rehearsed = rehearsal(call, LARGE, BLOCK)
+    rehearsed = rehearsal(call, "cuda", LARGE)
     assert rehearsed is not None
     results = [one for one in rehearsed.calls if one.block < len(call.outputs)]
     assert [(one.allocates, one.bytes) for one in results] == [(True, 4 * WIDTH * CLASSES)]
@@ -78,4 +77,4 @@ def test_the_weight_gradient_in_the_backward() -> None:
 def test_other_operators_are_not_rehearsed() -> None:
     matrix = torch.empty(8, 8, device="meta")
     call = describe(torch.ops.aten.mm.default, (matrix, matrix), {}, matrix)
-    assert rehearsal(call, LARGE, BLOCK) is None
+    assert rehearsal(call, "cuda", LARGE) is None

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 from memopt.device.time_model import node_bytes, node_flops, node_seconds, op_seconds
 
 PLAIN = Hardware("plain", {"float32": 1e3}, 1e2, 0.5, 0, "made up", flops_efficiency=1.0, bandwidth_efficiency=1.0)

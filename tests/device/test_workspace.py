@@ -20,10 +20,10 @@ from memopt.device.workspace import (
     Measured,
     _Memory,
     call_workspace_bytes,
+    estimate_workspace,
     measure_workspaces,
     workspace_bytes,
 )
-from memopt.device.workspace_table import estimate_workspace
 from memopt.meter import measure_peak
 
 aten = torch.ops.aten

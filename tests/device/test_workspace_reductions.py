@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.device.chip import LARGE, Chip
+from memopt.device.hardware import LARGE, Chip
 from memopt.device.op_call import describe
+from memopt.device.workspace import estimate_workspace
 from memopt.device.workspace_reductions import reduction_bytes
-from memopt.device.workspace_table import estimate_workspace
 
 aten = torch.ops.aten
 MB = 1024**2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memopt.device.op_call import describe
-from memopt.device.workspace_table import estimate_workspace
+from memopt.device.workspace import estimate_workspace
 from passes.ops.offload_ops import COPY_BACK, COPY_OUT
 
 aten = torch.ops.aten

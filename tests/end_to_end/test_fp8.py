@@ -16,8 +16,8 @@ from examples.models.families import integers
 from examples.models.step import Step, train_step
 from memopt.capture.on_fakes import capture_on_fakes
 from memopt.capture.trace import trace_call
-from memopt.device import hardware, hardware_table
-from memopt.device.hardware_table import scaled_rate
+from memopt.device import CPU, hardware
+from memopt.device.hardware import scaled_rate
 from memopt.errors import GIB
 from memopt.levers import lever_sets, levers_named
 from memopt.planning.captured import Captured
@@ -111,7 +111,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have plans take this CPU for one with 8-bit units."""
     cpu = hardware("cpu")
     rates = {**cpu.flops, "bfloat16": 1e9, scaled_rate(""): 1e15, scaled_rate("1x32"): 1e15}
-    monkeypatch.setattr(hardware_table, "_cpu", lambda: replace(cpu, flops=rates))
+    monkeypatch.setattr(type(CPU), "cards", lambda _: {"cpu": replace(cpu, flops=rates)})
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_no_precision_is_chosen_for_a_call_that_fits(
     captures: list[RecordedRegion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default, "auto", chooses the precision of plans."""
-    monkeypatch.setattr("memopt.rewrite.precision.devices._this_cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("memopt.device.cpu._Cpu.computes_in", lambda *_: True)
     family = BY_NAME["gpt2-sdpa"]
     batches = [family.batch("usual")] * 2
     plain = family.make()

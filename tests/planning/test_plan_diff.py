@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import memopt
 from examples.custom_pass import TanhAsSigmoid
+from memopt.planning.change import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
 from memopt.planning.plan import Plan
-from memopt.show.change import CHUNKED, FREED, MOVED, RECOMPUTED, REWRITTEN
 from tests.marks import slow
 from tests.planning.nano_gpt import NanoGPT
 

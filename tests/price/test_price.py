@@ -6,9 +6,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import Graph, Node
 
+from memopt.device import CPU
 from memopt.price.graph_use import GraphUse
 from memopt.price.price import price
-from memopt.price.priced_graph import GENERATOR_STATE_BYTES, NodePrice, PricedGraph
+from memopt.price.priced_graph import NodePrice, PricedGraph
 from memopt.price.scheduled_nodes import is_scheduled, split_halves
 from memopt.solver import RematProblem
 from passes import CANONICAL, find_reuses
@@ -154,7 +155,7 @@ tangents_1() -> 32 B!; once
 mul(native_dropout, tangents_1) -> 32 B!; once
 hand_over_gradients() -> nothing; once""",
     )
-    assert torch.get_rng_state().nbytes == GENERATOR_STATE_BYTES["cpu"]
+    assert torch.get_rng_state().nbytes == CPU.generator_state_bytes
 
 
 def test_sizes_that_depend_on_data_bind_once() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from memopt.account.breakdown import Breakdown
 from memopt.errors import GIB
-from memopt.show.rows import ModuleRow, ReceiptRow
+from memopt.planning.module_rows import ModuleRow
+from memopt.planning.plan import ReceiptRow
 
 MB = 1024**2
 # expecttest accepts new goldens in ASCII only.

@@ -14,6 +14,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from memopt.planning.plan import Plan
+from memopt.show.step_of_plan import step_of
 from tests.planning.test_plan_networkx import PLANS, gpt2
 
 # What the visualiser's reader of pickles knows (torch/utils/viz/MemoryViz.js).
@@ -73,7 +74,7 @@ def test_a_snapshot_s_blocks_are_the_plan_s(plan: Plan, tmp_path: Path) -> None:
             peak = max(peak, sum(live.values()))
         elif event["action"] == "free_completed":
             assert live.pop(begin) == event["size"]
-    memory = plan._step().planned
+    memory = step_of(plan).planned
     assert peak == max(memory.live_bytes[:-1])
     left = {b["address"]: b["requested_size"] for one in snapshot["segments"] for b in one["blocks"] if b["frames"]}
     assert left == live
@@ -96,7 +97,7 @@ def test_a_trace_is_nested_and_counts_the_bytes(plan: Plan, tmp_path: Path) -> N
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    step = plan._step()
+    step = step_of(plan)
     assert len(tracks[1, 1]) == len(step.planned.evaluations)
     assert len(tracks[2, 1]) == len(step.plain.evaluations)
     assert ((1, 3) in tracks) == bool(plan.moved_bytes)

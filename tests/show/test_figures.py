@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 from expecttest import assert_expected_inline
 
-import memopt.show
 from memopt.show import report, table
 from memopt.show.picture import as_svg, draw
 from tests.show.small import IN_ASCII, SmallCurve, SmallPlan
@@ -81,12 +79,3 @@ def test_a_picture(tmp_path: Path) -> None:
     assert svg.startswith("<?xml")
     draw(SmallCurve(), tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 5_000
-
-
-def test_nothing_above_is_imported() -> None:
-    below = {"memopt.show", "memopt.account", "memopt.units", "memopt.errors"}
-    for file in Path(memopt.show.__path__[0]).glob("*.py"):
-        nodes = ast.walk(ast.parse(file.read_text()))
-        imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        ours = {name for name in imported if name.startswith(("memopt", "passes"))}
-        assert not [name for name in ours if ".".join(name.split(".")[:2]) not in below], file.name

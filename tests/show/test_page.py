@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from memopt.planning.change import RECOMPUTED, Change
 from memopt.planning.plan import Plan
-from memopt.show.change import RECOMPUTED, Change
 from memopt.show.diff_sections import diff_sections
 from memopt.show.page import page as page_module
 from memopt.show.page.data import PageFigures, short_source

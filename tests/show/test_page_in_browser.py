@@ -12,6 +12,7 @@ import pytest
 
 from examples.models.browser import chromium, open_page, why_no_browser
 from memopt.planning.plan import Plan
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 from tests.planning.test_plan_networkx import gpt2
 
@@ -75,7 +76,7 @@ def test_the_figures_are_the_plan_s(page: Any, plan: Plan) -> None:
 
 
 def test_pointing_at_the_timeline_names_the_live_tensors(page: Any, plan: Plan) -> None:
-    step = plan._step()
+    step = step_of(plan)
     point_at(page, 0.5)
     tip = text(page, "#tip")
     found = re.match(r"(\S+ \S+) at (\w+)", tip)

@@ -12,13 +12,14 @@ from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
 from memopt.show.page.page import page_style
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 from tests.planning.test_plan_networkx import PLANS, gpt2
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_columns_show_the_peak(name: str) -> None:
-    step = PLANS[name]()._step()
+    step = step_of(PLANS[name]())
     for memory in (step.plain, step.planned):
         moments = columns(memory, 50, edges(memory)[-1])
         assert None not in moments

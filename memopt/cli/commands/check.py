@@ -46,8 +46,9 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     import torch
 
     import memopt
+    from memopt.device import device_here
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_here()
     options: dict[str, Any] = dict(prepared.options)
     named = options.pop("device")
     if named not in (None, device.type):

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from memopt.device.hardware_table import Hardware
+from memopt.device.devices import device_of
+from memopt.device.hardware import Hardware
 from memopt.rewrite.precision.plan import dtype_name, dtype_of
 from memopt.rewrite.precision.rules import DEFAULT
 
@@ -39,11 +40,11 @@ def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch
 
     A CPU has bf16 if it has the instructions (AVX512-BF16 or AMX); `cpu_has_bf16` says so for another CPU than this.
     """
-    if hardware.name == "cpu":
-        has = _this_cpu_has_bf16() if cpu_has_bf16 is None else cpu_has_bf16
-        return torch.bfloat16 if has else torch.float32
-    known = [dtype for dtype in (torch.bfloat16, torch.float16) if _has(hardware, dtype)]
-    return known[0] if known else torch.float32
+    device = device_of(hardware)
+    if device.is_host and cpu_has_bf16 is not None:
+        return torch.bfloat16 if cpu_has_bf16 else torch.float32
+    known = (dtype for dtype in (torch.bfloat16, torch.float16) if device.computes_in(hardware, dtype))
+    return next(known, torch.float32)
 
 
 def searches(policy: Policy) -> bool:
@@ -66,8 +67,3 @@ def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None =
 
 def _has(hardware: Hardware, dtype: torch.dtype) -> bool:
     return str(dtype).removeprefix("torch.") in hardware.flops
-
-
-def _this_cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))

@@ -11,7 +11,7 @@ from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, traced_from
-from memopt.device.hardware_table import Hardware, scaled_rate
+from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
 from memopt.rewrite.precision.narrow import LEAST_BYTES, narrowing, sole_values

@@ -12,8 +12,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt.compat.fakes import new_fake_mode
+from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, overload_name, schema_of
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import node_seconds
@@ -80,7 +81,7 @@ class OpPrices:
     def _trace(self, call: OpCall, dtype: torch.dtype, differentiated: tuple[bool, ...]) -> OpPrice | None:
         run = _functional(call.op)
         with propagating(new_fake_mode()), torch.enable_grad():
-            args, kwargs = call.make_arguments("cpu")
+            args, kwargs = call.make_arguments(HOST.type)
             leaves = list(tensors([args, *kwargs.values()]))
             casts = len(leaves) if schema_of(call.op).name.split("::")[-1] not in CAST_FIRST_ONLY else 1
             leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]

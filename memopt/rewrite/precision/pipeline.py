@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
-from memopt.device.hardware_table import Hardware
+from memopt.device.hardware import Hardware
 from memopt.rewrite.precision.assign import AssignPrecision
 from memopt.rewrite.precision.devices import Policy, low_dtype, searches
 from memopt.rewrite.precision.narrow import narrowing
@@ -31,15 +31,14 @@ def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     Raises ValueError for unknown names, and for fp16 on a device without it.
     """
     low = low_dtype(policy, hardware)
-    planned_for = "cpu" if hardware.name == "cpu" else "cuda"
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):
-        return Rewriting(planned_for=planned_for)
+        return Rewriting(planned_for=hardware.device_type)
     screenings = Screenings() if torch.float16 in (low, *(dtype for _, dtype in rules.dtypes)) else None
     prices = OpPrices(hardware, narrows=low == torch.bfloat16) if searches(policy) else None
     decide = DecidePrecision(low, rules, yields=policy == "auto", screenings=screenings, prices=prices)
     joint = narrowing if low == torch.bfloat16 else None
-    return Rewriting((decide,), joint, low, planned_for, replaces_autocast=policy != "auto")
+    return Rewriting((decide,), joint, low, hardware.device_type, replaces_autocast=policy != "auto")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from memopt.compat.dispatch import plain_tensors
+from memopt.device.devices import device_of
 from memopt.rewrite.precision.plan import PrecisionPlan
 from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
 
@@ -24,8 +25,7 @@ UNIT = 2.0**-11
 """fp16's unit roundoff: a value smaller than this fraction of another one is lost in a sum with it."""
 LOST_SHARE = 0.01
 """The largest share of nonzero values that an operator in fp16 may lose."""
-_BLOCK = {"cpu": 2**15}
-_BLOCK_ELSEWHERE = 2**22
+_BLOCK_ON_HOST, _BLOCK = 2**15, 2**22
 # Where the mask is among the arguments of scaled_dot_product_attention.
 _MASK = 3
 
@@ -126,14 +126,18 @@ def _rows(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def looking_bytes(device_type: str) -> int:
     """Returns the bytes that finding a range takes: copies and masks of a block, and results for its rows."""
-    return 24 * _BLOCK.get(device_type, _BLOCK_ELSEWHERE)
+    return 24 * _largest_block(device_type)
+
+
+def _largest_block(device_type: str) -> int:
+    return _BLOCK_ON_HOST if device_of(device_type).is_host else _BLOCK
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields a tensor in blocks of whole rows, each with few elements."""
     if tensor.numel() == 0:
         return
-    sizes, largest = tensor.shape[:-1], _BLOCK.get(tensor.device.type, _BLOCK_ELSEWHERE)
+    sizes, largest = tensor.shape[:-1], _largest_block(tensor.device.type)
     if tensor.numel() <= largest or not sizes or max(sizes) == 1:
         yield tensor
         return

@@ -19,6 +19,7 @@ from memopt.capture.inputs import Call, call_signature, tensors_in
 from memopt.capture.operators import Decide, OperatorGraph, Rewriting, rewrite
 from memopt.capture.sample import run_sample
 from memopt.compat.dispatch import plain_tensors
+from memopt.compat.host import is_on_host
 from memopt.rewrite.precision.plan import PrecisionPlan
 from memopt.rewrite.precision.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
 from memopt.units import size
@@ -67,7 +68,7 @@ class Screenings:
             self._why_not = NO_VALUES
             return
         self._looked.add(signature)
-        copies = distinct_bytes(model.buffers()) if next(model.parameters()).device.type == "cpu" else 0
+        copies = distinct_bytes(model.buffers()) if is_on_host(next(model.parameters())) else 0
         befores = list(dict.fromkeys(self._before(rewriting.deciders) for rewriting in rewritings))
         room_bytes = None if room_bytes is None else room_bytes - copies
         look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])

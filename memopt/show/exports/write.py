@@ -6,8 +6,9 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
+from memopt.planning.plan_views import Format
 from memopt.show.exports.chrome_trace import chrome_trace
 from memopt.show.exports.graphviz import graphviz
 from memopt.show.exports.memory_snapshot import memory_snapshot
@@ -16,7 +17,6 @@ from memopt.show.step import Step
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-Format = Literal["snapshot", "trace", "dot"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _BY_NAME: dict[str, Format] = {
     ".pickle": "snapshot",

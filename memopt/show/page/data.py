@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from memopt.errors import GIB
+from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.plan import Plan
 from memopt.show.diff_sections import DiffRow, DiffSection
-from memopt.show.fates import WHY
-from memopt.show.figures import CurveFigures, PlanFigures, RecipeFigures
-from memopt.show.step import Step, StepMemory, StepOp
+from memopt.show.step import WHY, Step, StepMemory, StepOp
 
 
 @dataclass(frozen=True)
 class PageFigures:
     """All that a page shows."""
 
-    plan: PlanFigures
+    plan: Plan
     step: Step | None = None
     """None for a plan without graphs."""
     diff: tuple[DiffSection, ...] = ()
-    recipes: Sequence[RecipeFigures] = ()
+    recipes: Sequence[Recipe] = ()
     """The recipes of checkpointing by hand on the same step."""
-    frontier: CurveFigures | None = None
+    frontier: Frontier[Any] | None = None
     """The whole curve, where it was asked for."""
 
 
@@ -53,7 +53,7 @@ def as_json(figures: PageFigures) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _plan(plan: PlanFigures) -> dict[str, Any]:
+def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "hardware": plan.hardware,

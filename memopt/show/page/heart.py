@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
-from memopt.show.figures import PlanFigures
 from memopt.show.report import headline
 from memopt.show.step import Step, StepMemory
 from memopt.units import size
@@ -24,7 +24,7 @@ _STYLE = """
 """.strip()
 
 
-def heart(plan: PlanFigures, step: Step | None) -> str:
+def heart(plan: Plan, step: Step | None) -> str:
     """The plan as a piece of HTML; without the memory over the step where there is no `step`."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     used |= set(_found(step)) if step is not None else set()
@@ -35,7 +35,7 @@ def heart(plan: PlanFigures, step: Step | None) -> str:
     )
 
 
-def _bars(plan: PlanFigures) -> str:
+def _bars(plan: Plan) -> str:
     """A bar for each peak, in which every row of the account has its length."""
     whole = max(plan.plain.peak_bytes, plan.planned.peak_bytes)
     order = list(COLOURS)
@@ -57,7 +57,7 @@ def _keys(used: list[str]) -> str:
     return f'<div class="keys">{keys}</div>'
 
 
-def _picture(plan: PlanFigures, step: Step) -> str:
+def _picture(plan: Plan, step: Step) -> str:
     """The memory over the step as planned, that with nothing recomputed as a line, and the budget."""
     end = _end(step)
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)

@@ -271,11 +271,11 @@ def test_a_range_is_that_of_all_elements(seed: int, shape: tuple[int, ...]) -> N
     x = torch.randn(shape, generator=generator)
     scale = torch.tensor([1e-9, 1e-8, 0.0, 1.0, 1e5])
     x = x * scale[torch.randint(5, (*shape[:-1], 1) if shape else (), generator=generator)]
-    blocks, screen._BLOCK["cpu"] = screen._BLOCK["cpu"], 64
+    blocks, screen._BLOCK_ON_HOST = screen._BLOCK_ON_HOST, 64
     try:
         found = range_of(x)
     finally:
-        screen._BLOCK["cpu"] = blocks
+        screen._BLOCK_ON_HOST = blocks
     size = x.abs()
     rows = size.amax(-1, keepdim=True) if shape and x.numel() else size
     lost = (size > 0) & (size <= 2**-25) & (size > rows * 2**-11)

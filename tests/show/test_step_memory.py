@@ -9,6 +9,7 @@ import pytest
 
 from memopt.account.breakdown import ANY_LINK, OPTIMIZER_STEP, live_bytes_by_kind
 from memopt.planning.plan import Plan
+from memopt.show.step_of_plan import step_of
 from memopt.solver import Link, simulate
 from tests.planning.test_plan_networkx import PLANS
 
@@ -19,7 +20,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def test_the_peaks_are_the_plan_s(plan: Plan) -> None:
-    step = plan._step()
+    step = step_of(plan)
     assert step.planned.peak_bytes == plan.predicted_peak_bytes
     assert step.plain.peak_bytes == plan.plain.peak_bytes
     for memory, peak in ((step.planned, plan.planned), (step.plain, plan.plain)):
@@ -31,7 +32,7 @@ def test_the_peaks_are_the_plan_s(plan: Plan) -> None:
 def test_every_moment_is_the_simulator_s(plan: Plan) -> None:
     assert plan.joined is not None
     assert plan.schedule is not None
-    memory = plan._step().planned
+    memory = step_of(plan).planned
     problem = plan.joined.problem
     simulated = simulate(problem, plan.schedule, ANY_LINK).live_bytes - problem.resident_bytes
     held = sum(memory.resident.values())
@@ -45,7 +46,7 @@ def test_every_moment_is_the_simulator_s(plan: Plan) -> None:
 
 
 def test_bytes_by_module_sum_up_to_what_is_held(plan: Plan) -> None:
-    step = plan._step()
+    step = step_of(plan)
     for memory in (step.plain, step.planned):
         for moment in (0, memory.peak, len(memory.evaluations)):
             found = step.by_module(memory, moment)
@@ -59,7 +60,7 @@ def test_bytes_by_module_sum_up_to_what_is_held(plan: Plan) -> None:
 
 
 def test_times_are_the_plan_s(plan: Plan) -> None:
-    memory = plan._step().planned
+    memory = step_of(plan).planned
     assert memory.seconds == pytest.approx(plan.step_seconds + plan.added_seconds)
     starts = [one.start for one in memory.evaluations]
     assert starts == sorted(starts)
@@ -73,7 +74,7 @@ def test_the_link_is_the_step_s() -> None:
     assert plan.captured is not None
     link = plan.captured.link
     assert isinstance(link, Link)
-    copies = plan._step().planned.copies
+    copies = step_of(plan).planned.copies
     assert copies
     for copy in copies:
         assert copy.end - copy.start == pytest.approx(link.transfer_seconds(copy.nbytes))
@@ -81,7 +82,7 @@ def test_the_link_is_the_step_s() -> None:
 
 def test_operators_and_their_types() -> None:
     plan = PLANS["gpt2"]()
-    step = plan._step()
+    step = step_of(plan)
     softmax = next(op for op in step.ops if op.name == "_safe_softmax_1")
     assert softmax.module == "transformer.h.1.attn"
     assert softmax.value == "f32[4, 2, 64, 64]"

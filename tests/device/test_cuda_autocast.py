@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.capture.cuda_autocast import cuda_autocast_kernel
 from memopt.compat.dispatch import cuda_autocast_names
+from memopt.device.cuda_autocast import cuda_autocast_kernel
 
 aten = torch.ops.aten
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

@@ -9,61 +9,55 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from memopt.account.account import Account
 from memopt.device.storages import storage_bytes
+from memopt.planning.captured import Captured
 from memopt.planning.graph_facts import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
-from memopt.planning.plan_networkx import joint_digraph, op_names
-from memopt.planning.step_memory import step_memory
+from memopt.planning.plan import Plan
+from memopt.planning.plan_networkx import op_names
 from memopt.show.step import Step, StepOp, TypedOp
+from memopt.show.step_memory import step_memory
 from memopt.solver import Schedule
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.module_path import module_path
 from passes.graphs.node_facts import backward_nodes, is_tangent, tensors
 
 if TYPE_CHECKING:
-    from memopt.planning.captured import Captured
-    from memopt.planning.joined import Joined
+    from networkx import DiGraph
 
 
-def step_of(captured: Captured, joined: Joined, schedule: Schedule, account: Account) -> Step:
-    """The captured step as planned by `schedule`, and with nothing recomputed.
+def step_of(plan: Plan) -> Step:
+    """Everything that the step of a plan holds at every moment, as planned and with nothing recomputed.
 
-    Args:
-        joined: the problem that the schedule is for; its operators' prices are shown.
-        account: the account of the plan.
+    Raises `ValueError` for a plan that was loaded.
     """
-    ops = tuple(_ops(captured, joined, schedule))
+    graph, captured, schedule = plan.networkx(), plan.captured, plan.schedule
+    assert captured is not None
+    assert schedule is not None
+    ops = tuple(_ops(captured, graph))
     number = {op.name: at for at, op in enumerate(ops)}
-    accumulating = account.gradients_held
-    seen = captured.joined(accumulating=accumulating, meanwhile=account.meanwhile, as_seen=True)
-    plain = captured.joined(accumulating=accumulating, meanwhile=account.meanwhile, as_seen=True, reinplace=False)
+    accumulating, meanwhile = plan.account.gradients_held, plan.account.meanwhile
+    seen = captured.joined(accumulating=accumulating, meanwhile=meanwhile, as_seen=True)
+    plain = captured.joined(accumulating=accumulating, meanwhile=meanwhile, as_seen=True, reinplace=False)
     save_all = Schedule.save_all(plain.problem)
+    numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
     return Step(
         ops,
-        step_memory(
-            plain.problem,
-            save_all,
-            on_card(plain, save_all, account),
-            [number[name] for name in op_names(captured, plain)],
-            None,
-        ),
-        step_memory(
-            seen.problem, schedule, account, [number[name] for name in op_names(captured, seen)], captured.link
-        ),
+        step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
+        step_memory(seen.problem, schedule, plan.account, seen_numbers, captured.link),
         _parameters(captured),
         tuple(_types(captured)),
     )
 
 
-def _ops(captured: Captured, joined: Joined, schedule: Schedule) -> Iterator[StepOp]:
+def _ops(captured: Captured, graph: DiGraph) -> Iterator[StepOp]:
     """The nodes of the joint graphs, and what takes memory beside them."""
     nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
         facts = GraphFacts(region.module.graph, number)
         nodes |= {f"{number}." * several + name: (facts, node) for name, node in facts.nodes.items()}
-    for name, given in joint_digraph(captured, joined, schedule).nodes(data=True):
+    for name, given in graph.nodes(data=True):
         op = StepOp(
             name,
             name,

@@ -1,0 +1,159 @@
+"""What every kind of device is asked: allocator, workspaces, autocast, generators, links and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from memopt.device.hardware import LARGE, Chip, Hardware
+from memopt.device.op_call import OpCall
+from memopt.device.op_rehearsal import Rehearsal
+from memopt.device.workspace_rules import by_rules
+from memopt.solver.problem import BlockCall
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, by torch's name of its type.
+
+    The answers here are those for a kind that memopt does not know: nothing is counted, timed or planned for it. A kind
+    that it is to plan for is a file with a subclass, and an entry in `memopt.device.devices.DEVICES`. It says at least
+    which `cards` there are, what their kernels hold (`workspace`) and in which blocks their memory is given out; to
+    train on it here, also everything that takes a `torch.device`.
+    """
+
+    type: str
+    is_host: bool = False
+    """Whether its memory is the host's and the host's threads run its kernels: nothing is offloaded or overlaps."""
+    caching: bool = False
+    """Whether torch's caching allocator gives out its memory, in segments that it keeps. Steps are replayed as
+    `memopt.account.caching_allocator` models it; it counts its bytes, and a context lies beside it."""
+    block_bytes: int = 1
+    """Memory is given out in multiples of this."""
+    generator_state_bytes: int = 16
+    """Bytes of its random generator's saved state."""
+    foreach: bool = True
+    """Whether torch's optimisers step all parameters at once there, unless they are told otherwise."""
+    backend: Literal["aten", "inductor"] = "aten"
+    """What the option `backend="auto"` means there."""
+
+    def cards(self) -> Mapping[str, Hardware]:
+        """The entries of the hardware table, by their names."""
+        return {}
+
+    def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
+        """Temporary bytes that the kernel of a call holds at most beyond inputs and outputs, by rule."""
+        return by_rules(call, {})
+
+    def library_run(self, call: OpCall, chip: Chip) -> Rehearsal | None:
+        """The allocator's calls of an operator whose workspace a library chooses, seen in a run of it on this
+        machine's card; None for other operators, and where there is no card with that `chip`."""
+        return None
+
+    def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
+        """The allocator's calls of a kernel that does not allocate its results in the order in which it returns them;
+        empty for all others."""
+        return ()
+
+    def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
+        """Bytes of the blocks that libraries allocate at their first calls and keep."""
+        return ()
+
+    def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
+        """A function that computes an operator on the host's tensors as autocast with the dtype `low` does on the
+        device; None where it leaves the operator as it is."""
+        return None
+
+    def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
+        """Whether a card has units for a 16-bit dtype, so that `precision="auto"` may choose it."""
+        return str(dtype).removeprefix("torch.") in card.flops
+
+    def available(self) -> bool:
+        """Whether this machine has one that torch can use."""
+        return False
+
+    def in_use(self) -> bool:
+        """Whether this process has used one."""
+        return False
+
+    def current(self) -> torch.device:
+        """The one that new tensors of the type lie on."""
+        return torch.device(self.type)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until its kernels are done."""
+
+    def name(self, device: torch.device) -> str:
+        """What one of this machine is called."""
+        return str(device)
+
+    def hardware(self, device: torch.device) -> Hardware | None:
+        """The entry of `cards` for one of this machine, with the memory and chip that it reports; None for a card that
+        is not listed."""
+        return None
+
+    def reported(self, device: torch.device) -> Hardware:
+        """What one of this machine says of itself, without rates."""
+        raise ValueError(f"memopt cannot measure the device {str(device)!r}")
+
+    def chip(self, device: torch.device) -> Chip:
+        """What the workspaces of its kernels depend on."""
+        return LARGE
+
+    def identity(self, device: torch.device) -> dict[str, Any]:
+        """What measurements on it depend on, beside the version of torch."""
+        return {"card": self.name(device)}
+
+    def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None] | None:
+        """A function that copies `nbytes` to pinned memory of the host and back, both at once; None without a link."""
+        return None
+
+    def measure_context_bytes(self, device: torch.device) -> int | None:
+        """The bytes that a process holds on it beside torch's allocator; None where they cannot be measured."""
+        return None
+
+    def start_libraries(self, device: torch.device) -> None:
+        """Have libraries allocate the workspaces that they keep. Raises `torch.OutOfMemoryError`."""
+
+    def generator_state(self, device: torch.device) -> torch.Tensor | None:
+        """The state of its random generator; None where it has none beside the host's."""
+        return None
+
+    def set_generator_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Set its random generator to a state that `generator_state` returned."""
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Bytes that can be allocated now, those that torch's allocator keeps (`cached_bytes`) among them; None where
+        that is not known."""
+        return None
+
+    def cached_bytes(self, device: torch.device) -> int:
+        """Bytes that torch's allocator keeps and has not given out."""
+        return 0
+
+    def empty_cache(self) -> None:
+        """Return the bytes that torch's allocator keeps and has not given out."""
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Bytes that a `caching` allocator has given out."""
+        raise NotImplementedError
+
+    def requested_bytes(self, device: torch.device) -> int:
+        """Of these the bytes that were asked for."""
+        raise NotImplementedError
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """The most bytes that were given out at once since `reset_peak`."""
+        raise NotImplementedError
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Begin to measure the peak anew."""
+        raise NotImplementedError
+
+    def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
+        """The segments of its `caching` allocator, once free ones are returned, and the number of the current stream;
+        None where it cannot be asked now."""
+        return None

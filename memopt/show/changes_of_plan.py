@@ -1,0 +1,70 @@
+"""Finds the changes of a plan: to the captured step, or against another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memopt.planning.captured import Captured
+from memopt.planning.change import KEPT, Change, between
+from memopt.planning.graph_facts import GraphFacts
+from memopt.planning.pass_changes import pass_changes
+from memopt.planning.plan import Plan
+from memopt.planning.plan_diff import PlanDiff
+from memopt.planning.plan_graphs import StageDiff, stage_diff, stage_graphs
+from memopt.planning.schedule_changes import schedule_changes
+from memopt.units import size
+from passes import diff_graphs
+
+
+def plan_diff(plan: Plan, captured: Captured, *, order: bool) -> PlanDiff:
+    """The changes of a plan to the captured step: see `Plan.diff`."""
+    return PlanDiff(
+        f"{plan.model} on {plan.hardware} within {_budget(plan)}",
+        tuple(_changes(plan, captured, order=order)),
+        _modules(captured),
+        lambda stage: stage_diff(captured, plan.regions, stage, order=order),
+    )
+
+
+def plans_diff(plan: Plan, captured: Captured, other: Plan, others: Captured, *, order: bool) -> PlanDiff:
+    """The changes that only one of two plans makes: see `Plan.diff`."""
+
+    def of_stage(stage: str) -> StageDiff:
+        graphs = [stage_graphs(captured, schedules) for captured, schedules in pairs]
+        if not all(stage in known for known in graphs):
+            raise ValueError(f"no stage {stage!r} in both plans; there is {', '.join(map(repr, graphs[0]))}")
+        before, after = (known[stage] for known in graphs)
+        if len(before) != len(after):
+            raise ValueError(
+                f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared as text"
+            )
+        return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
+
+    pairs = ((others, other.regions), (captured, plan.regions))
+    both = (_changes(other, others, order=order), _changes(plan, captured, order=order))
+    modules = dict.fromkeys((*_modules(captured), *_modules(others)))
+    title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
+    return PlanDiff(title, between(*map(tuple, both)), tuple(modules), of_stage)
+
+
+def _changes(plan: Plan, captured: Captured, *, order: bool) -> Iterator[Change]:
+    joined = captured.joined(accumulating=plan.account.gradients_held, meanwhile=plan.account.meanwhile)
+    yield from pass_changes(captured)
+    yield from schedule_changes(captured, joined, plan.regions, order=order)
+    for path, nbytes in plan.kept:
+        yield Change(
+            KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
+        )
+
+
+def _modules(captured: Captured) -> tuple[str, ...]:
+    """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
+    operators = (
+        region.operators.stages[0] for region in captured.regions if region.operators and region.operators.stages
+    )
+    graphs = (*operators, *(region.module for region in captured.regions))
+    return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
+
+
+def _budget(plan: Plan) -> str:
+    return size(plan.budget_bytes)
