@@ -249,7 +249,7 @@ class PlainCalls:
 
     def _account(self, call: Call, situation: Situation) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device."""
-        return self.planner.account(call, replace(situation, elsewhere=0))
+        return replace(self.planner.account(call, replace(situation, elsewhere=0)), tolerance=0)
 
     @property
     def _margin(self) -> float:
