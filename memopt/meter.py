@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,6 +56,19 @@ class PeakMeter:
         """The most bytes that were allocated inside the block and not freed yet, at least 0."""
         return self._check_ended()
 
+    _running: ClassVar[list[PeakMeter]] = []
+    """Those that meter the CPU now, by a profiler that writes to the memory of `malloc`."""
+
+    @classmethod
+    def running(cls) -> PeakMeter | None:
+        """The meter of the CPU whose block runs, if there is one."""
+        return cls._running[-1] if cls._running else None
+
+    @property
+    def entered_bytes(self) -> int:
+        """As `resident_bytes`, also while the block runs."""
+        return self._resident
+
     def __enter__(self) -> PeakMeter:
         if self._events is not None or self._allocated is not None:
             raise RuntimeError("this meter has been used: measure_peak() makes a new one for each block")
@@ -72,12 +85,14 @@ class PeakMeter:
         for address, nbytes in blocks.items():
             events.declare(address, nbytes)
         self._resident, self._blocks = sum(blocks.values()), len(blocks)
+        self._running.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._events is not None:
+            self._running.remove(self)
             inside = islice(self._events.stop(), self._blocks, None)
             self._allocated = max(0, max(accumulate(inside), default=0))
             self._events = None

@@ -69,6 +69,9 @@ class Account:
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
     """Bytes left free since a step needed more than its plan said: an allocation failed in it."""
+    tolerance: int = 0
+    """Bytes left free for what appears beside the step and is too little to be looked at; 0 where nothing is looked
+    for."""
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimiser steps them."""
     optimizer_guess: str = field(default="", repr=False)
@@ -86,7 +89,7 @@ class Account:
         fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
         wrapper = self.buckets + self.output_clones + self.gathered + self.kept + self.exchange
         allocator = self.rounding + self.fragmentation
-        beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen
+        beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen + self.tolerance
         return fixed + held + beside + self.lowering + allocator
 
     @property

@@ -88,6 +88,7 @@ def _fixed_rows(account: Account) -> dict[str, int]:
         "rounding of blocks": account.rounding,
         "fragmentation": account.fragmentation,
         "unforeseen": account.unforeseen,
+        "tolerance": account.tolerance,
     }
 
 
@@ -101,7 +102,13 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         first = schedule.evaluations.index(maker) == evaluation
         kind = kind_of(problem, storage, first=first, fetched=schedule.evaluations[evaluation] != maker)
         totals[kind] += problem.storages[storage].bytes
-    row = BETWEEN_REGIONS if op_now.name == EAGER else MEANWHILE if is_receipt(op_now) else WORKSPACE
+    row = (
+        BETWEEN_REGIONS
+        if op_now.name == EAGER
+        else MEANWHILE
+        if op_now.workspace_bytes and is_receipt(op_now)
+        else WORKSPACE
+    )
     totals[row] += op_now.workspace_bytes
     return dict(totals)
 

@@ -35,6 +35,8 @@ class Found:
     """The largest tensors of `other`, in words."""
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
     """The optimisers that step parameters of the model."""
+    looked: bool = field(default=False, compare=False)
+    """Whether it was looked for; else the bytes are those that the user gave, or a limit."""
 
     def beside(self, planned_state: int) -> int:
         """The bytes beside a step whose account has `planned_state` bytes of optimiser state; 0 where the account's row
@@ -94,7 +96,7 @@ def look(
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, nlargest(_SHOWN, beside, key=beside.__getitem__), device)
-    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)))
+    return Found(other, state_bytes, largest, tuple(map(LiveOptimizer.of, optimizers)), looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], addresses: Sequence[int], device: torch.device) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def predicted_rows(plan: Plan) -> Rows:
         "held by the forward": sum(problem.storages[storage].bytes for storage in held),
         "forward and backward": moving,
         "optimizer temporaries": account.optimizer_temporaries,
-        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes - account.elsewhere,
+        "peak of the step": plan.planned.peak_bytes - account.uncounted_bytes - account.elsewhere - account.tolerance,
     }
 
 

@@ -39,6 +39,10 @@ class Looks(Protocol):
         """What the latest look found."""
 
     @property
+    def tolerance_bytes(self) -> int:
+        """The bytes that plans leave free for what appears unnoticed, where it is looked for."""
+
+    @property
     def note(self) -> str:
         """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
 
@@ -90,7 +94,13 @@ class CallAccounts(ModelTerms):
         elsewhere = situation.elsewhere or 0
         if found is not None:
             elsewhere = found.beside(account.optimizer_state)
-        return replace(account, elsewhere=elsewhere, unforeseen=self.unforeseen_bytes, card_state=self._card_state)
+        return replace(
+            account,
+            elsewhere=elsewhere,
+            unforeseen=self.unforeseen_bytes,
+            card_state=self._card_state,
+            tolerance=self.beside.tolerance_bytes,
+        )
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,8 +17,11 @@ from memopt.compat.storages import WeakStorage
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
 
-_NOTABLE = 256
-"""Growth below this part of the budget is looked at less often, and without collecting garbage first."""
+_TOLERANCE = 64
+"""What appears beside a step is tolerated up to this part of the parameters' bytes, a 256th of what a step with their
+gradients and two states keeps,"""
+_LEAST_TOLERANCE = 64 * 1024
+"""and at least up to these bytes: Python and `malloc` need some of their own."""
 _REMEMBERED = 16
 """The number of groups of forwards whose size is remembered."""
 _MOST_KINDS = 64
@@ -61,6 +65,35 @@ class Plain(Protocol):
     outputs: tuple[WeakStorage, ...]
 
 
+@dataclass
+class Looked:
+    """The latest looks at moments of one kind."""
+
+    found: Found
+    """What the latest one found."""
+    levels: deque[tuple[int, int]]
+    """For each of them the bytes that were allocated without those that are known, and how many of these were none of
+    the bytes found."""
+
+    highest: int
+    """The most bytes that were allocated at one of all such moments that were looked at."""
+
+    @property
+    def level(self) -> int:
+        """The bytes that were allocated at the latest one, without those that are known."""
+        return self.levels[-1][0]
+
+    @property
+    def lowest(self) -> int:
+        """The fewest bytes that were allocated at one of them, without those that are known."""
+        return min(level for level, _ in self.levels)
+
+    def limit(self, level: int) -> int:
+        """No less than what is to be found where so many bytes are allocated without those that are known, if no fewer
+        of them are something else than at the latest looks."""
+        return max(0, level - min(rest for _, rest in self.levels))
+
+
 @dataclass(eq=False)
 class Entry:
     """An optimised model in the ledger of its device: its forwards that wait for their backward, which disappear by
@@ -82,9 +115,10 @@ class Entry:
     """The forward that began last."""
     found: Found = field(default_factory=Found)
     """What the latest look at any moment found."""
-    looks: Recent[object, tuple[Found, int | None]] = field(default_factory=lambda: Recent(_MOST_KINDS))
-    """The latest look by the kind of moment, with the bytes that were allocated then without those that are known; None
-    where the device does not say."""
+    looks: Recent[object, Looked] = field(default_factory=lambda: Recent(_MOST_KINDS))
+    """The latest looks by the kind of moment."""
+    due: bool = False
+    """Whether a plan was made since the latest look at a moment: planning leaves memory of its own behind."""
     at_least: int = 1
     """The number of forwards that are expected before a backward, at least: a group."""
     others_expected: int = 0
@@ -105,10 +139,16 @@ class Entry:
         """The device of the model."""
         return next(self.model.parameters()).device
 
+    @cached_property
+    def tolerance_bytes(self) -> int:
+        """The bytes that plans leave free for what appears unnoticed. Half of them may have appeared before a forward,
+        the other half before its backward."""
+        return max(_LEAST_TOLERANCE, sum(parameter.nbytes for parameter in self.model.parameters()) // _TOLERANCE)
+
     @property
     def notable_bytes(self) -> int:
         """The bytes of which a change is looked at."""
-        return self.budget_bytes // _NOTABLE
+        return self.tolerance_bytes // 2
 
     @property
     def has_looked(self) -> bool:

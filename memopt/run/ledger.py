@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,16 +17,20 @@ from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES
 from memopt.account.allocated import AllocationLimit, allocated_bytes
 from memopt.account.elsewhere import Found
+from memopt.compat.profiler import profiler_is_active
 from memopt.compat.storages import weak_storages
 from memopt.device.devices import device_of
+from memopt.meter import PeakMeter
 from memopt.planning.plan import Plan
 from memopt.planning.planner import LITTLE
 from memopt.planning.situation import Situation
-from memopt.run.entry import Entry
+from memopt.run.entry import Entry, Looked
 from memopt.training_state import CallState
 
-_PATIENCE = 50
-"""Looks for small growth take at most one part in this many of the time."""
+_SHARE_OF_TIME = 0.01
+"""Looks take at most this share of the time, but for those without which a step would be refused, or not be known."""
+_LOOKS = 4
+"""The number of looks at moments of a kind from which a limit is known of what is there."""
 _WORTHWHILE = 16
 """Room that has become free is planned for where it is at least this part of the budget."""
 _MORE_STATE = 2
@@ -55,10 +60,14 @@ class Moment:
     """Held by the buckets of `DistributedDataParallel`, which the account has in a row of its own."""
     buckets: frozenset[int] = frozenset()
     """The addresses of the buckets that are known."""
+    later_bytes: int = 0
+    """Bytes that appear before the backward, as was seen before; 0 in a backward."""
     gradients: int = 0
     """Bytes of the gradients that the backward of another forward leaves."""
     spare_bytes: int | None = None
     """The bytes that this call may hold beside the backwards of those that wait; None where none waits."""
+    closely: bool = False
+    """Whether Python's objects are looked through, whatever time that takes: nothing is refused without."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -98,7 +107,7 @@ class Moment:
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         alone = plan.ceiling_bytes - account.other_forwards - account.elsewhere
-        return self.elsewhere_within(plan, plan.budget_bytes - alone - others)
+        return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 
     def _has_shrunk(self, plan: Plan) -> bool:
         """Whether a plan that costs time was made beside far more bytes elsewhere than there are now."""
@@ -106,7 +115,7 @@ class Moment:
         if plan.added_time <= LITTLE or plan.account.elsewhere < enough:
             return False
         about = self._ledger.about(self)
-        return plan.account.elsewhere - about - self.entry.later_bytes >= enough
+        return plan.account.elsewhere - about - self.later_bytes >= enough
 
     def may_fit(self, plan: Plan) -> bool:
         """Whether a plan leaves room for all that is here, and for forwards to come that are done before its
@@ -114,7 +123,7 @@ class Moment:
         account = plan.account
         others = self.waiting_bytes + (self.gradients if self.to_come else 0)
         alone = plan.ceiling_bytes - account.other_forwards - account.elsewhere
-        return self.elsewhere_within(plan, plan.budget_bytes - alone - others)
+        return self.elsewhere_within(plan, plan.budget_bytes - alone - others + account.tolerance // 2)
 
     def elsewhere_within(self, plan: Plan, room_bytes: int) -> bool:
         """Whether the bytes elsewhere on the device, beside a step by a plan, are at most `room_bytes`."""
@@ -138,18 +147,25 @@ class Moment:
         `room_bytes`."""
         if self._surely_within(room_bytes, optimizer_state):
             return True
-        return self._ledger.now(self).beside(optimizer_state) + self.entry.later_bytes <= room_bytes
+        return self.elsewhere_beside(optimizer_state) <= room_bytes
 
     def _surely_within(self, room_bytes: int, optimizer_state: int) -> bool:
         """Whether a bound that is known at once says that the bytes elsewhere are at most `room_bytes`."""
         if not self.entry.has_looked:  # the optimiser may have options by which it holds more than by default
             room_bytes -= _MORE_STATE * optimizer_state
-        most = self._ledger.at_most(self, room_bytes - self.entry.later_bytes)
-        return most is not None and most.beside(optimizer_state) + self.entry.later_bytes <= room_bytes
+        most = self._ledger.at_most(self, room_bytes - self.later_bytes)
+        return most is not None and self._beside(most, optimizer_state) <= room_bytes
 
     def elsewhere_bytes(self, plan: Plan) -> int:
         """The bytes elsewhere on the device now, beside a step by a plan."""
-        return self._ledger.now(self).beside(plan.account.optimizer_state) + self.entry.later_bytes
+        return self.elsewhere_beside(plan.account.optimizer_state)
+
+    def elsewhere_beside(self, optimizer_state: int) -> int:
+        """The bytes elsewhere on the device now, beside a step with an optimiser state of that size."""
+        return self._beside(self._ledger.now(self), optimizer_state)
+
+    def _beside(self, found: Found, optimizer_state: int) -> int:
+        return found.beside(optimizer_state) + self.later_bytes
 
 
 class Ledger:
@@ -164,9 +180,12 @@ class Ledger:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
-        """Of the models of which a call has begun here."""
+        self.look_seconds = 0.0
+        """The time that looks have taken beside those that belong to planning."""
+        self._since: float | None = None
+        """When the first plan was made."""
+        self._latest_seconds = 0.0
         self._limit = AllocationLimit(device)
-        self._next_look = 0.0
         self._held_still = False
 
     @classmethod
@@ -219,60 +238,92 @@ class Ledger:
             return entry.found
         if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
             return Found(limit)
-        growth = self._growth(moment)
-        if growth is None or growth < -entry.notable_bytes:  # what was freed since may hide what has grown
-            return None
-        found = self._found_at(moment)
-        return replace(found, other=found.other + max(0, growth))
+        level, looked = self._level(moment)
+        if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
+            return None  # what was freed since the looks may hide what has grown
+        return replace(looked.found, other=looked.limit(level))
 
     def about(self, moment: Moment) -> int:
         """The bytes of other tensors that are there now, as far as it is known without a look."""
-        fixed = moment.entry.fixed_bytes
-        found = self._found_at(moment).other if fixed is None else fixed
-        growth = None if self._held_still or fixed is not None else self._growth(moment)
-        return found + min(0, growth or 0)
+        entry = moment.entry
+        if entry.fixed_bytes is not None:
+            return entry.fixed_bytes
+        level, looked = self._level(moment)
+        if self._held_still or looked is None:
+            return entry.found.other
+        return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
-    def now(self, moment: Moment) -> Found:
-        """The bytes elsewhere now. Small growth may be found some seconds late, since walks over all objects are
-        limited to a small part of the time.
+    def planning(self, moment: Moment) -> Found:
+        """The bytes elsewhere now, before a call is planned."""
+        found = self.now(replace(moment, closely=True), planning=True)
+        self._since = self._since or time.monotonic()
+        moment.entry.due = True
+        return found
+
+    def now(self, moment: Moment, *, planning: bool = False) -> Found:
+        """The bytes elsewhere now, or no less than that where a look would take too much of the time.
 
         Garbage that has not been collected is collected before growth is believed.
         """
         entry = moment.entry
         if entry.fixed_bytes is not None:
             return Found(entry.fixed_bytes)
-        growth = self._growth(moment)
-        # Growth is unknown at the first moment of a kind, too, and may be large: only a look can tell.
-        little = allocated_bytes(self.device) is None if growth is None else abs(growth) < entry.notable_bytes
-        patient = little and time.monotonic() < self._next_look
-        none = growth is not None and abs(growth) < BOOKKEEPING_BYTES
-        before = self._found_at(moment)
-        if self._held_still or patient or none:
-            entry.found = before
-            return before
-        found = self._look(moment)
+        level, looked = self._level(moment)
+        before = entry.found if self._held_still or looked is None else looked.found
+        as_before = level is not None and looked is not None and abs(level - looked.level) < BOOKKEEPING_BYTES
+        if not self._held_still and not as_before:
+            limit = self.at_most(moment)
+            # At the first moment of a kind, too, only a look can tell, if anything can.
+            needed = moment.closely or entry.due or (limit is None and level is not None)
+            new = level is not None and looked is not None and level > looked.highest + entry.notable_bytes
+            if needed or new or looked is None or self._may_look():
+                before = self._look(moment, before, planning=planning or entry.due)
+            elif limit is not None:
+                return limit
+        entry.found = before
+        return before
+
+    def _may_look(self) -> bool:
+        """Whether one more look takes no more of the time than looks may."""
+        since = time.monotonic() - (self._since or time.monotonic())
+        return self.look_seconds + self._latest_seconds <= _SHARE_OF_TIME * since
+
+    def _level(self, moment: Moment) -> tuple[int | None, Looked | None]:
+        """The bytes that are allocated without those that are known, None where that is not known; and the latest looks
+        at such moments: what lies elsewhere in a forward may be the step's own in its backward."""
+        source, allocated = self._reading()
+        level = None if allocated is None else allocated - moment.known_bytes
+        kind = moment.kind, "allocator" if allocated is None else source
+        return level, moment.entry.looks.get(kind)
+
+    def _reading(self) -> tuple[str, int | None]:
+        """Where the bytes allocated are read, and how many they are. A profiler's records lie in the memory of
+        `malloc`; of memopt's own meter it is known what tensors held when its block began."""
+        if device_of(self.device).caching or not profiler_is_active():
+            return "allocator", allocated_bytes(self.device)
+        meter = PeakMeter.running()
+        return ("meter", meter.entered_bytes) if meter else ("profiler", None)
+
+    def _look(self, moment: Moment, before: Found, *, planning: bool) -> Found:
+        started, entry = time.monotonic(), moment.entry
+        found = self._found(moment)
         if found.other - before.other > entry.notable_bytes:
             gc.collect()
-            found = self._look(moment)
-        entry.found = found
+            found = self._found(moment)
+        source, allocated = self._reading()
+        level = (allocated or 0) - moment.known_bytes
+        key, looked = (moment.kind, source), entry.looks.get((moment.kind, source))
+        levels = looked.levels if looked is not None and not entry.due else deque(maxlen=_LOOKS)
+        levels.append((level, level - found.other))
+        highest = level if looked is None or entry.due else max(level, looked.highest)
+        entry.looks[key], entry.due = Looked(found, levels, highest), False
+        self._limit = AllocationLimit(self.device)
+        self._latest_seconds = time.monotonic() - started
+        self.look_seconds += 0 if planning else self._latest_seconds
         return found
 
-    def _found_at(self, moment: Moment) -> Found:
-        """What the latest look at such a moment found: what lies elsewhere in a forward may be the step's own in its
-        backward. Where there was none, or what appears is not counted, what the latest look at any moment found."""
-        looked = None if self._held_still else moment.entry.looks.get(moment.kind)
-        return moment.entry.found if looked is None else looked[0]
-
-    def _growth(self, moment: Moment) -> int | None:
-        """The bytes allocated beyond those at the latest look at such a moment; None where that is not known."""
-        looked = moment.entry.looks.get(moment.kind)
-        allocated = allocated_bytes(self.device)
-        if allocated is None or looked is None or looked[1] is None:
-            return None
-        return allocated - moment.known_bytes - looked[1]
-
-    def _look(self, moment: Moment) -> Found:
-        started = time.monotonic()
+    def _found(self, moment: Moment) -> Found:
+        """What a look finds."""
         entry, kind = moment.entry, device_of(self.device)
         found = elsewhere.look(
             entry.model,
@@ -285,10 +336,4 @@ class Ledger:
             buckets=moment.buckets,
             libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,
         )
-        found = found if entry.with_state else replace(found, state=0)
-        allocated = allocated_bytes(self.device)
-        entry.looks[moment.kind] = found, None if allocated is None else allocated - moment.known_bytes
-        self._limit = AllocationLimit(self.device)
-        ended = time.monotonic()
-        self._next_look = ended + _PATIENCE * (ended - started)
-        return found
+        return replace(found, state=found.state if entry.with_state else 0)

@@ -137,14 +137,19 @@ class PendingForward:
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
         moment = self.moment_of(self, gradients)
         room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
+        room += self.plan.account.tolerance
         if not moment.elsewhere_within(self.plan, room):
-            self._refuse_elsewhere(moment.elsewhere_bytes(self.plan), room)
+            closely = replace(moment, closely=True)
+            if not closely.elsewhere_within(self.plan, room):
+                self._refuse_elsewhere(closely.elsewhere_bytes(self.plan), room)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
         self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        # At a budget in which nothing is recomputed beside them they have room in the first step, too.
+        plain = self.plan.plain.peak_bytes - self.plan.account.elsewhere + elsewhere_bytes
         raise BudgetError(
             self.plan.budget_bytes,
-            self.plan.budget_bytes + elsewhere_bytes - room_bytes,
+            max(self.plan.budget_bytes + elsewhere_bytes - room_bytes, plain),
             f"elsewhere {size(elsewhere_bytes)}, {size(self.entry.later_bytes)} of which appeared between the forward "
             "and its backward",
             least=False,

@@ -265,7 +265,8 @@ class PlainCalls:
     def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
         """The bytes of a call beside its activations, with nothing elsewhere on the device; `reached` is as for
         `account`."""
-        return self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
+        account = self.planner.account(call, replace(situation, elsewhere=0), reached=reached)
+        return replace(account, tolerance=0)
 
     @property
     def _margin(self) -> float:

@@ -63,6 +63,11 @@ class Share:
         return self.entry.found
 
     @property
+    def tolerance_bytes(self) -> int:
+        """The bytes that plans leave free for what appears unnoticed; 0 where it is not looked for."""
+        return self.entry.tolerance_bytes if self.entry.found.looked else 0
+
+    @property
     def note(self) -> str:
         """A sentence on the bytes elsewhere for plans and refusals; empty where there are next to none."""
         found = self.entry.found
@@ -76,7 +81,7 @@ class Share:
 
     def look(self, call: Call) -> Found:
         """What lies on the device beside a call that begins now."""
-        return self.ledger.now(self._counted(call))
+        return self.ledger.planning(self._counted(call))
 
     @contextmanager
     def held_still(self, call: Call) -> Iterator[None]:
@@ -127,7 +132,8 @@ class Share:
         if (self.waiting or self.entry.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = self._counted(call, situation.gradients_held)
-        return replace(counted, gradients=gradients, spare_bytes=self._spare_bytes(call))
+        later = self.entry.later_bytes
+        return replace(counted, later_bytes=later, gradients=gradients, spare_bytes=self._spare_bytes(call))
 
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins with what is counted then: its inputs, the copies by which it can be

@@ -51,11 +51,14 @@ class UnderWay:
             if self.moment.fits(plan_of(made), situation):
                 return made
         try:
-            if refused is not None and not self.moment.may_fit(plan_of(made)):
+            closely = replace(self.moment, closely=True)
+            if refused is None or closely.may_fit(plan_of(made)):
+                return made
+            if self.moment.closely:
                 raise refused
-            return made
         finally:
             refused = None  # its traceback holds this frame, and with it the caller's tensors
+        return replace(self, moment=closely).fitting(make, plan_of)
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside

@@ -268,7 +268,7 @@ class Broken(nn.Module):
 def test_what_a_region_saved_is_not_elsewhere_once_a_later_region_has_run_its_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("memopt.run.ledger._PATIENCE", 0)
+    monkeypatch.setattr("memopt.run.ledger._SHARE_OF_TIME", 1)
     model, x = Broken(), normals(512, 32)
     budget_gb = memopt.plan(model, 1, (x,), optimizer=None, **EXACT).predicted_peak_gb
     memopt.optimize(model, 1.1 * budget_gb, example_inputs=(x,), optimizer=None, **EXACT)

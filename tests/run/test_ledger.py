@@ -161,3 +161,32 @@ def test_steps() -> None:
     assert in_steps(0, 6400) == 0
     assert in_steps(1, 6400) == 50
     assert in_steps(50, 6400) == 50
+
+
+def test_a_profiler_is_not_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records lie in the memory of `malloc`."""
+    entry = Entry(nn.Linear(16, 16), 2**24)
+    before = now(Moment(entry)).other
+    with torch.profiler.profile(profile_memory=True):
+        for _ in range(2000):
+            torch.ones(10) + 1
+        monkeypatch.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
+        ledger = Ledger.of(entry)
+        monkeypatch.setattr(ledger, "look_seconds", 1e9)  # looks have taken all the time that they may
+        assert now(Moment(entry)).other == before
+
+
+@pytest.mark.skipif(allocated_bytes(torch.device("cpu")) is None, reason="allocated bytes are not known here")
+def test_looks_take_a_hundredth_of_the_time_unless_more_is_allocated_than_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Entry(nn.Linear(16, 16), 2**24)
+    ledger = Ledger.of(entry)
+    batch = torch.zeros(MB)
+    before = now(Moment(entry)).other
+    monkeypatch.setattr(ledger, "look_seconds", 1e9)
+    del batch
+    now(Moment(entry, closely=True))
+    monkeypatch.setattr("memopt.account.elsewhere.live_objects", lambda *_: pytest.fail("objects were looked at"))
+    for size in (MB // 2, MB // 4, MB // 3):
+        batch = torch.zeros(size)
+        assert now(Moment(entry)).other >= before - 4 * MB + batch.nbytes - 100_000
+        del batch
