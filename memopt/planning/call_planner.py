@@ -82,7 +82,7 @@ class CallPlanner(CallAccounts):
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
-        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account], tuple[BudgetError, Plan]] = Recent(
+        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account, frozenset[int]], tuple[BudgetError, Plan]] = Recent(
             _MOST_STEPS
         )
         """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is

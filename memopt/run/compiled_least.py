@@ -131,5 +131,8 @@ def _compiles(planner: CallPlanner, situation: Situation, *, whole: bool) -> boo
 
 def _key(
     planner: CallPlanner, captured: CapturedCall, call: Call, situation: Situation
-) -> tuple[tuple[RecordedRegion, ...], Account]:
-    return captured.regions, planner.account(call, situation, reached=planner.reached)
+) -> tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]:
+    """What the smallest budget of a call depends on: its regions, its account, and which parameters other calls reach,
+    for which there is state of the optimiser."""
+    own = {parameter for run in captured.runs for parameter in run.parameter_ids.values()}
+    return captured.regions, planner.account(call, situation), planner.reached - own

@@ -120,6 +120,7 @@ SET_BY_OTHERS = {
     "_dynamo_source": "Dynamo sets it on nodes",
     "_get_dynamo_config_for_logging": "may be missing: nothing is logged then",
     "_step_supports_amp_scaling": "some optimizers set it",
+    "_wrapped_by_lr_sched": "schedulers set it on the step of an optimizer",
     "_tp_plan": "models of transformers have it",
     "_start_trace": "of the legacy profiler, which may be missing",
     "_enable_profiler_legacy": "of the legacy profiler, which may be missing",
