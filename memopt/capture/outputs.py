@@ -110,7 +110,7 @@ class Replays(Protocol):
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """The gradients of `leaves` for these gradients of outputs, by position. Raises `UnplannedGradientError`."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free what it needs: the forward's backward has run."""
 
 
@@ -159,7 +159,7 @@ class _HandOut(torch.autograd.Function):
         if not keeps_graph():
             ctx.forward.after_backward()
             if ctx.replay is not None:  # its own backward, if this one has come to it, is over: it began later
-                ctx.replay.let_go()
+                ctx.replay.release()
         return None, None, *gradients
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -58,6 +58,9 @@ NOT_FUSED = (
     "inductor"
 )
 
+CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
+"""The regions of a call, its account, and the parameters that other calls reach."""
+
 _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
 
@@ -82,9 +85,7 @@ class CallPlanner(CallAccounts):
         self._steps: Recent[tuple[Any, ...], tuple[CapturedCall, Captured]] = Recent(_MOST_STEPS)
         """Priced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
         Other situations share them."""
-        self.compiled_least: Recent[tuple[tuple[RecordedRegion, ...], Account, frozenset[int]], tuple[BudgetError, Plan]] = Recent(
-            _MOST_STEPS
-        )
+        self.compiled_least: Recent[CompiledKey, tuple[BudgetError, Plan]] = Recent(_MOST_STEPS)
         """The refusals of calls that name what compiled code needs at least, with the smallest plans that it is
         compiled for, by their regions and bare accounts."""
         self._data_sizes: Recent[str, DataSizes] = Recent(_MOST_STEPS)

@@ -30,13 +30,13 @@ from memopt.planning.region_schedule import RegionSchedule
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
+from memopt.run.call_in_progress import CallInProgress
+from memopt.run.control_paths import ControlPaths
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.planned_runs import PlannedRuns
 from memopt.run.region_stub import recording
 from memopt.run.road import Road
-from memopt.run.under_way import UnderWay
-from memopt.run.ways import Ways
 from memopt.training_state import ForwardState, undone, values_restored
 
 _Kind = tuple[str, int, CapturedCall | None]
@@ -45,12 +45,12 @@ _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], tuple[tuple[str
 _MOST_PLANS = 64
 """The number of plans that are kept, one for each signature and situation of a call."""
 _ATTEMPTS = 8
-"""How often a forward is begun that takes another way than planned: each time its regions are captured once more."""
+"""How often a forward is begun that takes another path than planned: each time its regions are captured once more."""
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
 
 
-class TookAnotherWay(CaptureError):
+class OtherPathTaken(CaptureError):
     """A forward ran through other regions than those that were planned, repeatedly from the same state."""
 
 
@@ -60,7 +60,7 @@ class BrokenCalls:
     The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
     region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
     that has others, or larger ones, is undone, captured, and planned together with those before it, so that after a few
-    steps one plan serves every way through the model's code. Sizes that differ between runs are symbols of one region.
+    steps one plan serves every path through the model's code. Sizes that differ between runs are symbols of one region.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class BrokenCalls:
         self.ran_unplanned = False
         self._rehearsal: Rehearsal | None = None
         self._forward: _Forward | None = None
-        self._ways: Recent[_Kind, Ways] = Recent(_MOST_PLANS)
-        """The ways that calls of a kind were seen to take."""
+        self._paths: Recent[_Kind, ControlPaths] = Recent(_MOST_PLANS)
+        """The paths that calls of a kind were seen to take."""
         self._plans: Recent[tuple[CapturedCall, Situation], PlannedRuns] = Recent(_MOST_PLANS)
         self._emitted: Recent[_Variant, Emitted] = Recent(_MOST_VARIANTS)
         self._written: set[int] = set()
@@ -110,11 +110,11 @@ class BrokenCalls:
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Have further calls of the kind of this one run by a plan in that situation."""
-        ways = self._ways.get(self._kind(call))
-        if ways is None:
-            self._ways[self._kind(call)] = Ways.of(captured, call)
+        paths = self._paths.get(self._kind(call))
+        if paths is None:
+            self._paths[self._kind(call)] = ControlPaths.of(captured, call)
         else:
-            ways.calls.insert(0, captured)
+            paths.calls.insert(0, captured)
         self._plans[captured, situation] = self._with_runs(captured, plan)
 
     def forget(self) -> None:
@@ -122,7 +122,7 @@ class BrokenCalls:
         self._plans.clear()
         self._emitted.clear()
 
-    def travel_by(self, road: Road) -> None:
+    def use_road(self, road: Road) -> None:
         """Have recorded regions planned again, by another road."""
         self.road, self._plans_freed = road, 0
         self.forget()
@@ -134,43 +134,43 @@ class BrokenCalls:
         for key, planned in kept:
             self._plans[key] = planned
 
-    def run(self, under_way: UnderWay, capture: Callable[[], CapturedCall]) -> Any:
+    def run(self, in_progress: CallInProgress, capture: Callable[[], CapturedCall]) -> Any:
         """Run a call by its plan. Where there is none, `capture` records the regions, and the plan is made first.
 
         Raises `BudgetError`, `CaptureError`.
         """
-        self.keeping.decide(lambda freed: self._fitting(under_way, self._ways_of(under_way.call, capture), freed))
-        return self._run_a_way(under_way, self._ways_of(under_way.call, capture))
+        self.keeping.decide(lambda freed: self._fitting(in_progress, self._paths_of(in_progress.call, capture), freed))
+        return self._run_a_path(in_progress, self._paths_of(in_progress.call, capture))
 
-    def _run_a_way(self, under_way: UnderWay, ways: Ways) -> Any:
-        """Run a call one of these ways, or another one that is captured then."""
-        before = ForwardState.of(self.model, tensors_in(under_way.call), self._written)
-        untried, captured = list(ways.calls), False
+    def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
+        """Run a call one of these paths, or another one that is captured then."""
+        before = ForwardState.of(self.model, tensors_in(in_progress.call), self._written)
+        untried, captured = list(paths.calls), False
         # Other ranks go on with a forward that gathers parameters, so that it cannot be begun again.
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
-            way = untried.pop(0)
-            ways.use(way)
+            path = untried.pop(0)
+            paths.use(path)
             try:
-                return self._run(under_way, ways, last=attempt == attempts - 1)
-            except TookAnotherWay:
+                return self._run(in_progress, paths, last=attempt == attempts - 1)
+            except OtherPathTaken:
                 if attempt == attempts - 1 or not before.can_be_undone():
                     raise
                 before.undo()
-            if not untried and not (captured and ways.separate()):
-                ways.add(self._captured_again(ways, under_way.call), under_way.call)
+            if not untried and not (captured and paths.separate()):
+                paths.add(self._captured_again(paths, in_progress.call), in_progress.call)
                 captured = True
-            untried = untried or ways.calls[:1]
+            untried = untried or paths.calls[:1]
         raise AssertionError("the last attempt returns or raises")
 
-    def _ways_of(self, call: Call, capture: Callable[[], CapturedCall]) -> Ways:
-        """The ways known for calls of the kind of this one, among them one for sizes as large as its own."""
-        ways = self._ways.get(self._kind(call))
-        if ways is None:
-            ways = self._ways[self._kind(call)] = Ways.of(capture(), call)
-        elif not ways.sizes.cover(call):
-            ways.add(self._captured_again(ways, call), call)
-        return ways
+    def _paths_of(self, call: Call, capture: Callable[[], CapturedCall]) -> ControlPaths:
+        """The paths known for calls of the kind of this one, among them one for sizes as large as its own."""
+        paths = self._paths.get(self._kind(call))
+        if paths is None:
+            paths = self._paths[self._kind(call)] = ControlPaths.of(capture(), call)
+        elif not paths.sizes.cover(call):
+            paths.add(self._captured_again(paths, call), call)
+        return paths
 
     def _kind(self, call: Call) -> _Kind:
         """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
@@ -179,35 +179,36 @@ class BrokenCalls:
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
-    def _captured_again(self, ways: Ways, call: Call) -> CapturedCall:
+    def _captured_again(self, paths: ControlPaths, call: Call) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
         with stage("capturing"):
-            return self.capture(call, ways.calls[0].break_reason)
+            return self.capture(call, paths.calls[0].break_reason)
 
-    def _run(self, under_way: UnderWay, ways: Ways, *, last: bool) -> Any:
-        """Run a call the first of these ways; `last`: there is no further attempt after it."""
-        planned = self._fitting(under_way, ways)
-        pending = under_way.begin(planned.plan)
+    def _run(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
+        """Run a call the first of these paths; `last`: there is no further attempt after it."""
+        planned = self._fitting(in_progress, paths)
+        pending = in_progress.begin(planned.plan)
         pending.gathered = gathered = Gathered(self.model)
         pending.whole_gradients = gathered.gradient_bytes
         self._forward = _Forward(planned, pending, may_run_unplanned=last and self.unplanned_allowed)
         try:
-            return self._compiled(*under_way.call[0], **under_way.call[1])
-        except TookAnotherWay:
+            return self._compiled(*in_progress.call[0], **in_progress.call[1])
+        except OtherPathTaken:
             pending.after_backward()  # it will have none
             raise
         finally:
             self._forward = None
 
-    def _fitting(self, under_way: UnderWay, ways: Ways, freed: Plan | None = None) -> PlannedRuns:
+    def _fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> PlannedRuns:
         """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
         where this one may keep some. Raises `BudgetError`, `CaptureError`."""
         try:
-            return under_way.fitting(
-                lambda situation: self._plan_for(under_way.call, situation, ways, freed), lambda planned: planned.plan
+            return in_progress.fitting(
+                lambda situation: self._plan_for(in_progress.call, situation, paths, freed),
+                lambda planned: planned.plan,
             )
         except BudgetError:  # those that follow must not be planned to be as large as this one
-            self._ways.drop(self._kind(under_way.call))
+            self._paths.drop(self._kind(in_progress.call))
             raise
         finally:
             self._free_solvers()
@@ -227,19 +228,19 @@ class BrokenCalls:
             self.ran_unplanned = True
             return region.graph_module(*inputs)
         if emitted is None:
-            raise TookAnotherWay(
-                "the forward took another way than when it was planned, from the same inputs and random numbers, "
+            raise OtherPathTaken(
+                "the forward took another path than when it was planned, from the same inputs and random numbers, "
                 f"{'; '.join(forward.planned.captured.notes[:1])}; mend the graph break, or add 'plain' to allow to "
                 "run it unplanned"
             )
         try:
             outputs = emitted.run(*inputs)
         except SizeOutgrown as outgrown:
-            raise TookAnotherWay(
+            raise OtherPathTaken(
                 f"a size that depends on data is larger than planned for: {outgrown}, from the same inputs and random "
                 "numbers"
             ) from None
-        return hand_out(forward.pending.hands_out(outputs), forward.pending)
+        return hand_out(forward.pending.note_outputs(outputs), forward.pending)
 
     def _next(self, run: RegionRun, forward: _Forward) -> Emitted | None:
         """The emitted region for the run that begins now; None where that run is not planned."""
@@ -256,23 +257,23 @@ class BrokenCalls:
     def _trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         return self.road.planner.traces.of(region, rewriting)
 
-    def _plan_for(self, call: Call, situation: Situation, ways: Ways, freed: Plan | None) -> PlannedRuns:
-        """The plan for the first of these ways; for the one that was captured last alone where their runs together do
+    def _plan_for(self, call: Call, situation: Situation, paths: ControlPaths, freed: Plan | None) -> PlannedRuns:
+        """The plan for the first of these paths; for the one that was captured last alone where their runs together do
         not fit."""
         refused: BudgetError | None = None
-        for captured in ways.smaller():
+        for captured in paths.smaller():
             planned = self._plans.get((captured, situation))
             if planned is not None:
                 return planned
             try:
-                plan = self._extended(ways.before(captured), captured, call, situation)
+                plan = self._extended(paths.before(captured), captured, call, situation)
                 plan = plan or self.road.plan(captured, call, situation, advise=False)
             except BudgetError as error:
                 refused = error.with_traceback(None)
                 continue
             plan = beside_freed(plan, freed) if freed else plan
             planned = self._plans[captured, situation] = self._with_runs(captured, plan)
-            ways.take(captured)
+            paths.take(captured)
             return planned
         assert refused is not None
         raise refused

@@ -51,12 +51,12 @@ class Notice:
 class Waiting(Protocol):
     """A forward whose backward has not run yet."""
 
-    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+    def until_backward(self, value: Releasable, nbytes: int) -> None:
         """Have `value` let go of its bytes when the backward begins."""
 
 
-class LetsGo(Protocol):
-    def let_go(self) -> None:
+class Releasable(Protocol):
+    def release(self) -> None:
         """Give up memory that can be done without."""
 
 
@@ -111,7 +111,7 @@ class _Later:
         """The bytes of the value that the outputs are computed from."""
         return 0 if self.start is None else self.start.numel() * self.start.element_size()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the value that the outputs are computed from, where a second forward gives them too."""
         if self.group.forward is not None:
             self.start = None

@@ -35,7 +35,7 @@ from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
 from memopt.run.gradients_before import GradientsBefore
 from memopt.run.ledger import Moment
-from memopt.run.on_demand import LetsGo
+from memopt.run.on_demand import Releasable
 from memopt.solver import Schedule
 from memopt.training_state import CallState
 from memopt.units import size
@@ -73,16 +73,16 @@ class PendingForward:
     """The parameters of its model that are gathered before use."""
     whole_gradients: int = 0
     """The bytes of their gradients that were held whole when it began, which its plan includes."""
-    _lent: weakref.WeakSet[LetsGo] = field(default_factory=weakref.WeakSet)
+    _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
-    _held: list[LetsGo] = field(default_factory=list)
+    _held: list[Releasable] = field(default_factory=list)
     """The values that are held until an optimiser has stepped."""
     _backward: int = -1
     _beside_plan: int = -1
     """The backward that is not judged by the plan."""
     _extra_bytes: int = 0
 
-    def until_backward(self, value: LetsGo, nbytes: int) -> None:
+    def until_backward(self, value: Releasable, nbytes: int) -> None:
         """Have `value` let go of `nbytes` when the backward begins; where the plan counts them to the step's end, hold
         it until an optimiser has stepped. What a dropped value frees changes where later blocks lie, and the step might
         fit or not by when the caller drops it."""
@@ -93,7 +93,7 @@ class PendingForward:
         elif self.plan.account.caching:
             self._held.append(value)
 
-    def hands_out(self, outputs: Sequence[Any]) -> Sequence[Any]:
+    def note_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Note what a region of this forward returned, and return it."""
         self.outputs.extend(weak_storages(outputs))
         nodes = {value.grad_fn for value in outputs if isinstance(value, torch.Tensor) and value.grad_fn is not None}
@@ -115,7 +115,7 @@ class PendingForward:
         """Raise `BudgetError` where the backward of a region with these leaves, which begins with these gradients,
         would exceed the budget in the present state."""
         for value in self._lent:
-            value.let_go()
+            value.release()
         if self._beside_plan == current_backward():
             return
         if self._backward != current_backward():
@@ -242,18 +242,18 @@ class PendingForward:
         return not added and fate is not Fate.DROPPED
 
 
-_held_over: list[LetsGo] = []
+_held_over: list[Releasable] = []
 """Values of forwards whose backward is done, which are held until an optimiser has stepped, or a forward begins."""
 
 
-def hold_over(values: Sequence[LetsGo]) -> None:
+def hold_over(values: Sequence[Releasable]) -> None:
     """Hold values until an optimiser has stepped, or the next planned forward begins."""
     if values:
         _hook()
         _held_over.extend(values)
 
 
-def let_go_of_all(*_: object) -> None:
+def release_all(*_: object) -> None:
     """Free the values that are held."""
     _held_over.clear()
 
@@ -261,7 +261,7 @@ def let_go_of_all(*_: object) -> None:
 @cache
 def _hook() -> object:
     """Have every optimiser free them after its step; registered once, where something is held."""
-    return register_optimizer_step_post_hook(let_go_of_all)
+    return register_optimizer_step_post_hook(release_all)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ _MOST_WITH_SMALLER = 4
 _NEGLIGIBLE = 0.02
 """Added time, as a fraction of the step, below which a plan for smaller batches is not worth its planning."""
 _SHRINKS = (0.75, 0.5)
-"""Smaller ceilings, as fractions of the largest one."""
+"""Smaller sizes, as fractions of the largest one."""
 
 
 class PlansBySize:

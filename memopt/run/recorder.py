@@ -23,14 +23,14 @@ from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
-from memopt.run.broken_calls import BrokenCalls, TookAnotherWay
-from memopt.run.ceilings import Ceilings
+from memopt.run.broken_calls import BrokenCalls, OtherPathTaken
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.keeping import Keeping
 from memopt.run.on_demand import Notice
 from memopt.run.road import Road
 from memopt.run.settings import Settings
+from memopt.run.size_bounds import SizeBounds
 from memopt.run.tensor_parallel import check_unbroken
-from memopt.run.under_way import UnderWay
 from memopt.run.whole_calls import InsistsOnSizes, WholeCalls
 
 _MOST_BREAKS = 256
@@ -58,7 +58,7 @@ class Recorder:
     ) -> None:
         self.model, self.options, self.loss_fn, self.road, self.keeping = model, options, loss_fn, road, keeping
         self.planner = road.planner
-        self.ceilings = Ceilings(self.declared)
+        self.size_bounds = SizeBounds(self.declared)
         self._settings = Settings(model)
         self._breaks: Recent[str, str] = Recent(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
@@ -77,7 +77,7 @@ class Recorder:
         self._first_shapes: Recent[Shapes, bool] = Recent(_MOST_VALUES)
         """The shapes of calls that the first recording in one region serves."""
         self._own: Recent[tuple[int, ...], WholeCalls] = Recent(_MOST_VALUES)
-        """The recordings for values of the sizes that the model insists on, `Ceilings.fixed`."""
+        """The recordings for values of the sizes that the model insists on, `SizeBounds.fixed`."""
         unplanned_allowed = "plain" in self.options.allow
         self._broken = BrokenCalls(
             self.model, self._to_capture(), self.road, self.keeping, unplanned_allowed=unplanned_allowed
@@ -86,7 +86,7 @@ class Recorder:
     def _new(self) -> WholeCalls:
         """A recording of calls in one region, without any region yet."""
         all_outputs = self.planner.differentiate_all
-        return WholeCalls(self._to_capture(), self.road, self.ceilings, self._notice, differentiate_all=all_outputs)
+        return WholeCalls(self._to_capture(), self.road, self.size_bounds, self._notice, differentiate_all=all_outputs)
 
     def _to_capture(self) -> Callable[[], Callable[..., Any]]:
         return partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
@@ -129,32 +129,32 @@ class Recorder:
     def take(self, earlier: Recorder) -> None:
         """Take over what `earlier` has recorded, whose options differ in the budget alone; it records again if it is
         called again."""
-        self._breaks, self.ceilings = earlier._breaks, earlier.ceilings
-        self.ceilings.declared = self.declared
+        self._breaks, self.size_bounds = earlier._breaks, earlier.size_bounds
+        self.size_bounds.declared = self.declared
         if earlier._terms is None:
             return
         self._terms, earlier._terms = earlier._terms, None
         self._notice, self._first, self._first_shapes = earlier._notice, earlier._first, earlier._first_shapes
         self._own, self._broken = earlier._own, earlier._broken
         for whole in (self._first, *(own for _, own in self._own.items())):
-            whole.travel_by(self.road)
-        self._broken.travel_by(self.road)
+            whole.use_road(self.road)
+        self._broken.use_road(self.road)
 
-    def run(self, under_way: UnderWay) -> Any:
+    def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError`, `CaptureError`."""
-        call = under_way.call
+        call = in_progress.call
         if len(self._errors) and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
         try:
             reason = self._breaks.get(call_signature(call)) if self.breaks else None
             if reason is None:
                 try:
-                    return self._by_size(call, lambda whole: whole.run(under_way))
+                    return self._by_size(call, lambda whole: whole.run(in_progress))
                 except GraphBreak as broken:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
-            return self.broken.run(under_way, partial(self._in_regions, call, reason))
-        except (TookAnotherWay, TooManyShapes):
+            return self.broken.run(in_progress, partial(self._in_regions, call, reason))
+        except (OtherPathTaken, TooManyShapes):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)
@@ -240,7 +240,7 @@ class Recorder:
                 whole = self._own_of(call)
                 continue
             # A size that is marked with others and never changes is no matter.
-            self._fix(call, {at: line for at, line in whole.insists.items() if at in self.ceilings.changed})
+            self._fix(call, {at: line for at, line in whole.insists.items() if at in self.size_bounds.changed})
             return result
         name = type(self.model).__name__
         raise CaptureError(f"{name} was captured for {_shapes(call)} alone, and the capture is not valid for it")
@@ -249,7 +249,7 @@ class Recorder:
         """The recording that serves a call in one region."""
         if self._terms != self._present_terms:
             self._start()
-        if not self.ceilings.fixed:
+        if not self.size_bounds.fixed:
             self._first_shapes[_shapes(call)] = True
             return self._first
         key = self._values(_shapes(call))
@@ -266,13 +266,13 @@ class Recorder:
     def _values(self, shapes: Shapes) -> tuple[int, ...]:
         """The values of the sizes that the model insists on; -1 for one that the call does not have."""
         has = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
-        return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.ceilings.fixed))
+        return tuple(shapes[at[0]][at[1]] if at in has else -1 for at in sorted(self.size_bounds.fixed))
 
     def _fix(self, call: Call, lines: Mapping[Place, str]) -> None:
         """Note the sizes that the model insists on; said once for each."""
-        for place in lines.keys() - self.ceilings.fixed:
+        for place in lines.keys() - self.size_bounds.fixed:
             self._own.clear()  # their keys lack this size
-            self.ceilings.fixed.add(place)
+            self.size_bounds.fixed.add(place)
             name = f"{leaf_name(call, place[0])}.shape[{place[1]}]"
             warnings.warn(
                 f"{type(self.model).__name__} insists on {name} at {lines[place]}: each value of it is captured and "

@@ -50,7 +50,7 @@ class Replay:
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free what the second forward needs."""
         self.inputs, self.leaves, self._copies = None, (), {}
 

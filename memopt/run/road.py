@@ -89,7 +89,7 @@ class Road:
         compiled code runs."""
         return asked_as_compiled(plan, self.planner, situation, self._emit, whole=whole)
 
-    def travel(
+    def emit_call(
         self, captured: CapturedCall, call: Call, situation: Situation, planned: Plan | None = None
     ) -> EmittedCall:
         """Plan and emit a captured call so that it runs within the budget; `planned` is its plan if there is one.

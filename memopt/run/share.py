@@ -27,7 +27,7 @@ from memopt.planning.situation import Situation
 from memopt.run.data_parallel import DataParallel
 from memopt.run.entry import Entry, Plain
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.pending import PendingForward, let_go_of_all
+from memopt.run.pending import PendingForward, release_all
 from memopt.units import size
 
 
@@ -103,7 +103,7 @@ class Share:
 
         Raises `BudgetError` where one of them has no room for the gradients that the backward of this one will leave.
         """
-        let_go_of_all()
+        release_all()
         waiting = self.waiting
         self.entry.begin(waiting)
         if waiting:

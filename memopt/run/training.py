@@ -29,6 +29,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.planning.terms import terms_of
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
@@ -40,7 +41,6 @@ from memopt.run.safety_net import SafetyNet
 from memopt.run.sharding import Sharded
 from memopt.run.share import Share
 from memopt.run.status import State, Status, planned_in_words
-from memopt.run.under_way import UnderWay
 from memopt.run.unplanned import UnplannedWatch
 from memopt.training_state import set_generators
 
@@ -111,7 +111,7 @@ class TrainingCalls:
         one_graph = not self.recorded.breaks
         if fits := self.plain_calls.step_if_it_fits(call, situation, moment, parts, plans_serve_all=one_graph):
             self._enter(State.PLAIN, fits.reason)
-            self.recorded.ceilings.see(call)
+            self.recorded.size_bounds.see(call)
             self.planner.reached |= fits.step.reached
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
@@ -119,7 +119,9 @@ class TrainingCalls:
             with self._refusing(), self.planner.types():
                 check_kinds(call, parts)
                 try:
-                    return self._run(UnderWay(call, situation, moment, partial(self._begin, call, time.perf_counter())))
+                    return self._run(
+                        CallInProgress(call, situation, moment, partial(self._begin, call, time.perf_counter()))
+                    )
                 except BudgetError as refused:
                     raise self.share.explain(refused, waiting) from None
         except CaptureError as error:
@@ -132,23 +134,23 @@ class TrainingCalls:
         self.sharded.begin()
         return self.plain(*call[0], **call[1])
 
-    def _run(self, under_way: UnderWay) -> Any:
-        self.planner.screen(under_way.call, under_way.crowded)
+    def _run(self, in_progress: CallInProgress) -> Any:
+        self.planner.screen(in_progress.call, in_progress.crowded)
         # Under DDP the other ranks go on, so that no rank runs a call a second time.
-        inputs, repeat = tensors_in(under_way.call), self.parallel.wrapper is None
-        return self._safety_net.run(partial(self._attempt, under_way), inputs, repeat=repeat)
+        inputs, repeat = tensors_in(in_progress.call), self.parallel.wrapper is None
+        return self._safety_net.run(partial(self._attempt, in_progress), inputs, repeat=repeat)
 
-    def _attempt(self, under_way: UnderWay) -> Any:
+    def _attempt(self, in_progress: CallInProgress) -> Any:
         """Run a call; with new plans where it has sizes that those at hand do not serve."""
         try:
-            result = self.recorded.run(under_way)
+            result = self.recorded.run(in_progress)
         except SizeOutgrown:
             # A forward writes to buffers only at its end, so that the generators are all there is to undo.
             before = self._safety_net.before
             assert before is not None
             set_generators(before.generators, before.device)
             self._forget_plans()
-            result = self.recorded.run(under_way)
+            result = self.recorded.run(in_progress)
         if self.recorded.broken.ran_unplanned:
             self._run_unplanned_from_now("its forward takes another way than when it was planned")
         return result

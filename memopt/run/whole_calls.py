@@ -20,14 +20,14 @@ from memopt.garbage import rare_collections
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
 from memopt.recent import Recent
-from memopt.run.ceilings import Ceilings, captured_for, insisted, places_of
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.pending import PendingForward
 from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
 from memopt.run.replay import Replay
 from memopt.run.road import EmittedCall, Road
-from memopt.run.under_way import UnderWay
+from memopt.run.size_bounds import SizeBounds, captured_for, insisted, places_of
 
 
 class _Captured(Exception):
@@ -59,16 +59,16 @@ class WholeCalls:
         self,
         to_capture: Callable[[], Callable[..., Any]],
         road: Road,
-        ceilings: Ceilings,
+        size_bounds: SizeBounds,
         notice: Notice,
         *,
         differentiate_all: bool,
     ) -> None:
         self.to_capture, self.road, self.differentiate_all = to_capture, road, differentiate_all
-        self.under_way: UnderWay | None = None
+        self.in_progress: CallInProgress | None = None
         self.insists: dict[Place, str] = {}
         """The sizes that Dynamo took as constants though they had changed, each with the line of the model."""
-        self._ceilings, self._notice = ceilings, notice
+        self._bounds, self._notice = size_bounds, notice
         self._marked: set[Place] = set()
         self._has_symbols = False
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
@@ -79,24 +79,24 @@ class WholeCalls:
         self._captured: Recent[tuple[RecordedRegion, Sizes], CapturedCall] = Recent(_MOST)
         self._compiled = self._compile()
 
-    def run(self, under_way: UnderWay) -> Any:
+    def run(self, in_progress: CallInProgress) -> Any:
         """Run a planned call.
 
         Raises `GraphBreak` where it is not one region, `InsistsOnSizes`, `BudgetError`, `CaptureError`.
         """
-        self.under_way = under_way
+        self.in_progress = in_progress
         try:
-            return self._call(under_way.call)
+            return self._call(in_progress.call)
         finally:
-            self.under_way = None
+            self.in_progress = None
 
     def capture(self, call: Call) -> CapturedCall | None:
         """Record a call without running it; None where torch.compile passes it over. Raises `GraphBreak`."""
-        assert self.under_way is None
+        assert self.in_progress is None
         try:
             self._call(call)
         except _Captured as captured:
-            ceiling = self._ceilings.ahead(captured.region, captured.inputs, call)
+            ceiling = self._bounds.ahead(captured.region, captured.inputs, call)
             return self._captured_call(captured.region, ceiling, captured.inputs, call)
         return None
 
@@ -109,7 +109,7 @@ class WholeCalls:
         self._plans.clear()
         self._emitted.clear()
 
-    def travel_by(self, road: Road) -> None:
+    def use_road(self, road: Road) -> None:
         """Have recorded regions planned again, by another road."""
         self.road = road
         self.forget()
@@ -117,18 +117,18 @@ class WholeCalls:
     def run_region(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run the region of the present call by the plan for its situation, and return its outputs."""
         self._has_symbols |= bool(region.changing)
-        if self.under_way is None:
+        if self.in_progress is None:
             raise _Captured(region, inputs)
         if not region.differentiable:
             return region.graph_module(*inputs)
-        self._check_sizes(region, inputs, self.under_way.call)
-        emitted = self._emitted_for(region, inputs, self.under_way)
+        self._check_sizes(region, inputs, self.in_progress.call)
+        emitted = self._emitted_for(region, inputs, self.in_progress)
         plan = emitted.plan
         check_own_memory(inputs, plan.regions[0].steps)
-        forward = self.under_way.begin(plan, emitted.region.exchanges)
+        forward = self.in_progress.begin(plan, emitted.region.exchanges)
 
         def run(*values: Any) -> Any:
-            return forward.hands_out(emitted.region.run(*values))
+            return forward.note_outputs(emitted.region.run(*values))
 
         replay = self._replay(region, inputs, forward) if region.undifferentiated else None
         outputs = run_withholding(region, run, inputs, self._notice, forward)
@@ -156,9 +156,9 @@ class WholeCalls:
             found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
             raise InsistsOnSizes(found or dict.fromkeys(all_places(call), "torch"))
 
-    def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], under_way: UnderWay) -> EmittedCall:
-        return under_way.fitting(
-            lambda situation: self._emitted_in(region, inputs, under_way.call, situation),
+    def _emitted_for(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> EmittedCall:
+        return in_progress.fitting(
+            lambda situation: self._emitted_in(region, inputs, in_progress.call, situation),
             lambda emitted: emitted.plan,
         )
 
@@ -175,7 +175,7 @@ class WholeCalls:
         if ceiling is None:
             ceiling = sizes
             if (region, situation, sizes) not in self._plans:
-                above = self._ceilings.above(region, inputs, call)
+                above = self._bounds.above(region, inputs, call)
                 ceiling = sizes if plans.is_refused(above) else above
         if ceiling in plans:
             return plans[ceiling]
@@ -196,7 +196,7 @@ class WholeCalls:
         self, region: RecordedRegion, ceiling: Sizes, inputs: tuple[Any, ...], call: Call, situation: Situation
     ) -> EmittedCall:
         captured = self._captured_call(region, ceiling, inputs, call)
-        return self.road.travel(captured, call, situation, self._plans.get((region, situation, ceiling)))
+        return self.road.emit_call(captured, call, situation, self._plans.get((region, situation, ceiling)))
 
     def _captured_call(
         self, region: RecordedRegion, ceiling: Sizes, inputs: tuple[Any, ...], call: Call
@@ -215,7 +215,7 @@ class WholeCalls:
         """Run the code that Dynamo has compiled for a call, or has it compile some."""
         changing = set()
         if self._symbols and not self._has_symbols:
-            changing = markable(call, self._ceilings.changing(call))
+            changing = markable(call, self._bounds.changing(call))
             self._marked |= changing
         with marked(call, changing), nullcontext() if len(self._emitted) else rare_collections():
             try:

@@ -142,7 +142,7 @@ class Replay:
         assert list(of) == [1]
         return [torch.ones_like(leaf) * of[1].sum() for leaf in self.leaves]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.freed += 1
 
 

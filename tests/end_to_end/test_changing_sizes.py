@@ -129,7 +129,7 @@ def test_gradients_held_need_no_capture(captures: list[RecordedRegion]) -> None:
 
 @pytest.mark.slow
 def test_short_batches_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans for smaller ceilings are made on the same capture once they pay: at once where planning takes no time."""
+    """Plans for smaller sizes are made on the same capture once they pay: at once where planning takes no time."""
     add = PlansBySize.add
     monkeypatch.setattr(PlansBySize, "add", lambda plans, ceiling, emitted, _: add(plans, ceiling, emitted, 0.0))
     model = BY_NAME["gpt2-sdpa"].make()

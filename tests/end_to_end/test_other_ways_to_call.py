@@ -82,7 +82,7 @@ def test_runs_as_planned(way: Callable[[nn.Module], Callable[[], Tensor]]) -> No
 
 def test_compiled_around_many_shapes_and_in_eval_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
-    monkeypatch.setattr(TrainingCalls, "_run", lambda calls, under_way: planned.append(len(under_way.call[0][0])))
+    monkeypatch.setattr(TrainingCalls, "_run", lambda calls, in_progress: planned.append(len(in_progress.call[0][0])))
     model = optimized(make(Layered))
     call = torch.compile(model, backend="aot_eager")
     with warnings_of_memopt() as texts:

@@ -6,11 +6,11 @@ import weakref
 
 import torch
 
-from memopt.run.pending import hold_over, let_go_of_all
+from memopt.run.pending import hold_over, release_all
 
 
 class Value:
-    def let_go(self) -> None:
+    def release(self) -> None:
         pass
 
 
@@ -31,5 +31,5 @@ def test_a_value_is_held_until_an_optimizer_has_stepped() -> None:
 
 def test_a_value_is_held_no_longer_than_to_the_next_forward() -> None:
     value = held()
-    let_go_of_all()
+    release_all()
     assert value() is None

@@ -14,7 +14,7 @@ def emitted(added_seconds: float, step_seconds: float = 1.0) -> Any:
 
 
 def plans_of(planning_seconds: float, **added: float) -> PlansBySize:
-    """Plans for ceilings such as "s100", with their added seconds."""
+    """Plans for sizes such as "s100", with their added seconds."""
     plans = PlansBySize()
     for name, seconds in added.items():
         plans.add((int(name[1:]),), emitted(seconds), planning_seconds)

@@ -29,7 +29,7 @@ def test_the_code_that_the_road_ends_with_has_the_plain_gradients() -> None:
     model = make()
     calls = calls_of(model)
     call = captured(calls)
-    emitted = calls.road.travel(call, CALL, Situation())
+    emitted = calls.road.emit_call(call, CALL, Situation())
     (loss,) = emitted.region.run(*inputs(model, call))
     assert torch.equal(loss, model(X))
     for found, expected in zip(gradients(model, loss), gradients(model, model(X)), strict=True):
@@ -40,7 +40,7 @@ def test_a_call_that_was_planned_ahead_is_emitted_by_that_plan() -> None:
     calls = calls_of(make())
     call = captured(calls)
     plan = calls.road.plan(call, CALL, Situation(), advise=False)
-    assert calls.road.travel(call, CALL, Situation(), plan).plan is plan
+    assert calls.road.emit_call(call, CALL, Situation(), plan).plan is plan
 
 
 def test_a_smaller_budget_recomputes_more_and_too_small_a_one_is_refused() -> None:
@@ -51,4 +51,4 @@ def test_a_smaller_budget_recomputes_more_and_too_small_a_one_is_refused() -> No
     assert tight.road.plan(captured(tight), CALL, Situation(), advise=False).added_seconds > plan.added_seconds == 0
     small = calls_of(model, 0.9 * plan.smallest_gb())
     with pytest.raises(BudgetError):
-        small.road.travel(captured(small), CALL, Situation())
+        small.road.emit_call(captured(small), CALL, Situation())

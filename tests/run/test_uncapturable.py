@@ -11,7 +11,7 @@ from torch import nn
 import memopt
 from memopt.capture import dynamo
 from memopt.run import whole_calls
-from memopt.run.broken_calls import TookAnotherWay
+from memopt.run.broken_calls import OtherPathTaken
 
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": None}
 
@@ -36,9 +36,9 @@ def test_refused_without_a_second_capture_until_the_model_changes(monkeypatch: p
     captures: list[int] = []
     own = whole_calls.WholeCalls.run
 
-    def run(calls: Any, under_way: Any) -> Any:
+    def run(calls: Any, in_progress: Any) -> Any:
         captures.append(1)
-        return own(calls, under_way)
+        return own(calls, in_progress)
 
     monkeypatch.setattr(whole_calls.WholeCalls, "run", run)
     model = memopt.optimize(Closed().train(), 1.0, **EXACT)
@@ -81,7 +81,7 @@ class Growing(nn.Module):
 
 def test_a_forward_that_never_repeats_itself_names_the_line() -> None:
     model = memopt.optimize(Growing().train(), 1.0, **EXACT)
-    with pytest.raises(TookAnotherWay, match=r"test_uncapturable.py:\d+, in forward"):
+    with pytest.raises(OtherPathTaken, match=r"test_uncapturable.py:\d+, in forward"):
         model(torch.ones(4, 8))
 
 

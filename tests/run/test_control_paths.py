@@ -16,8 +16,8 @@ from memopt.capture.between import EagerBytes, Passed
 from memopt.capture.region import CapturedCall
 from memopt.capture.together import known_places, together
 from memopt.planning.extended import METHOD
+from memopt.run.control_paths import ControlPaths
 from memopt.run.training import TrainingCalls
-from memopt.run.ways import Ways
 from tests.marks import slow
 from tests.run.pieces import calls_of
 from tests.run.routed import Routed
@@ -144,7 +144,7 @@ def test_a_forward_takes_one_of_two_ways_over_the_same_parameters() -> None:
     call = capture(model, calls, (20, 30, 14))
     other, region = list(call.runs), call.runs[0].region
     other[1] = replace(other[1], region=region)  # other operators on the parameters of the first expert
-    ways = Ways.of(call, ((X,), {}))
+    ways = ControlPaths.of(call, ((X,), {}))
     ways.add(replace(call, runs=tuple(other)), ((X,), {}))
     assert [len(way.runs) for way in ways.calls] == [len(call.runs), len(call.runs)]
     assert ways.calls[0].runs[1].region is region

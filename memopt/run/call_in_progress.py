@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
-class UnderWay:
+class CallInProgress:
     """A training call that is being run, and its situation."""
 
     call: Call

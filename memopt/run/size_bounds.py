@@ -21,7 +21,7 @@ MARGIN = 1.25
 """A size that has grown from one batch to a later one is planned for up to 25 % more than was seen."""
 
 
-class Ceilings:
+class SizeBounds:
     """The largest sizes that plans are for: those that were seen, with a margin where they grow."""
 
     def __init__(self, declared: Callable[[Call], Mapping[Place, int | None]]) -> None:

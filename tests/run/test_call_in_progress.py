@@ -10,9 +10,9 @@ from memopt.errors import BudgetError
 from memopt.planning.make_plan import make_plan
 from memopt.planning.plan import Plan
 from memopt.planning.situation import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
-from memopt.run.under_way import UnderWay
 from tests.planned import ACCOUNT, captured, region
 
 
@@ -21,12 +21,12 @@ def plan() -> Plan:
     return make_plan(captured(region(2)), ACCOUNT, 10**6)
 
 
-def under_way(waiting_bytes: int, begun: list[Any]) -> UnderWay:
+def in_progress(waiting_bytes: int, begun: list[Any]) -> CallInProgress:
     moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes)
-    return UnderWay(((), {}), Situation(), moment, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
+    return CallInProgress(((), {}), Situation(), moment, lambda *given: begun.append(given))  # type: ignore[arg-type, return-value]
 
 
-def planned_for(call: UnderWay, plan: Plan) -> list[Situation]:
+def planned_for(call: CallInProgress, plan: Plan) -> list[Situation]:
     """The situations that are planned for until a plan fits, where all plans are `plan`."""
     asked: list[Situation] = []
 
@@ -40,15 +40,15 @@ def planned_for(call: UnderWay, plan: Plan) -> list[Situation]:
 
 def test_a_plan_is_too_tight_where_forwards_in_waiting_do_not_fit_beside_it(plan: Plan) -> None:
     room = plan.budget_bytes - plan.ceiling_bytes
-    assert planned_for(under_way(room, []), plan) == [Situation()]
-    assert planned_for(under_way(room + 1, []), plan) == [Situation(), Situation(other_forwards=room + 1)]
+    assert planned_for(in_progress(room, []), plan) == [Situation()]
+    assert planned_for(in_progress(room + 1, []), plan) == [Situation(), Situation(other_forwards=room + 1)]
 
 
 def test_forwards_that_the_plan_counts_already_are_not_counted_twice(plan: Plan) -> None:
     account = replace(plan.account, other_forwards=1000)
     counted = replace(plan, account=account, budget_bytes=plan.ceiling_bytes)
-    assert planned_for(under_way(1000, []), counted) == [Situation()]
-    assert len(planned_for(under_way(1001, []), counted)) == 2
+    assert planned_for(in_progress(1000, []), counted) == [Situation()]
+    assert len(planned_for(in_progress(1001, []), counted)) == 2
 
 
 def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
@@ -60,12 +60,12 @@ def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
         return tight
 
     with pytest.raises(BudgetError, match="what waits"):
-        under_way(1000, []).fitting(make, lambda made: made)
+        in_progress(1000, []).fitting(make, lambda made: made)
 
 
 def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
     begun: list[Any] = []
-    call = under_way(123, begun)
+    call = in_progress(123, begun)
     assert call.crowded == Situation(other_forwards=123)
     call.begin(plan, exchanges=7)
     assert begun == [(plan, Situation(), 7)]

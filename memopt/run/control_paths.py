@@ -1,4 +1,4 @@
-"""The ways through a model's regions that the forwards of one kind of call were seen to take."""
+"""The control-flow paths through a model's regions that the forwards of one kind of call have taken."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from memopt.capture.together import MARGIN, known_places, together, with_eager_b
 from memopt.run.largest_sizes import LargestSizes
 
 _MOST = 4
-"""The number of ways that are kept: those that were taken last."""
+"""The number of paths that are kept: those that were taken last."""
 
 
 @dataclass
-class Ways:
-    """Captured calls, the way that was taken last at first. Each has the runs of many forwards that leave some of them
-    out; forwards that run other regions on the same parameters take different ways."""
+class ControlPaths:
+    """The control-flow paths that calls of one kind have taken, most recent first, each as a captured call.
+
+    A path has the runs of many forwards, each of which leaves some of them out; forwards that run other regions on the
+    same parameters take different paths."""
 
     calls: list[CapturedCall]
     sizes: LargestSizes
     """The largest inputs with which they were captured."""
     _margin: float = MARGIN
     _joins: dict[CapturedCall, tuple[CapturedCall, CapturedCall]] = field(default_factory=dict)
-    """What a way was made of: the way before, and a capture that was put to it."""
+    """What a path was made of: the path before, and a capture that was put to it."""
 
     @classmethod
-    def of(cls, captured: CapturedCall, call: Call) -> Ways:
-        """The first way that was seen."""
+    def of(cls, captured: CapturedCall, call: Call) -> ControlPaths:
+        """The first path that was seen."""
         return cls([captured], LargestSizes.of(call))
 
-    def use(self, way: CapturedCall) -> None:
-        """Make a way the first."""
-        self.calls = [way, *(other for other in self.calls if other is not way)]
+    def use(self, path: CapturedCall) -> None:
+        """Make a path the first."""
+        self.calls = [path, *(other for other in self.calls if other is not path)]
 
     def add(self, captured: CapturedCall, call: Call) -> None:
-        """Put the capture of a call to the way that was taken last; where that drops some of its runs, beside it."""
+        """Put the capture of a call to the path that was taken last; where that drops some of its runs, beside it."""
         self.sizes = self.sizes.covering(call)
         captured = replace(captured, input_bytes=self.sizes.input_bytes(call))
         captured = self.sizes.scaled(captured, call)
@@ -49,7 +51,7 @@ class Ways:
         self.calls = [both, *others][:_MOST]
 
     def separate(self) -> CapturedCall | None:
-        """Put the latest capture by itself before the first way, which it was joined to and which does not serve it:
+        """Put the latest capture by itself before the first path, which it was joined to and which does not serve it:
         regions of the same operators may have other graphs for other sizes. None where it is by itself."""
         first = self.calls[0]
         if first not in self._joins or self._joins[first][1] is first:
@@ -59,12 +61,12 @@ class Ways:
         self.calls = [captured, *self.calls][:_MOST]
         return captured
 
-    def before(self, way: CapturedCall) -> CapturedCall | None:
-        """The way that was taken before the first one was captured; None where there was none."""
-        return self._joins[way][0] if way in self._joins else None
+    def before(self, path: CapturedCall) -> CapturedCall | None:
+        """The path that was taken before the first one was captured; None where there was none."""
+        return self._joins[path][0] if path in self._joins else None
 
     def smaller(self) -> Iterator[CapturedCall]:
-        """The first way; then, each where the one before it does not fit the budget: with its sizes as they were seen
+        """The first path; then, each where the one before it does not fit the budget: with its sizes as they were seen
         and no margin above them, and the latest capture by itself."""
         first = self.calls[0]
         yield first
@@ -78,9 +80,9 @@ class Ways:
             self._joins[captured] = before, captured
             yield captured
 
-    def take(self, way: CapturedCall) -> None:
-        """Have a way take the place of the first."""
-        self.calls[0] = way
+    def take(self, path: CapturedCall) -> None:
+        """Have a path take the place of the first."""
+        self.calls[0] = path
 
 
 def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:

@@ -27,11 +27,11 @@ def test_the_input_bytes_of_a_plan_are_those_of_the_largest_sizes_whatever_batch
 
 def test_sizes_that_grow_are_planned_for_with_a_margin() -> None:
     calls = calls_of(make())
-    ceilings = []
+    size_bounds = []
     for count in (16, 20, 24, 30):
         calls(rows(count)).backward()
         plan = calls.latest
         assert plan is not None
         assert plan.captured is not None
-        ceilings.append(tuple(plan.captured.data_sizes.allowed.values()))
-    assert ceilings == [(), (25,), (25,), (38,)]
+        size_bounds.append(tuple(plan.captured.data_sizes.allowed.values()))
+    assert size_bounds == [(), (25,), (25,), (38,)]
