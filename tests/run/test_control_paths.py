@@ -98,7 +98,7 @@ def test_where_margins_do_not_fit_sizes_are_planned_as_they_were_seen() -> None:
         check(tight, planned, rows)
         assert planned.latest is not None
         assert planned.latest.ceiling_bytes <= planned.latest.budget_bytes
-    (ways,) = (ways for _, ways in planned.recorded.broken._ways.items())
+    (ways,) = (ways for _, ways in planned.recorded.broken._paths.items())
     assert ways._margin == 1.0
 
 
@@ -159,7 +159,7 @@ def test_calls_of_other_sizes_are_of_the_same_kind(samples: int) -> None:
     model.rows = (20, 20, samples - 40)
     for _ in range(2):
         compare(model, calls, x)
-    assert len(calls.recorded.broken._ways) == 1
+    assert len(calls.recorded.broken._paths) == 1
 
 
 class Packed(nn.Module):
