@@ -68,6 +68,10 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
 """What is put in place of each source, and where, so that it proposes nothing."""
 
 
+AND = "; "
+"""Between the commands whose records the result file holds."""
+
+
 def solved(problem: RematProblem, without: str, budgets: list[int], effort: Any, seconds: float) -> list[float | None]:
     """Return the added time in percent at each budget, None where no plan is found."""
     with ExitStack() as stack:
@@ -154,13 +158,14 @@ def main() -> None:
     if not chosen.show:
         warm_up()
         for name in chosen.only:
-            before = json.loads(RESULT.read_text()) if RESULT.exists() else {"commands": [], "records": []}
+            before = json.loads(RESULT.read_text()) if RESULT.exists() else {"command": "", "records": []}
             new = list(measure(name, problem_of(name, chosen.problems), chosen.without, chosen.efforts, chosen.seconds))
             measured = {(row["problem"], row["effort"], row["without"]) for row in new}
             kept = [row for row in before["records"] if (row["problem"], row["effort"], row["without"]) not in measured]
             latest = stamp()
-            commands = list(dict.fromkeys([*before["commands"], latest.pop("command")]))
-            write_result(RESULT, {**latest, "commands": commands, "records": [*kept, *new]})
+            commands = filter(None, [*before["command"].split(AND), latest["command"]])
+            latest["command"] = AND.join(dict.fromkeys(commands))
+            write_result(RESULT, {**latest, "records": [*kept, *new]})
     Console(width=140).print(table(json.loads(RESULT.read_text())["records"]))
 
 

@@ -252,8 +252,12 @@ class TrainingCalls:
         """The plan of the latest call; where that ran plain, the plan that it would run by otherwise, made now."""
         if self.status.state is not State.PLAIN:
             return self.status.plan
-        with self.planner.types(), torch.enable_grad():
-            return self.plain_calls.shown(self.road, self.share.situation(self.planner.proposing))
+        before = self.status  # a plan that is only shown is no state
+        try:
+            with self.planner.types(), torch.enable_grad():
+                return self.plain_calls.shown(self.road, self.share.situation(self.planner.proposing))
+        finally:
+            self.status = before
 
     @property
     def in_use(self) -> Plan | None:

@@ -47,6 +47,8 @@ def test_a_step_that_fits_is_plain_and_says_what_is_spare(monkeypatch: pytest.Mo
     status = memopt.status(model)
     assert (status.state, status.plan) == (State.PLAIN, None)
     assert "since its step fits the budget with" in str(status)
+    assert memopt.plan_of(model) is memopt.plan_of(model)  # made to be shown
+    assert memopt.status(model) is status
 
 
 def test_a_refused_call_has_the_refusal_and_another_one_is_planned() -> None:
