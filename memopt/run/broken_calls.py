@@ -206,6 +206,7 @@ class BrokenCalls:
             return in_progress.fitting(
                 lambda situation: self._plan_for(in_progress.call, situation, paths, freed),
                 lambda planned: planned.plan,
+                lambda situation: (paths.calls[0], situation) in self._plans,
             )
         except BudgetError:  # those that follow must not be planned to be as large as this one
             self._paths.drop(self._kind(in_progress.call))

@@ -33,16 +33,23 @@ class CallInProgress:
         """The situation with the forwards that wait for their backward."""
         return replace(self.situation, other_forwards=self.moment.waiting_bytes)
 
-    def fitting(self, make: Callable[[Situation], Made], plan_of: Callable[[Made], Plan]) -> Made:
+    def fitting(
+        self, make: Callable[[Situation], Made], plan_of: Callable[[Made], Plan], known: Callable[[Situation], bool]
+    ) -> Made:
         """The result of `make` for the first situation whose plan fits beside everything else on the device.
 
-        Raises the `BudgetError` of a plan that leaves room for it where there is none.
+        `known` says whether there is a plan for a situation already: before another one is made, which takes longer
+        than a look, what lies elsewhere is looked for. Raises the `BudgetError` of a plan that leaves room for it where
+        there is none.
         """
         made = make(self.situation)
         if self.moment.fits(plan_of(made), self.situation):
             return made
         refused: BudgetError | None = None
+        closely = replace(self.moment, closely=True)
         for situation in self._further(plan_of(made)):
+            if not self.moment.closely and not known(situation):
+                return replace(self, moment=closely).fitting(make, plan_of, known)
             try:
                 made = make(situation)
             except BudgetError as error:
@@ -51,14 +58,13 @@ class CallInProgress:
             if self.moment.fits(plan_of(made), situation):
                 return made
         try:
-            closely = replace(self.moment, closely=True)
             if refused is None or closely.may_fit(plan_of(made)):
                 return made
             if self.moment.closely:
                 raise refused
         finally:
             refused = None  # its traceback holds this frame, and with it the caller's tensors
-        return replace(self, moment=closely).fitting(make, plan_of)
+        return replace(self, moment=closely).fitting(make, plan_of, known)
 
     def _further(self, plan: Plan) -> Iterator[Situation]:
         """The situations to plan for where the first plan does not fit: as one of several equal forwards, then beside

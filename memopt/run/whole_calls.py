@@ -160,6 +160,7 @@ class WholeCalls:
         return in_progress.fitting(
             lambda situation: self._emitted_in(region, inputs, in_progress.call, situation),
             lambda emitted: emitted.plan,
+            lambda situation: (region, situation) in self._emitted,
         )
 
     def _emitted_in(

@@ -34,7 +34,7 @@ def planned_for(call: CallInProgress, plan: Plan) -> list[Situation]:
         asked.append(situation)
         return plan
 
-    call.fitting(make, lambda made: made)
+    call.fitting(make, lambda made: made, lambda situation: True)
     return asked
 
 
@@ -60,7 +60,7 @@ def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
         return tight
 
     with pytest.raises(BudgetError, match="what waits"):
-        in_progress(1000, []).fitting(make, lambda made: made)
+        in_progress(1000, []).fitting(make, lambda made: made, lambda situation: True)
 
 
 def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
