@@ -69,9 +69,12 @@ class Recorder:
         """The dtype in which the model takes inputs, and whether all outputs are differentiated, in what is recorded:
         each changes once at most, and all is recorded again then."""
 
-    def _start(self) -> None:
-        """Begin without any recording, in the present terms."""
-        self._terms = self._present_terms
+    def _in_present_terms(self) -> None:
+        """Begin without any recording where the terms have changed, and at first."""
+        terms = self.planner.proposing.floats, self.planner.differentiate_all
+        if self._terms == terms:
+            return
+        self._terms = terms
         self._notice = Notice()
         self._first = self._new()
         self._first_shapes: Recent[Shapes, bool] = Recent(_MOST_VALUES)
@@ -92,20 +95,14 @@ class Recorder:
         return partial(training_call, self.model, self.loss_fn, self.planner.proposing.floats)
 
     @property
-    def _present_terms(self) -> tuple[torch.dtype | None, bool]:
-        return self.planner.proposing.floats, self.planner.differentiate_all
-
-    @property
     def broken(self) -> BrokenCalls:
         """The calls in several regions."""
-        if self._terms != self._present_terms:
-            self._start()
+        self._in_present_terms()
         return self._broken
 
     def _in_one_region(self) -> Iterable[WholeCalls]:
         """All recordings of calls in one region."""
-        if self._terms != self._present_terms:
-            self._start()
+        self._in_present_terms()
         return self._first, *(whole for _, whole in self._own.items())
 
     @property
@@ -247,8 +244,7 @@ class Recorder:
 
     def _recording_for(self, call: Call) -> WholeCalls:
         """The recording that serves a call in one region."""
-        if self._terms != self._present_terms:
-            self._start()
+        self._in_present_terms()
         if not self.size_bounds.fixed:
             self._first_shapes[_shapes(call)] = True
             return self._first
