@@ -1,10 +1,14 @@
-"""How a module declares the private names of torch that it uses: `PRIVATE_NAMES`, which `memopt.compat.check` reads."""
+"""How a module declares the private names of torch that it uses, in `PRIVATE_NAMES`, which `memopt.compat.check` reads;
+and how it replaces one for a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Private", "private"]
+__all__ = ["Private", "private", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,18 @@ def private(
     until: tuple[int, int] = (999, 0),
     needed: bool = True,
 ) -> tuple[Private, ...]:
-    """The names of one module, declared alike. Attributes that only the instances of a class have are declared with
-    `needed=False`: a class need not show them, so that not finding them proves nothing."""
-    return tuple(Private(module, name, call, since, until, needed) for name in names)
+    """The names of one module, one or several in a text with spaces between them, declared alike. Attributes that only
+    the instances of a class have are declared with `needed=False`: a class need not show them, so that not finding them
+    proves nothing."""
+    return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute of an object has another value. Afterwards it has the one that it had before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

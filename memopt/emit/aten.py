@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import boxed
+from memopt.compat.tracing import boxed
 from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.failures import telling
 from memopt.emit.gradients import Accumulation

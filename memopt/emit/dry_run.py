@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.operators import HigherOrderOperator
-from memopt.device.block_calls import BlockCalls
+from memopt.compat.operators import HigherOrderOperator, plain_tensors
 from memopt.device.devices import DEVICES, device_of
 from memopt.device.hardware import LARGE, Chip
+from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, rehearsal
 from passes.ops.offload_ops import COPY_OUT

@@ -10,7 +10,7 @@ from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import first_runs_as_later_ones
+from memopt.compat.tracing import first_runs_as_later_ones
 from memopt.emit.aten import compile_as_aten
 from memopt.emit.emitted import Emitted
 from memopt.emit.exchanges import exchanges_of

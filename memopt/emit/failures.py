@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat.aot import mark_boxed
+from memopt.compat.tracing import mark_boxed
 from memopt.emit.gradients import Accumulation
 
 

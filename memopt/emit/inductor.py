@@ -12,10 +12,9 @@ from torch import fx
 
 from memopt.capture.inductor_trace import not_compiled
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import mark_boxed
-from memopt.compat.autotuning import autotuning_within
-from memopt.compat.dispatch import without_autocast
-from memopt.compat.inductor import InductorFailed, compile_by_inductor
+from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
+from memopt.compat.operators import without_autocast
+from memopt.compat.tracing import mark_boxed
 from memopt.emit.casts import spell_casts
 from memopt.emit.emitted import Cut, Emitted
 from memopt.emit.failures import telling

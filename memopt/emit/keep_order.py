@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from memopt.device.fusion import can_inline
-from memopt.device.storages import is_view
+from memopt.device.storages import can_inline, is_view
 
 aten = torch.ops.aten
 

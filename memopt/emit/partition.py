@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import extract_halves
+from memopt.compat.tracing import extract_halves
 from memopt.emit.gradients import Accumulation, accumulate_in_place
 from memopt.emit.reached import is_reached
 from memopt.emit.stepping import nodes_before_steps

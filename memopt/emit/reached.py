@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from memopt.capture.joint import JointGraph
-from memopt.compat.aot import mark_boxed
 from memopt.compat.autograd import reached_outputs
+from memopt.compat.tracing import mark_boxed
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:

@@ -20,7 +20,7 @@ from memopt.compat.ddp import (
     reducer_hooks,
     takes_uneven_inputs,
 )
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.planning.situation import Buckets
 from memopt.run.ranks import Ranks
 

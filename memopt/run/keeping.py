@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memopt.capture.region import CapturedCall
-from memopt.compat.resharding import Resharding
+from memopt.compat.exchanges import Resharding
 from memopt.errors import BudgetError
 from memopt.planning.plan import Plan
 from memopt.recent import Recent

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import CapturedCall, Sizes
 from memopt.capture.together import MARGIN, with_eager_bytes
-from memopt.compat.storages import storage_key
+from memopt.compat.tensors import storage_key
 
 Shapes = tuple[Sizes, ...]
 

@@ -27,7 +27,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.storages import WeakStorage, weak_storages
+from memopt.compat.tensors import WeakStorage, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, round_up
 from memopt.planning.module_rows import held_after_forward

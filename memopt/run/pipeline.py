@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.compat.exchanges import first_microbatch, microbatches_of, sends_kept, stages_of
 from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.pipelining import first_microbatch, microbatches_of, sends_kept, stages_of
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.planning.plan import Plan
 from memopt.run.ranks import Ranks
 

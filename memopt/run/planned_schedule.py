@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.account.elsewhere import look
-from memopt.compat.pipelining import (
+from memopt.compat.exchanges import (
     in_flight,
     is_schedule,
     loss_of,
@@ -23,7 +23,7 @@ from memopt.compat.pipelining import (
     stages_of,
     trains,
 )
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memopt.capture.inputs import Call, call_signature
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
 from memopt.units import duration, size

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.inputs import Call, as_call, check_device
-from memopt.compat import settled_gloo
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
+from memopt.compat.exchanges import Resharding, unsettle_gloo
 from memopt.compat.modules import compiled_call, inside_compiled, reset_compiled_call, set_compiled_call
-from memopt.compat.resharding import Resharding
 from memopt.levers import Lever
 from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
@@ -165,7 +164,7 @@ class Session:
         """Restore the model's own call."""
         self.watch.end()
         self.resharding.restore()
-        settled_gloo.leave(self.model)
+        unsettle_gloo(self.model)
         if self.own_call is None:
             reset_compiled_call(self.model)
         else:

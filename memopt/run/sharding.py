@@ -10,11 +10,10 @@ from typing import Any
 from torch import distributed, nn
 
 from memopt.capture.shards import is_tensor_parallel
-from memopt.compat import settled_gloo
+from memopt.compat.exchanges import ALL, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.resharding import ALL
-from memopt.compat.subclasses import is_sharded, ranks_of
+from memopt.compat.tensors import is_sharded, ranks_of
 from memopt.errors import RankError
 from memopt.run.ranks import Ranks
 from memopt.run.tensor_parallel import check_placements, placements_in_words
@@ -50,7 +49,7 @@ class Sharded:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
             self._ranks.check_terms({**terms(), "the sharding": sharding})
-            settled_gloo.settle(self.model)
+            settle_gloo(self.model)
         self._open, self._settled, self._begun = True, False, False
         failure: Exception | None = None
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from memopt.capture.shards import is_tensor_parallel
-from memopt.compat.subclasses import is_sharded, mesh_dimensions, ranks_of
+from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
 from memopt.errors import CaptureError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.plain import PLAIN

@@ -17,8 +17,8 @@ from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, tensors_in
+from memopt.compat.exchanges import Resharding
 from memopt.compat.modules import CurrentParts, Parts, plain_call
-from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections

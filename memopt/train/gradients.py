@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.train.optimizers import Optimizers, parameters_of
 
 

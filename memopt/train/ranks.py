@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.capture.shards import is_tensor_parallel
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 
 
 def groups_of(model: nn.Module) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.compat.optim import nonfinite_flags, skips_on_device
+from memopt.compat.modules import nonfinite_flags, skips_on_device
 from memopt.run.session import session_of
 from memopt.train.step_result import Verdict
 

@@ -17,7 +17,7 @@ from memopt.rewrite.precision.label_terms import Amounts, LabelTerms
 from memopt.rewrite.precision.op_prices import CAST_FIRST_ONLY, Kept, OpPrice, OpPrices, operands
 from memopt.rewrite.precision.plan import PrecisionPlan
 from memopt.solver.arrays import Flags
-from memopt.solver.label_cut import ONE, ZERO
+from memopt.solver.max_flow import ONE, ZERO
 from passes.graphs.autocast_lists import FP32_SET_DTYPE
 from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_view, mutated_arguments, op_name, promotes

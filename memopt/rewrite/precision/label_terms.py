@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memopt.solver.arrays import Flags
-from memopt.solver.label_cut import ONE, ZERO, LabelProblem
+from memopt.solver.max_flow import ONE, ZERO, LabelProblem
 
 
 class Amounts(NamedTuple):

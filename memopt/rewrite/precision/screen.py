@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.compat.dispatch import plain_tensors
+from memopt.compat.operators import plain_tensors
 from memopt.device.devices import device_of
 from memopt.rewrite.precision.plan import PrecisionPlan
 from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name

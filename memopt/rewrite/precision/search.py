@@ -15,7 +15,7 @@ from memopt.rewrite.precision.label_terms import Amounts
 from memopt.rewrite.precision.op_prices import OpPrices
 from memopt.rewrite.precision.plan import Choice, PrecisionPlan, dtype_name
 from memopt.solver.arrays import Flags
-from memopt.solver.label_cut import cheapest_within, labels_of
+from memopt.solver.max_flow import cheapest_within, labels_of
 from memopt.units import duration, size
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
 from passes.graphs.op_kinds import follows_input, is_cast, mutated_arguments, op_name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from memopt.compat.dispatch import cuda_autocast_names
+from memopt.compat.operators import cuda_autocast_names
 from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 ELSEWHERE = {"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy", "norm"}

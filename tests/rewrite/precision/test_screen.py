@@ -16,7 +16,7 @@ import memopt
 from examples.models.families import BY_NAME, FAMILIES, Family, without_dropout
 from examples.models.step import Step, train_step
 from memopt.capture.operators import OperatorGraph
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.rewrite.precision import AssignPrecision, DecidePrecision, precision_rewriting, screen
 from memopt.rewrite.precision.screen import LARGEST, Range, Screening, kept_out, range_of
