@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.models.families import integers, normals
 from memopt import TrainStep
 from memopt.compat.ddp import unwrapped
-from memopt.train.ranks import mean_over_ranks
+from memopt.train.effective_batch import mean_over_ranks
 
 TOKENS = [[3, 0], [7, 1]]
 """Valid targets of each rank's microbatches."""

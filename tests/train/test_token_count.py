@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from examples.models import families
-from memopt.train.token_count import count_of, shifts_labels
+from memopt.train.effective_batch import count_of, shifts_labels
 from tests.train import pieces
 
 MEANS = ["gpt2-sdpa", "llama", "mixtral", "bert", "t5", "whisper", "vit", "clip"]
