@@ -21,7 +21,7 @@ from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.storages import is_view, storage_key
 from memopt.device.devices import DEVICES, device_of
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 aten = torch.ops.aten
 

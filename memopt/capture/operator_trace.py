@@ -16,7 +16,7 @@ from memopt.compat.graph_calls import enters_autocast, is_checkpoint, leaves_aut
 from memopt.compat.operators import HigherOrderOperator
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 _REGISTER_HOOK = "register_hook"

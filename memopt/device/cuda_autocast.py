@@ -10,7 +10,7 @@ import torch
 from memopt.compat.dispatch import composite_kernel, cuda_autocast_names, without_autocast
 from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
-from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+from passes.graphs.op_kinds import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 # Composite operators that call an operator of these lists; the others only view or copy.
 _REACH_A_LIST = frozenset(

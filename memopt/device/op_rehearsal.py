@@ -15,7 +15,7 @@ from memopt.compat.fakes import FakeTensorMode
 from memopt.device.block_calls import BlockCalls
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.solver.problem import BlockCall
-from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 
 NOTABLE = 1024**2
 """Workspace blocks of fewer bytes have a pool of their own, and make no holes in which larger ones would lie."""

@@ -25,7 +25,7 @@ from memopt.device.op_call import OpCall, op_call, tensors_in
 from memopt.device.op_flops import flop_formula
 from memopt.device.op_rehearsal import Rehearsal, rehearse
 from memopt.device.workspace_rules import SCALARS
-from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9

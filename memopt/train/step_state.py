@@ -17,7 +17,7 @@ from memopt.device.devices import device_of
 from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.scaling import Scaling
 from memopt.training_state import generator_states, set_generators
-from passes.ops.fp8_history import histories_state, load_histories
+from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
 """Names in saved states, of whatever cards they are."""

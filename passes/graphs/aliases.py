@@ -17,9 +17,31 @@ from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import schema_of
-from passes.graphs.new_memory import makes_memory
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
+from passes.graphs.op_kinds import known_targets, mutated_arguments, op_name
 from passes.ops.offload_ops import COPY_OUT
+
+_IN_PLACE = frozenset(known_targets())
+# Besides those of `inplace_variants`: operators that make their results in new memory.
+_MAKERS = frozenset(
+    {
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
+        "_native_batch_norm_legit_functional", "_softmax", "_to_copy", "addmm",
+        "avg_pool2d_backward", "baddbmm", "bmm", "cat", "clone", "constant_pad_nd", "convolution",
+        "convolution_backward", "embedding", "embedding_dense_backward", "gather", "index", "max_pool2d_with_indices",
+        "max_pool2d_with_indices_backward", "mean", "mm", "native_batch_norm_backward", "native_dropout",
+        "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+        "native_layer_norm_backward", "nll_loss_backward", "rsub", "sum",
+    }
+)  # fmt: skip
+
+
+def makes_memory(node: Node) -> bool:
+    """Returns whether every result of a call is known to lie in new memory of its own."""
+    if node.op != "call_function" or mutated_arguments(node):
+        return False
+    return node.target in _IN_PLACE or op_name(node) in _MAKERS
+
 
 WAIT: Any = getattr(getattr(torch.ops._c10d_functional, "wait_tensor", None), "default", None)
 """The operator that waits for a collective, and returns its result; None in builds without torch.distributed."""

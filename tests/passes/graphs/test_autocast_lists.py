@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from memopt.compat.dispatch import cuda_autocast_names
-from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+from passes.graphs.op_kinds import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 ELSEWHERE = {"cudnn_convolution", "cudnn_convolution_transpose", "binary_cross_entropy", "norm"}
 """Registered one by one: two that models do not call, one that autocast refuses, one whose dtype it appends."""

@@ -3,7 +3,7 @@
 import torch
 
 from passes import erase_unread, format_graph, new_call, replace_node
-from passes.graphs.propagate import on_stored_values
+from passes.graphs.edit import on_stored_values
 from tests.passes.capture import Sketch, aten
 
 

@@ -7,7 +7,7 @@ from torch.fx import Graph
 
 from passes import format_graph
 from passes.graphs.graph_text import format_argument, format_dtype, format_value
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.passes.capture import Sketch, aten, dynamic_mlp, gpt2
 
 

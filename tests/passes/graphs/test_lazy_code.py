@@ -6,7 +6,7 @@ import pickle
 import torch
 from torch import fx
 
-from passes.graphs.lazy_code import LazyCode
+from passes.graphs.edit import LazyCode
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

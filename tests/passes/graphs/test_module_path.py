@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from passes.graphs.module_path import module_path
+from passes.graphs.node_facts import module_path
 from tests.passes.capture import Sketch, aten
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from passes.graphs.propagate import on_stored_values, refresh
+from passes.graphs.edit import on_stored_values, refresh
 from tests.passes.capture import Sketch, aten, rows_above_zero
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.ops.fp8_formats import E4M3
-from passes.ops.fp8_history import Histories, fp8_delayed_scale, histories_of, histories_state, load_histories
+from passes.ops.fp8_formats import E4M3, Histories, fp8_delayed_scale, histories_of, histories_state, load_histories
 
 
 def asking(histories: Histories) -> Callable[[float], float]:

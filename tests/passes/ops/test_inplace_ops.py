@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memopt import measure_peak
-from passes.ops.inplace_ops import inplace_variants, known_targets
+from passes.graphs.op_kinds import inplace_variants, known_targets
 
 SHAPE = (37, 129)
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from memopt import measure_peak
 from passes.ops.chunked_cross_entropy import LARGEST_SHARE, chunk_rows
-from passes.patterns.linear_cross_entropy import LINEAR_CROSS_ENTROPY, weight_gradient, with_gradients
+from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, weight_gradient, with_gradients
 
 ROWS, WIDTH, CLASSES = 23, 8, 37
 

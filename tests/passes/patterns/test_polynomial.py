@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes.patterns.polynomial import Polynomial, Reader, T, Unknown, X
+from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
 from tests.passes.capture import Sketch, aten
 
 

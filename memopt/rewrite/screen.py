@@ -12,8 +12,9 @@ from torch import fx
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.device.devices import device_of
-from memopt.rewrite.precision.plan import PrecisionPlan
-from passes.graphs.op_kinds import follows_input, is_cast, is_view, mutated_arguments, op_name
+from memopt.rewrite.assign import only_read_by
+from memopt.rewrite.policy import PrecisionPlan
+from passes.graphs.op_kinds import follows_input, is_view, mutated_arguments, op_name
 
 LARGEST = 65504.0
 """The largest number in fp16."""
@@ -211,11 +212,7 @@ def _because_of_operands(node: fx.Node, ranges: Ranges) -> str:
 
 def _masks(node: fx.Node) -> bool:
     """Returns whether only softmax reads a value, so that its large negative elements become zeros in any dtype."""
-    for reader in node.users:
-        passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in ("add", "masked_fill", "where")
-        if op_name(reader) != "softmax" and not (passes_on and _masks(reader)):
-            return False
-    return bool(node.users)
+    return only_read_by(node, {"softmax"})
 
 
 def _origin(node: fx.Node) -> str:

@@ -1,8 +1,7 @@
-"""Decides which linear layers compute in 8 bits, and which activations are saved in 8 bits for the backward."""
+"""Decides which activations are saved for the backward in bf16 or 8 bits, and which linear layers compute in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -14,20 +13,112 @@ from memopt.capture.operators import Decision, OperatorGraph, traced_from
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.precision.narrow import LEAST_BYTES, narrowing, sole_values
-from memopt.rewrite.precision.rules import Rules
+from memopt.rewrite.policy import Rules
 from memopt.units import duration
-from passes import EliminateDeadCode, FoundLinear, Fp8Linears, Pipeline, QuantizeSaved, find_fp8_linears
+from passes import (
+    EliminateDeadCode,
+    FoundLinear,
+    Fp8Linears,
+    NarrowSaved,
+    Pipeline,
+    QuantizeSaved,
+    SumWide,
+    find_fp8_linears,
+)
+from passes.graphs.aliases import storages
 from passes.graphs.node_facts import backward_nodes
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
 from passes.ops.fp8_ops import SCALINGS, Scaling
 
+# They read operands of products, or of smooth derivatives: a relative error of 2^-9 there is one of the gradients, no
+# more than their own rounding. `_log_softmax_backward_data` is not here: it takes the exponential.
+_TOLERATE_BF16 = frozenset(
+    {
+        "_fused_rms_norm_backward", "_softmax_backward_data", "gelu_backward", "mul", "native_batch_norm_backward",
+        "native_group_norm_backward", "native_layer_norm_backward", "pow", "sigmoid_backward", "silu_backward",
+        "tanh_backward", "threshold_backward",
+    }
+)  # fmt: skip
+# Smaller values are not worth two casts.
+LEAST_BYTES = 64 * 1024
+
+
+def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
+    """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
+
+    `exact` holds the names of the operator graph's nodes whose dtype the author or the user has set.
+    """
+    return Pipeline((SumWide(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
+
+
+def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Returns the names of the fp32 values of the forward that only tolerant operators of the backward read.
+
+    Left alone are values that are held anyway, as inputs or outputs, values that the backward reads through several
+    views, widened 16-bit values, and all that the author or the user wants in fp32.
+    """
+    backward = backward_nodes(graph)
+    values = sole_values(graph, forward_outputs)
+    return tuple(node.name for node in values if worth_narrowing(node) and tolerated(node, backward, exact))
+
+
+def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
+    """Returns the values that the forward computes and the backward reads, without inputs and outputs.
+
+    Storages of which the backward reads more than one view are left out.
+    """
+    backward = backward_nodes(graph)
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    kept = [
+        *graph.find_nodes(op="placeholder"),
+        *(result for result in results[:forward_outputs] if isinstance(result, fx.Node)),
+    ]
+    stays = {storage for node in kept for storage in storages(node)}
+    seen: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
+            for storage in storages(node):
+                seen.setdefault(storage, []).append(node)
+    return tuple(nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+
+
+def worth_narrowing(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or is_cast(node):
+        return False
+    if value.dim() == 0 or value.shape[-1] == 1:  # a statistic of each row: few bytes, and every element depends on it
+        return False
+    return storage_bytes(value) >= LEAST_BYTES
+
+
+def tolerated(
+    value: fx.Node,
+    backward: frozenset[fx.Node],
+    exact: frozenset[str] = frozenset(),
+    tolerant: frozenset[str] = _TOLERATE_BF16,
+) -> bool:
+    """Returns whether only `tolerant` operators of the backward read a value, behind views too.
+
+    By default these are the ones that may read it in bf16. What is traced from a node in `exact` tolerates nothing.
+    """
+    if traced_from(value) in exact:
+        return False
+    return all(
+        tolerated(reader, backward, exact, tolerant)
+        if is_view(reader)
+        else op_name(reader) in tolerant and traced_from(reader) not in exact
+        for reader in value.users
+        if reader in backward
+    )
+
+
 FP8_ACTIVATIONS = "fp8_activations"
 _SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
 # They read factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 there
 # is a random one of single elements of gradients. Sums of squares, and functions that saturate, are not here.
-_TOLERANT = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
+_TOLERATE_8_BITS = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
 def has_units(card: Hardware, scaling: str = "current") -> bool:
@@ -179,23 +270,14 @@ def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[st
 def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """Returns the names of the 16-bit values of the forward that only tolerant operators of the backward read."""
     backward = backward_nodes(graph)
-    values = sole_values(graph, forward_outputs)
-    return tuple(node.name for node in values if _worth(node, exact) and _tolerated(node.users, backward, exact))
+    return tuple(
+        node.name
+        for node in sole_values(graph, forward_outputs)
+        if _worth_quantizing(node.meta["val"]) and tolerated(node, backward, exact, _TOLERATE_8_BITS)
+    )
 
 
-def _worth(node: fx.Node, exact: frozenset[str]) -> bool:
-    value = node.meta["val"]
+def _worth_quantizing(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
         return False
-    large = storage_bytes(value) >= LEAST_BYTES
-    return large and value.dim() > 1 and value.is_contiguous() and traced_from(node) not in exact
-
-
-def _tolerated(readers: Iterable[fx.Node], backward: frozenset[fx.Node], exact: frozenset[str]) -> bool:
-    return all(
-        _tolerated(reader.users, backward, exact)
-        if is_view(reader)
-        else op_name(reader) in _TOLERANT and traced_from(reader) not in exact
-        for reader in readers
-        if reader in backward
-    )
+    return storage_bytes(value) >= LEAST_BYTES and value.dim() > 1 and value.is_contiguous()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memopt.rewrite.precision import Rules
+from memopt.rewrite import Rules
 from tests.passes.capture import Sketch, aten
 
 

@@ -1,7 +1,7 @@
 import torch
 from torch.fx import GraphModule
 
-from memopt.rewrite.precision.narrow import LEAST_BYTES, narrowed
+from memopt.rewrite.narrow import LEAST_BYTES, narrowed
 from tests.passes.capture import Sketch, aten
 
 ROWS, WIDTH = LEAST_BYTES // 4, 8

@@ -7,8 +7,8 @@ from torch.fx import GraphModule, Node
 
 from memopt.capture.operators import OperatorGraph
 from memopt.device import hardware
-from memopt.rewrite.precision.fp8 import DecideFp8, has_units, quantized, quantizing
-from memopt.rewrite.precision.rules import Rules
+from memopt.rewrite.narrow import DecideFp8, has_units, quantized, quantizing
+from memopt.rewrite.policy import Rules
 from passes import CANONICAL, QuantizeSaved
 from passes.ops.fp8_ops import FP8_LINEAR, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch, aten, capture

@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 
 from memopt.capture.operators import Decision, OperatorGraph, Operators
 from memopt.device.hardware_table import hardware
-from memopt.rewrite.precision import (
+from memopt.rewrite import (
     AssignPrecision,
     DecidePrecision,
     Rules,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.rewrite.precision.label_terms import Amounts, LabelTerms
+from memopt.rewrite.label_terms import Amounts, LabelTerms
 from memopt.solver.label_cut import ONE, ZERO, LabelNetwork
 
 

@@ -18,10 +18,10 @@ from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import node_seconds
-from memopt.rewrite.precision.narrow import tolerated, worth_narrowing
+from memopt.rewrite.narrow import tolerated, worth_narrowing
 from passes.graphs.aliases import storages
+from passes.graphs.edit import propagating
 from passes.graphs.node_facts import backward_nodes, tensors
-from passes.graphs.propagate import propagating
 
 # Their parameters and running statistics stay in fp32.
 CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
@@ -32,7 +32,7 @@ class Kept(Enum):
 
     NOTHING = 0
     ROUNDED = 1
-    """A copy in bf16 is enough: see `memopt.rewrite.precision.narrow`."""
+    """A copy in bf16 is enough: see `memopt.rewrite.narrow`."""
     WHOLE = 2
 
 
@@ -54,7 +54,7 @@ class OpPrices:
     """Prices calls for a device. Each kind of call is differentiated once, on fake tensors; nothing runs.
 
     With `narrows`, fp32 values that the backward may read rounded are priced as such: the joint graph is to go through
-    `memopt.rewrite.precision.narrow`.
+    `memopt.rewrite.narrow`.
     """
 
     hardware: Hardware
@@ -80,6 +80,11 @@ class OpPrices:
 
     def _trace(self, call: OpCall, dtype: torch.dtype, differentiated: tuple[bool, ...]) -> OpPrice | None:
         run = _functional(call.op)
+
+        def run_with(leaves: Iterator[torch.Tensor]) -> Any:
+            """Runs the call with other tensors instead of its own, in order."""
+            return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
+
         with propagating(new_fake_mode()), torch.enable_grad():
             args, kwargs = call.make_arguments(HOST.type)
             leaves = list(tensors([args, *kwargs.values()]))
@@ -88,7 +93,7 @@ class OpPrices:
             for leaf, needs in zip(leaves, differentiated, strict=True):
                 leaf.requires_grad_(needs and leaf.is_floating_point())
             try:
-                graph, results = _joint(lambda given: _call(run, args, kwargs, iter(given)), leaves)
+                graph, results = _joint(lambda given: run_with(iter(given)), leaves)
                 return _read(graph, results, self.hardware, self.narrows)
             except (RuntimeError, NotImplementedError, TypeError, ValueError):  # sizes that depend on data among them
                 return None
@@ -114,11 +119,6 @@ def _functional(op: OpOverload) -> Callable[..., Any]:
 
 def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return leaf.to(dtype) if leaf.dtype in (torch.float32, torch.bfloat16, torch.float16) else leaf
-
-
-def _call(run: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Iterator[torch.Tensor]) -> Any:
-    """Runs a call with other tensors instead of its own, in order."""
-    return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
 
 
 def _with(value: Any, leaves: Iterator[torch.Tensor]) -> Any:

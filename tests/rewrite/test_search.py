@@ -13,9 +13,9 @@ from examples.models.step import train_step
 from memopt.capture.operators import OperatorGraph
 from memopt.device.hardware_table import hardware
 from memopt.errors import GIB
-from memopt.rewrite.precision import AssignPrecision, PrecisionPlan, Rules, low_dtype, precision_rewriting
-from memopt.rewrite.precision.op_prices import OpPrices
-from memopt.rewrite.precision.search import SearchPrecision
+from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype, precision_rewriting
+from memopt.rewrite.op_prices import OpPrices
+from memopt.rewrite.search import SearchPrecision
 from tests.passes.capture import Sketch, aten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -20,8 +20,8 @@ from memopt.capture.operators import Decide, OperatorGraph, Rewriting, rewrite
 from memopt.capture.sample import run_sample
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.host import is_on_host
-from memopt.rewrite.precision.plan import PrecisionPlan
-from memopt.rewrite.precision.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
+from memopt.rewrite.policy import PrecisionPlan
+from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
 from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node
@@ -69,7 +69,8 @@ class Screenings:
             return
         self._looked.add(signature)
         copies = distinct_bytes(model.buffers()) if is_on_host(next(model.parameters())) else 0
-        befores = list(dict.fromkeys(self._before(rewriting.deciders) for rewriting in rewritings))
+        others = [takewhile(self._is_not_of, rewriting.deciders) for rewriting in rewritings]
+        befores = list(dict.fromkeys(map(tuple, others)))
         room_bytes = None if room_bytes is None else room_bytes - copies
         look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
         try:
@@ -87,9 +88,9 @@ class Screenings:
                     if node.name in ranges:
                         lines.setdefault(format_node(node), ranges[node.name])
 
-    def _before(self, deciders: Sequence[Decide]) -> tuple[Decide, ...]:
-        """Returns the deciders that run before the one that holds these screenings."""
-        return tuple(takewhile(lambda decide: getattr(decide, "screenings", None) is not self, deciders))
+    def _is_not_of(self, decide: Decide) -> bool:
+        """Returns whether a decider does not hold these screenings."""
+        return getattr(decide, "screenings", None) is not self
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
         """Returns the plan of `decide` without operators that leave fp16's range, and a note on them."""

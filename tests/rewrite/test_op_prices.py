@@ -3,7 +3,7 @@ from torch.fx import Node
 
 from memopt.device.hardware_table import hardware
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.precision.op_prices import Kept, OpPrice, OpPrices, operands
+from memopt.rewrite.op_prices import Kept, OpPrice, OpPrices, operands
 from tests.passes.capture import Sketch, aten
 
 H100 = hardware("h100")

@@ -1,12 +1,15 @@
-"""Reads elementwise calls as polynomials in one value, so that a formula is recognised however it is written."""
+"""Reads what calls compute: polynomials in one value, constants, means of squares and variances."""
 
+import operator
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.graphs.node_facts import arguments_of
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 
 Polynomial: TypeAlias = Mapping[tuple[int, int], float]
@@ -62,22 +65,20 @@ class Reader:
                 one, other = other, _product(one, alpha, node)
             else:
                 other = _product(other, alpha, node)
-            return _sum(one, _product(other, sign, node))
+            other = _product(other, sign, node)
+            return _cleaned({powers: one.get(powers, 0.0) + other.get(powers, 0.0) for powers in {**one, **other}})
         if name == "mul":
             return _product(self(arguments[0]), self(arguments[1]), node)
         if name == "div" and not node.kwargs:
-            return _product(self(arguments[0]), {(0, 0): 1 / self._divisor(arguments[1], node)}, node)
+            divisor = self(arguments[1])
+            if not is_constant(divisor) or not divisor:
+                raise Unknown(node)
+            return _product(self(arguments[0]), {(0, 0): 1 / divisor[0, 0]}, node)
         if name == "neg":
             return _product(self(arguments[0]), {(0, 0): -1.0}, node)
         if name in ("square", "pow"):
             return self._power(arguments[0], 2 if name == "square" else arguments[1], node)
         raise Unknown(node)
-
-    def _divisor(self, value: Any, node: Node) -> float:
-        divisor = self(value)
-        if not is_constant(divisor) or not divisor:
-            raise Unknown(node)
-        return divisor[0, 0]
 
     def _power(self, base: Any, exponent: Any, node: Node) -> Polynomial:
         read = self(exponent)
@@ -116,18 +117,12 @@ def constant(graph_module: GraphModule, value: Any) -> float | None:
 
 
 def _held(graph_module: GraphModule, target: str) -> float | None:
-    held: Any = graph_module
-    for name in target.split("."):
-        held = getattr(held, name)
+    held: Any = operator.attrgetter(target)(graph_module)
     if not isinstance(held, torch.Tensor) or held.numel() != 1 or held.requires_grad or hasattr(held, "fake_mode"):
         return None
     # Dispatch modes, such as that of tracing, belong to a thread; a new thread has none.
     with ThreadPoolExecutor(1, "passes-constant") as worker:
         return float(worker.submit(held.item).result())
-
-
-def _sum(one: Polynomial, other: Polynomial) -> Polynomial:
-    return _cleaned({powers: one.get(powers, 0.0) + other.get(powers, 0.0) for powers in {**one, **other}})
 
 
 def _product(one: Polynomial, other: Polynomial, node: Node) -> Polynomial:
@@ -143,3 +138,98 @@ def _product(one: Polynomial, other: Polynomial, node: Node) -> Polynomial:
 
 def _cleaned(value: Polynomial) -> Polynomial:
     return {powers: term for powers, term in value.items() if term}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean of squares of `value`, or its variance."""
+
+    value: Node
+    dims: tuple[int, ...]
+    centred: bool
+    corrected: bool
+    """Whether the sum is divided by n - 1 rather than n."""
+
+
+def find_spread(node: Node) -> Spread | None:
+    """Returns the mean of squares or the variance, dimensions kept, that a node is; None if it is neither."""
+    source: Any = node.args[0] if node.args else None
+    if is_element(node, 0) and op_name(source) == "var_mean":
+        return of_statistics(source)
+    if op_name(node) == "var":
+        return of_statistics(node)
+    if op_name(node) != "mean":
+        return None
+    base, given = _square_root(same_value(source)), arguments_of(node)
+    if base is None or not given.get("keepdim") or not given["dim"]:
+        return None
+    dims = _dims(base, given["dim"])
+    value = centred_value(base, dims)
+    return Spread(base if value is None else value, dims, centred=value is not None, corrected=False)
+
+
+def of_statistics(node: Node) -> Spread | None:
+    """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes."""
+    given = arguments_of(node)
+    if not given.get("keepdim") or not given.get("dim"):
+        return None
+    correction = given["correction"] if "correction" in given else int(given["unbiased"])
+    value = same_value(given["self"])
+    return Spread(value, _dims(value, given["dim"]), centred=True, corrected=correction != 0)
+
+
+def centred_value(node: Any, dims: tuple[int, ...]) -> Any:
+    """Returns x if a node is x - mean(x), else None."""
+    if not isinstance(node, Node) or op_name(node) != "sub" or len(node.args) != 2 or node.kwargs:
+        return None
+    value, mean = (same_value(argument) for argument in node.args)
+    if not isinstance(mean, Node):
+        return None
+    source: Any = mean.args[0] if mean.args else None
+    if is_element(mean, 1) and op_name(source) in ("var_mean", "std_mean"):
+        mean = source
+    elif op_name(mean) != "mean":
+        return None
+    given = arguments_of(mean)
+    same = same_value(given["self"]) is value and given.get("keepdim") and given.get("dim")
+    return value if same and _dims(value, given["dim"]) == dims else None
+
+
+def _square_root(node: Any) -> Any:
+    """Returns the value that a node is the square of, or None."""
+    name = op_name(node)
+    if name == "square" or power_of(node) == 2:
+        return same_value(node.args[0])
+    if name == "mul" and same_value(node.args[0]) is same_value(node.args[1]):
+        return same_value(node.args[0])
+    return None
+
+
+def _dims(value: Node, dims: Any) -> tuple[int, ...]:
+    count = value.meta["val"].dim()
+    return tuple(sorted(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else [dims])))
+
+
+def power_of(node: Node) -> float | None:
+    """Returns the exponent of a call that raises its argument to the power of a number, or None."""
+    exponent = node.args[1] if op_name(node) == "pow" else None
+    return float(exponent) if type(exponent) in (int, float) else None  # type: ignore[arg-type]
+
+
+def same_value(node: Any) -> Any:
+    """Returns the value behind calls that do not change it, such as a cast to the dtype that it already has."""
+    while isinstance(node, Node) and is_idle(node):
+        node = node.args[0]
+    return node
+
+
+def is_idle(node: Node) -> bool:
+    """Returns whether a call returns its argument unchanged."""
+    source: Any = node.args[0] if node.args else None
+    idle = is_cast(node) or op_name(node) in ("alias", "type_as")
+    return idle and source.meta["val"].dtype == node.meta["val"].dtype
+
+
+def is_element(node: Node, index: int) -> bool:
+    """Returns whether a node is the element at `index` of a call's results."""
+    return node.target is operator.getitem and node.args[1:] == (index,)

@@ -1,4 +1,4 @@
-"""Turns a precision policy into the rewriting of a model's operator graphs."""
+"""Turns a precision policy, and the user's own passes, into the rewriting of a model's graphs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
+from memopt.capture.operators import DecideJoint, Decision, OperatorGraph, Operators, Rewriting
 from memopt.device.hardware import Hardware
-from memopt.rewrite.precision.assign import AssignPrecision
-from memopt.rewrite.precision.devices import Policy, low_dtype, searches
-from memopt.rewrite.precision.narrow import narrowing
-from memopt.rewrite.precision.op_prices import OpPrices
-from memopt.rewrite.precision.plan import PrecisionPlan
-from memopt.rewrite.precision.rules import Rules
-from memopt.rewrite.precision.screen import KeptOut
-from memopt.rewrite.precision.screenings import Screenings
-from memopt.rewrite.precision.search import SearchPrecision
-from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
+from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.narrow import narrowing
+from memopt.rewrite.op_prices import OpPrices
+from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searches
+from memopt.rewrite.screen import KeptOut
+from memopt.rewrite.screenings import Screenings
+from memopt.rewrite.search import SearchPrecision
+from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pass, Pipeline, passes_for
 
 LABEL = "precision"
 
@@ -64,7 +62,9 @@ class DecidePrecision:
         plan = self.plan(graph)
         passes = InsertCasts(plan.assignment, outputs=graph.result_dtypes), MergeCasts(), EliminateDeadCode()
         calls = [node for node in graph.module.graph.nodes if node.op == "call_function"]
-        notes, unmatched = (*_notes(plan), *plan.notes), self.rules.unmatched(calls)
+        scaled = "; its gradients need a loss scale: train with memopt.TrainStep, or a torch.amp.GradScaler"
+        note = f"precision: {plan.summary()}" + (scaled if plan.low == torch.float16 else "")
+        notes, unmatched = (note, *plan.notes), self.rules.unmatched(calls)
         return Decision(Pipeline(passes, label=LABEL), plan.reasons, notes, unmatched, graph.author_typed | plan.exact)
 
     @property
@@ -86,11 +86,6 @@ class DecidePrecision:
         return replace(plan, notes=(*plan.notes, note))
 
 
-def _notes(plan: PrecisionPlan) -> tuple[str, ...]:
-    scaled = "; its gradients need a loss scale: train with memopt.TrainStep, or a torch.amp.GradScaler"
-    return (f"precision: {plan.summary()}" + (scaled if plan.low == torch.float16 else ""),)
-
-
 def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
     """Raises ValueError for a rule of the user that matches nothing in any region of the model."""
     nothing = frozenset.intersection(*(region.unmatched for region in regions)) if regions else frozenset()
@@ -99,3 +94,37 @@ def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
             f"the precision rule {rule!r} matches no operator, module or node of {type(model).__name__}; write a "
             "module as in model.named_modules(), an operator as in plan.diff('precision'), or remove the rule"
         )
+
+
+@dataclass(frozen=True)
+class RunPasses:
+    """Decides that passes run on the operator graph of every region."""
+
+    passes: tuple[Pass, ...]
+
+    def __call__(self, graph: OperatorGraph) -> Decision:
+        return Decision(Pipeline(self.passes))
+
+
+@dataclass(frozen=True)
+class RunJointPasses:
+    """Decides that passes run on every joint graph, behind those of another decision."""
+
+    passes: tuple[Pass, ...]
+    before: DecideJoint | None = None
+
+    def __call__(self, joint: fx.GraphModule, forward_outputs: int, exact: frozenset[str]) -> Pipeline:
+        first = () if self.before is None else (self.before(joint, forward_outputs, exact),)
+        return Pipeline((*first, *self.passes))
+
+
+def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
+    """The rewriting with the user's passes behind all others, and their names before those of its levers. Raises
+    `TypeError` for an object that is no `Pass`."""
+    on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
+    if on_operators:
+        rewriting = replace(rewriting, deciders=(*rewriting.deciders, RunPasses(on_operators)))
+    if on_joint:
+        rewriting = replace(rewriting, joint=RunJointPasses(on_joint, rewriting.joint))
+    names = dict.fromkeys(user_pass.name for user_pass in passes)
+    return replace(rewriting, levers=(*names, *rewriting.levers))

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import fx
 
-from memopt.rewrite.precision.op_lists import FP32_OURS, KERNELS_SUM_IN_FP32
-from memopt.rewrite.precision.plan import Choice, PrecisionPlan
-from memopt.rewrite.precision.rules import Rules
-from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION
-from passes.graphs.op_kinds import follows_input, is_cast, is_new, is_pointwise, mutated_arguments, op_name
+from memopt.rewrite.policy import Choice, PrecisionPlan, Rules
+from passes.graphs.node_facts import has_floats
+from passes.graphs.op_kinds import (
+    FP32,
+    FP32_SET_DTYPE,
+    LOWER_PRECISION,
+    follows_input,
+    is_cast,
+    is_new,
+    is_pointwise,
+    mutated_arguments,
+    op_name,
+)
+
+FP32_OURS = frozenset(
+    {
+        "cross_entropy_loss", "ctc_loss", "binary_cross_entropy", "nll_loss_nd", "mean", "var", "std", "var_mean",
+        "std_mean", "norm", "nansum",
+    }
+)  # fmt: skip
+"""Composite operators that call a listed one, and sums that are on no list."""
+
+KERNELS_SUM_IN_FP32 = frozenset(
+    {"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm"}
+    | {"native_batch_norm", "instance_norm"}
+    | {f"{kind}{dims}d" for kind in ("avg_pool", "adaptive_avg_pool", "upsample_nearest") for dims in (1, 2, 3)}
+)
+"""Operators whose kernels take 16 bits, compute in fp32 and round once, also where autocast lists them for fp32."""
+
+
+_BEHIND = ("dropout", "add", "masked_fill", "where")
 
 
 class _State(Enum):
@@ -63,10 +89,10 @@ class _Walk:
         self.choices: dict[str, Choice] = {}
 
     def visit(self, node: fx.Node) -> None:
-        operands = [source for source in node.all_input_nodes if _has_floats(source)]
+        operands = [source for source in node.all_input_nodes if has_floats(source)]
         if any(operand.op == "placeholder" or operand in self.given for operand in operands):
             self.given |= {node, *operands}
-        if not _has_floats(node) and not operands:
+        if not has_floats(node) and not operands:
             return
         if node.target is operator.getitem or is_new(node) or op_name(node) == "detach":
             self.states[node] = self._state(operands[0]) if operands else _State.MASTER
@@ -82,7 +108,7 @@ class _Walk:
         low, name = self.decider.low, op_name(node)
         if node.name in self.decider.author_typed or not name or not operands:
             return None
-        if written := [argument for argument in mutated_arguments(node) if _has_floats(argument)]:
+        if written := [argument for argument in mutated_arguments(node) if has_floats(argument)]:
             return self._as(self._state(written[0]), "it writes in place")
         if node.name in self.kept_out:
             return Choice(torch.float32, self.kept_out[node.name], wished=True)
@@ -92,7 +118,11 @@ class _Walk:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
         if name in KERNELS_SUM_IN_FP32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
-        if name == "softmax" and self._state(operands[0]) is _State.LOW and _only_multiplied(node):
+        if (
+            name == "softmax"
+            and self._state(operands[0]) is _State.LOW
+            and only_read_by(node, LOWER_PRECISION, _BEHIND)
+        ):
             return Choice(low, "its kernel computes in fp32 inside, and a 16-bit product reads it")
         if node.kwargs.get("dtype") == torch.float32 or (name in FP32_SET_DTYPE and torch.float32 in node.args):
             return Choice(torch.float32, "the model asks for fp32")
@@ -113,7 +143,7 @@ class _Walk:
         return node.args[1] in (2, 3, 2.0, 3.0) and self._state(operands[0]) is _State.LOW
 
     def _cast(self, node: fx.Node, source: fx.Node) -> Choice | None:
-        if not _has_floats(node) or node.meta["val"].dtype != torch.float32:
+        if not has_floats(node) or node.meta["val"].dtype != torch.float32:
             return None
         if source.meta["val"].dtype != torch.float32:
             return None
@@ -141,10 +171,11 @@ class _Walk:
         return _State.LOW
 
     def _pointwise(self, node: fx.Node, operands: list[fx.Node]) -> Choice | None:
-        size = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None
-        full_size = [operand for operand in operands if size is None or _same_shape(operand.meta["val"].shape, size)]
+        # As text, so that symbols in sizes leave no guards.
+        size = str(node.meta["val"].shape) if isinstance(node.meta["val"], torch.Tensor) else None
+        full_size = [operand for operand in operands if size is None or str(operand.meta["val"].shape) == size]
         states = {self._state(operand) for operand in full_size or operands}
-        if op_name(node) in ("add", "sub") and _only_softmax_reads(node):
+        if op_name(node) in ("add", "sub") and only_read_by(node, {"softmax"}, _BEHIND):
             states -= {_State.FULL}
         elif _State.LOW in states and op_name(node) in ("add", "sub") and any(map(self._stream, operands)):
             return Choice(torch.float32, "the residual stream is summed in fp32")
@@ -171,31 +202,15 @@ class _Walk:
         return self.states.get(node, _State.MASTER)
 
 
-def _only_softmax_reads(node: fx.Node) -> bool:
-    return _all_readers(node, lambda reader: op_name(reader) == "softmax")
+def only_read_by(
+    node: fx.Node, readers: Collection[str], behind: Collection[str] = ("add", "masked_fill", "where")
+) -> bool:
+    """Returns whether something reads a value, and only the operators in `readers` do.
 
-
-def _only_multiplied(node: fx.Node) -> bool:
-    """Returns whether only products of matrices, which round it anyway, read a value."""
-    return _all_readers(node, lambda reader: op_name(reader) in LOWER_PRECISION)
-
-
-def _all_readers(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
-    """Returns whether all readers of a value, directly or behind casts, views, masks or dropout, are `wanted`."""
+    They may read it behind casts, calls that follow their input, and the operators in `behind`.
+    """
     for reader in node.users:
-        passes_on = (
-            is_cast(reader) or follows_input(reader) or op_name(reader) in ("dropout", "add", "masked_fill", "where")
-        )
-        if not wanted(reader) and not (passes_on and _all_readers(reader, wanted)):
+        passes_on = is_cast(reader) or follows_input(reader) or op_name(reader) in behind
+        if op_name(reader) not in readers and not (passes_on and only_read_by(reader, readers, behind)):
             return False
     return bool(node.users)
-
-
-def _has_floats(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return any(isinstance(operand, torch.Tensor) and operand.is_floating_point() for operand in values)
-
-
-def _same_shape(one: torch.Size, other: torch.Size) -> bool:
-    return [str(size) for size in one] == [str(size) for size in other]
