@@ -13,10 +13,10 @@ from passes.graphs.edit import on_stored_values
 from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import op_name
 from passes.patterns.formulas import (
-    Spread,
+    Variance,
     centred_value,
     constant,
-    find_spread,
+    find_variance,
     is_element,
     is_idle,
     of_statistics,
@@ -125,35 +125,35 @@ def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
 
     Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
     """
-    spread, eps = _under(graph_module, root)
+    variance, eps = _under(graph_module, root)
     quotient = _quotient(graph_module, root)
-    if spread is None or quotient is None:
+    if variance is None or quotient is None:
         return None
     result, numerator, late_eps = quotient
     weight = None
-    if not _is_numerator(numerator, spread):
-        weight, numerator = _factors(numerator, spread)
+    if not _is_numerator(numerator, variance):
+        weight, numerator = _factors(numerator, variance)
         if numerator is None:
             return None
-    _check_meaning(spread, late_eps)
-    sizes = _last_sizes(spread)
-    if weight is not None and not _fits(weight, spread, sizes):
+    _check_meaning(variance, late_eps)
+    sizes = _last_sizes(variance)
+    if weight is not None and not _fits(weight, variance, sizes):
         raise NoMatch("its weight differs in shape or dtype from the normalised dimensions")
     if weight is None:
-        weight, result = _next_operand("mul", result, spread, sizes)
-    bias, result = _next_operand("add", result, spread, sizes) if weight is not None else (None, result)
-    kept = {spread.value, weight, bias}
+        weight, result = _next_operand("mul", result, variance, sizes)
+    bias, result = _next_operand("add", result, variance, sizes) if weight is not None else (None, result)
+    kept = {variance.value, weight, bias}
     inner = _between(graph_module, result, kept)
-    _check_layout((*inner, result), spread.value)
-    check_only_read_by(inner, {*inner, result}, spread.value)
+    _check_layout((*inner, result), variance.value)
+    check_only_read_by(inner, {*inner, result}, variance.value)
     check_unwritten([operand for operand in kept if operand is not None], inner[0], result)
-    return NormMatch(spread.value, sizes, eps, weight, bias, result, inner)
+    return NormMatch(variance.value, sizes, eps, weight, bias, result, inner)
 
 
-def _check_meaning(spread: Spread, late_eps: bool) -> None:
-    if not spread.centred:
+def _check_meaning(variance: Variance, late_eps: bool) -> None:
+    if not variance.centred:
         raise NoMatch("it is an RMSNorm: torch's operator is traced into the same calls, and saves as much")
-    if spread.corrected:
+    if variance.corrected:
         raise NoMatch("its variance is divided by n - 1")
     if late_eps:
         raise NoMatch("its eps is added to the standard deviation, not to the variance")
@@ -173,17 +173,17 @@ def _check_layout(steps: tuple[Node, ...], value: Node) -> None:
         expected = expected * size
 
 
-def _under(graph_module: GraphModule, root: Node) -> tuple[Spread | None, float]:
+def _under(graph_module: GraphModule, root: Node) -> tuple[Variance | None, float]:
     """Returns the variance that a root is taken of, or None, and the eps that is added to it."""
     if op_name(root) in ("std", "std_mean"):
         return of_statistics(root), 0.0
     source = same_value(root.args[0])
     if op_name(source) == "add" and not source.kwargs and len(source.args) == 2:
-        for spread, number in (source.args, source.args[::-1]):
+        for variance, number in (source.args, source.args[::-1]):
             eps = constant(graph_module, number)
-            if eps is not None and isinstance(spread, Node):
-                return find_spread(same_value(spread)), eps
-    return find_spread(source), 0.0
+            if eps is not None and isinstance(variance, Node):
+                return find_variance(same_value(variance)), eps
+    return find_variance(source), 0.0
 
 
 def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
@@ -208,37 +208,37 @@ def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] |
     return None
 
 
-def _is_numerator(node: Any, spread: Spread) -> bool:
-    return bool((centred_value(node, spread.dims) if spread.centred else node) is spread.value)
+def _is_numerator(node: Any, variance: Variance) -> bool:
+    return bool((centred_value(node, variance.dims) if variance.centred else node) is variance.value)
 
 
-def _factors(node: Any, spread: Spread) -> tuple[Any, Any]:
+def _factors(node: Any, variance: Variance) -> tuple[Any, Any]:
     """Returns weight and numerator if they are multiplied before the division."""
     if isinstance(node, Node) and op_name(node) == "mul":
         for one, other in (node.args[:2], node.args[1::-1]):
-            if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), spread):
+            if isinstance(other, Node) and isinstance(one, Node) and _is_numerator(same_value(other), variance):
                 return one, other
     return None, None
 
 
-def _last_sizes(spread: Spread) -> tuple[int, ...]:
-    shape = spread.value.meta["val"].shape
-    if spread.dims != tuple(range(len(shape) - len(spread.dims), len(shape))):
-        raise NoMatch(f"it is over dimension {', '.join(map(str, spread.dims))} of {len(shape)}, not the last")
-    sizes = tuple(shape[dim] for dim in spread.dims)
+def _last_sizes(variance: Variance) -> tuple[int, ...]:
+    shape = variance.value.meta["val"].shape
+    if variance.dims != tuple(range(len(shape) - len(variance.dims), len(shape))):
+        raise NoMatch(f"it is over dimension {', '.join(map(str, variance.dims))} of {len(shape)}, not the last")
+    sizes = tuple(shape[dim] for dim in variance.dims)
     if not all(isinstance(size, int) for size in sizes):
         raise NoMatch("the normalised size is a symbol")
     return sizes
 
 
-def _fits(node: Any, spread: Spread, sizes: tuple[int, ...]) -> bool:
+def _fits(node: Any, variance: Variance, sizes: tuple[int, ...]) -> bool:
     if not isinstance(node, Node):
         return False
     value = node.meta["val"]
-    return same_sizes(value.shape, sizes) and value.dtype == spread.value.meta["val"].dtype
+    return same_sizes(value.shape, sizes) and value.dtype == variance.value.meta["val"].dtype
 
 
-def _next_operand(name: str, result: Node, spread: Spread, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
+def _next_operand(name: str, result: Node, variance: Variance, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
     """Returns the weight or bias that the only reader applies, or None, and the result after it."""
     node = result
     while len(node.users) == 1:
@@ -248,7 +248,7 @@ def _next_operand(name: str, result: Node, spread: Spread, sizes: tuple[int, ...
             continue
         if op_name(reader) == name and len(reader.args) == 2 and not reader.kwargs:
             other: Any = reader.args[1] if reader.args[0] is node else reader.args[0]
-            if other is not node and _fits(other, spread, sizes):
+            if other is not node and _fits(other, variance, sizes):
                 return other, reader
         break
     return None, result

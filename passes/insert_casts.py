@@ -13,6 +13,7 @@ from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values, refresh
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, is_float
 from passes.graphs.op_kinds import (
+    CAST_FIRST_ONLY,
     fills_with,
     follows_input,
     is_cast,
@@ -24,8 +25,6 @@ from passes.graphs.op_kinds import (
 )
 from passes.graphs.verify import check_signature
 
-# Parameters and running statistics are not cast: the kernels take a 16-bit input with fp32 ones.
-_CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 # Kernels that read 16 bits and sum in fp32 when asked for an fp32 result: no cast of the input is needed.
 _TAKES_DTYPE = frozenset({"sum", "mean", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"})
 
@@ -112,7 +111,7 @@ class InsertCasts(Pass):
 
 def _operands(node: Node, dtype: torch.dtype) -> Iterator[Node]:
     """Yields the arguments to cast: floating point, of another dtype, not written to."""
-    inputs = node.all_input_nodes[:1] if op_name(node) in _CAST_FIRST_ONLY else node.all_input_nodes
+    inputs = node.all_input_nodes[:1] if op_name(node) in CAST_FIRST_ONLY else node.all_input_nodes
     written = mutated_arguments(node)
     tensors = [tensor for tensor in inputs if is_float(tensor)]
     if written and promotes(node):

@@ -11,8 +11,7 @@ from torch._prims import rng_prims
 from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.dispatch import without_autocast
-from passes.compat import forget_erased
-from passes.private import private
+from passes.compat import forget_erased, private
 
 PRIVATE_NAMES = (
     *private(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (*private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),)
 

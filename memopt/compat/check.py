@@ -22,7 +22,7 @@ import torch
 
 from memopt.compat.profiler import libc10
 from memopt.errors import TorchNamesError
-from passes.private import Private
+from passes.compat import Private
 
 __all__ = ["check", "missing_names"]
 

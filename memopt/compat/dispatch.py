@@ -11,7 +11,7 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch.utils._python_dispatch", "TorchDispatchMode", "_disable_current_modes"),

@@ -24,7 +24,7 @@ from memopt.compat.strided_outs import strided_outs_captured
 from memopt.compat.subclasses import is_wrapper
 from memopt.compat.traced_methods import scaled_operators_kept
 from memopt.compat.written_backwards import outputs_without_gradients
-from passes.private import private
+from passes.compat import private
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed

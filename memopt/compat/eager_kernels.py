@@ -14,7 +14,7 @@ from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.pytree import tree_leaves
 from memopt.compat.symbols import is_symbolic
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._ops", "OpOverload.py_kernels", "OpOverload._dispatch_cache", "OpOverload._op_dk", needed=False),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensor", "FakeTensorMode"),

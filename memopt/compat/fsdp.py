@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.compat.host import is_on_host
 from memopt.compat.subclasses import is_sharded
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._C", "_set_grad_enabled"),

@@ -12,7 +12,7 @@ from torch import fx
 from memopt.compat.check import check
 from memopt.compat.inductor_fallbacks import FALLBACKS, make_fallbacks_known
 from memopt.compat.inductor_random import order_of_random_kernels
-from passes.private import private
+from passes.compat import private
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

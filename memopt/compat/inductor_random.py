@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._inductor.config", "_pre_fusion_custom_pass"),

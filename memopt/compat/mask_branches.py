@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from memopt.compat.fakes import FakeTensor
-from passes.private import private
+from passes.compat import private
 
 # transformers 4.56 and later.
 PRIVATE_NAMES = (

@@ -17,7 +17,7 @@ from torch.utils.hooks import BackwardHook
 
 from memopt.compat.autograd import hook_tables
 from memopt.compat.subclasses import special_kind
-from passes.private import private
+from passes.compat import private
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.

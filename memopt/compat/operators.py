@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._ops import HigherOrderOperator, OpOverload
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._ops", "OpOverload", "HigherOrderOperator"),

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),

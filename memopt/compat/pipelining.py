@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch.distributed.pipelining.schedules", "_PipelineSchedule"),

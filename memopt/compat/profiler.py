@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler, profiler_legacy
 
 from memopt.compat.host import HOST
-from passes.private import private
+from passes.compat import private
 
 # The legacy profiler (`_enable_profiler_legacy`, `profile._start_trace`) may be missing: see below.
 _SYMBOLS = "_ZN3c1025profiledCPUMemoryReporterEv", "_ZN3c1025ProfiledCPUMemoryReporter3NewEPvm"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils import _pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (*private("torch.utils._pytree", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),)
 

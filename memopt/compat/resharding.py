@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from memopt.compat.fsdp import groups_of
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

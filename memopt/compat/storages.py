@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.compat.dispatch import plain_tensors
 from memopt.compat.subclasses import has_no_storage, special_kind, with_memory
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch", "UntypedStorage._cdata", "Tensor._is_view", "Tensor._use_count"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

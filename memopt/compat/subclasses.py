@@ -10,7 +10,7 @@ import torch
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

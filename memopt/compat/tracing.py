@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from memopt.compat.dispatch import plain_tensors, without_torch_functions
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.pytree import tree_leaves, tree_map
-from passes.private import private
+from passes.compat import private
 
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
 # of the mode is replaced.

@@ -23,7 +23,7 @@ from memopt.compat.operators import schema_of
 from memopt.compat.pytree import tree_leaves, tree_map
 from memopt.compat.small_operands import SmallOperands, order
 from memopt.compat.symbols import is_symbolic
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),

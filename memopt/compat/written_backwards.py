@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

@@ -82,11 +82,7 @@ class Generators:
         for name, state in saved["devices"].items():
             self.on(torch.device(name)).set_state(state.cpu())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.states()
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.set_states(saved)
+    __getstate__, __setstate__ = states, set_states  # copies and pickles
 
 
 Rounding = Literal["stochastic", "compensated"]

@@ -22,13 +22,11 @@ from memopt.rewrite.narrow import tolerated, worth_narrowing
 from passes.graphs.aliases import storages
 from passes.graphs.edit import propagating
 from passes.graphs.node_facts import backward_nodes, tensors
-
-# Their parameters and running statistics stay in fp32.
-CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
+from passes.graphs.op_kinds import CAST_FIRST_ONLY
 
 
-class Kept(Enum):
-    """The bytes of an operand or a result that are saved because the backward of an operator reads them."""
+class Saved(Enum):
+    """What is saved of an operand or a result for the backward of an operator."""
 
     NOTHING = 0
     ROUNDED = 1
@@ -42,9 +40,9 @@ class OpPrice:
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    operands: tuple[Kept, ...] = ()
+    operands: tuple[Saved, ...] = ()
     """The saved part of every operand, in the order of `operands(node)`."""
-    result: Kept = Kept.NOTHING
+    result: Saved = Saved.NOTHING
     inner_bytes: int = 0
     """Bytes that are saved besides operands and result: statistics of rows, masks, log-probabilities."""
 
@@ -152,26 +150,26 @@ def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> O
     primals = [node for node in graph.find_nodes(op="placeholder") if node not in backward]
     returned: Any = graph.output_node().args[0]
     seconds = {node: node_seconds(node, hardware) for node in graph.nodes if node.op == "call_function"}
-    kept: dict[Hashable, tuple[Kept, int]] = {}
+    saved: dict[Hashable, tuple[Saved, int]] = {}
     for node in graph.nodes:
         if node in backward or node.op == "output" or not any(user in backward for user in node.users):
             continue
         rounded = narrows and worth_narrowing(node) and tolerated(node, backward)
         for storage, tensor in zip(storages(node), tensors(node.meta.get("val")), strict=False):
-            before = kept.get(storage, (Kept.NOTHING, 0))[0]
-            here = Kept.ROUNDED if rounded and before is not Kept.WHOLE else Kept.WHOLE
-            kept[storage] = here, storage_bytes(tensor)
+            before = saved.get(storage, (Saved.NOTHING, 0))[0]
+            here = Saved.ROUNDED if rounded and before is not Saved.WHOLE else Saved.WHOLE
+            saved[storage] = here, storage_bytes(tensor)
 
-    def of(node: fx.Node | None) -> Kept:
-        found = [kept.pop(storage, (Kept.NOTHING, 0))[0] for storage in (storages(node) if node is not None else ())]
-        return max(found, key=lambda kind: kind.value, default=Kept.NOTHING)
+    def of(node: fx.Node | None) -> Saved:
+        found = [saved.pop(storage, (Saved.NOTHING, 0))[0] for storage in (storages(node) if node is not None else ())]
+        return max(found, key=lambda kind: kind.value, default=Saved.NOTHING)
 
     operands = tuple(map(of, primals))
-    result = max(map(of, returned[:results]), key=lambda kind: kind.value, default=Kept.NOTHING)
+    result = max(map(of, returned[:results]), key=lambda kind: kind.value, default=Saved.NOTHING)
     return OpPrice(
         forward_seconds=sum(group for node, group in seconds.items() if node not in backward),
         backward_seconds=sum(group for node, group in seconds.items() if node in backward),
         operands=operands,
         result=result,
-        inner_bytes=sum(nbytes // (2 if how is Kept.ROUNDED else 1) for how, nbytes in kept.values()),
+        inner_bytes=sum(nbytes // (2 if how is Saved.ROUNDED else 1) for how, nbytes in saved.values()),
     )

@@ -14,13 +14,14 @@ from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
 from memopt.rewrite.assign import FP32_OURS, KERNELS_SUM_IN_FP32, AssignPrecision
 from memopt.rewrite.label_terms import Amounts, Influence, LabelTerms, differentiated, influence
-from memopt.rewrite.op_prices import CAST_FIRST_ONLY, Kept, OpPrice, OpPrices, operands
+from memopt.rewrite.op_prices import OpPrice, OpPrices, Saved, operands
 from memopt.rewrite.policy import Choice, PrecisionPlan, dtype_name
 from memopt.solver.arrays import Flags
 from memopt.solver.label_cut import ONE, ZERO, cheapest_within, labels_of
 from memopt.units import duration, size
 from passes.graphs.node_facts import has_floats, tensors
 from passes.graphs.op_kinds import (
+    CAST_FIRST_ONLY,
     FP32,
     FP32_SET_DTYPE,
     LOWER_PRECISION,
@@ -50,17 +51,17 @@ class _Readers:
     """Labels of calls that read an fp32 copy where their label is 0 and the value's is 1."""
     widening: list[int] = field(default_factory=list)
     """Labels of calls that read 16 bits and return fp32 without a copy, so that only the gradient is cast."""
-    kept: list[tuple[int, Kept, Kept]] = field(default_factory=list)
+    saved: list[tuple[int, Saved, Saved]] = field(default_factory=list)
     """For each call its label, and the bytes of the value that it saves in fp32 and in 16 bits."""
 
     @property
     def rounded(self) -> bool:
         """Whether a bf16 copy suffices for all calls that save the value in fp32."""
-        return bool(self.kept) and all(wide is not Kept.WHOLE for _, wide, _ in self.kept)
+        return bool(self.saved) and all(wide is not Saved.WHOLE for _, wide, _ in self.saved)
 
 
 class GraphTerms:
-    """The terms of one graph. `label_of` has, by name, the labels of the calls whose dtype is not settled beforehand.
+    """The terms of one graph. `label_of` has, by name, the labels of the calls whose dtype the cut decides.
 
     Calls that only move data have the label of their input. A value is cast once for all its readers in the other
     dtype, and so is its gradient. It is saved once in every dtype in which the backward reads it, except for inputs and
@@ -129,8 +130,8 @@ class GraphTerms:
         return ONE if any(tensor.dtype == self.low for tensor in tensors(node.meta.get("val"))) else ZERO
 
     def _price(self, node: fx.Node, dtype: torch.dtype) -> OpPrice | None:
-        settled = node.name not in self.free and node not in self._differentiated
-        if is_cast(node) or settled:  # the cost of a cast depends on its input
+        costs_alike = node.name not in self.free and node not in self._differentiated
+        if is_cast(node) or costs_alike:  # the cost of a cast depends on its input
             return _NOTHING
         return self.prices.price(node, dtype, self._differentiated)
 
@@ -140,15 +141,15 @@ class GraphTerms:
             seconds = price.forward_seconds + price.backward_seconds
             self.terms.add(zero, one, Amounts(seconds, price.inner_bytes))
         self._forward.append((label, wide, low))
-        self._readers[self._roots[node]].kept.append((label, wide.result, low.result))
+        self._readers[self._roots[node]].saved.append((label, wide.result, low.result))
         given, name = operands(node), op_name(node)
         for place, number in enumerate(given):
             if not has_floats(number) or (place and name in CAST_FIRST_ONLY):
                 continue
             readers = self._readers[self._roots[number]]
             if place < len(wide.operands) and place < len(low.operands):
-                readers.kept.append((label, wide.operands[place], low.operands[place]))
-                if wide.operands[place] is Kept.ROUNDED:
+                readers.saved.append((label, wide.operands[place], low.operands[place]))
+                if wide.operands[place] is Saved.ROUNDED:
                     self._rounding.add((number, node))
             readers.low.append(label)
             widens = name in _WIDEN_INSIDE or (promotes(node) and len(given) > 1)
@@ -165,12 +166,12 @@ class GraphTerms:
             self.terms.add(label, source, Amounts(traffic * back))
         if node.op != "call_function" or not elements:
             return
-        if readers.rounded and any(wide is not Kept.NOTHING for _, wide, _ in readers.kept):
+        if readers.rounded and any(wide is not Saved.NOTHING for _, wide, _ in readers.saved):
             self.terms.add(ZERO, ONE, Amounts(nbytes=2 * elements))
             return
-        if low16 := [label for label, _, kept in readers.kept if kept is not Kept.NOTHING]:
+        if low16 := [label for label, _, saved in readers.saved if saved is not Saved.NOTHING]:
             self.terms.shared(True, low16, ZERO, Amounts(nbytes=2 * elements))
-        if wide := [label for label, kept, _ in readers.kept if kept is not Kept.NOTHING]:
+        if wide := [label for label, saved, _ in readers.saved if saved is not Saved.NOTHING]:
             self.terms.shared(False, wide, ONE, Amounts(nbytes=4 * elements))
 
     def _round(self, node: fx.Node) -> None:

@@ -199,7 +199,7 @@ class FollowUp:
         self._waiting: tuple[int, StepResult] | None = None
         self._warned = False
 
-    def of(self, number: int, result: StepResult) -> None:
+    def take(self, number: int, result: StepResult) -> None:
         """Take the result of effective batch `number`, the latest, and act on it now if its verdict is on the host."""
         self._waiting = number, result
         if result.verdict is not None and result.verdict.on_host:

@@ -141,7 +141,7 @@ class TrainStep:
             if self.effective_batch.calls < self.accumulate:
                 return StepResult(self.effective_batch.mean_loss, self.scaling.current(self.device))
             result = self._finish()
-        self.follow_up.of(self.number, result)
+        self.follow_up.take(self.number, result)
         return result
 
     def _backward(self, microbatches: Sequence[Any], counts: Sequence[torch.Tensor]) -> None:

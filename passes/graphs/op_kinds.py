@@ -64,6 +64,9 @@ _POINTWISE = frozenset(
     }
 )  # fmt: skip
 
+CAST_FIRST_ONLY = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
+"""Operators whose first input alone is cast: kernels take it in 16 bits with parameters and statistics in fp32."""
+
 _NEW = frozenset(
     {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")}
     | {f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}

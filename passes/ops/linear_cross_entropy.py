@@ -11,22 +11,10 @@ from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, Options, gradi
 
 
 def _with_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    rows: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    later: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, reduction: str,
+    ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
+    needs_weight: bool, needs_bias: bool, later: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns loss, divisor and the gradients of hidden, weight and bias (see `Result`).
 
     Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
@@ -66,20 +54,10 @@ def _at_once(options: tuple[Any, ...]) -> tuple[bool, bool, bool]:
 
 
 def _weight_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    factor: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    scale: float,
-    softcap: float,
-    rows: int,
-    needs_weight: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, factor: Tensor,
+    ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of weight and bias, times `factor`, from recomputed logits; empty where not needed."""
     how = Options("sum", ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
@@ -156,20 +134,10 @@ torch.library.define(
 
 @torch.library.impl("memopt::linear_cross_entropy", "CompositeImplicitAutograd")
 def _linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    rows: int = 0,
-    weight_in_backward: bool = False,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None = None, *,
+    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, scale: float = 1.0,
+    softcap: float = 0.0, rows: int = 0, weight_in_backward: bool = False,
+) -> Tensor:  # fmt: skip
     """Falls apart where it is differentiated, since only there is it known which gradients are needed."""
     needs = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)

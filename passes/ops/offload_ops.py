@@ -24,7 +24,7 @@ _LEAST_USED = 0.8
 
 
 class Block:
-    """Whole pages of host memory. `pinned`: page-locked for the GPU, so that copies run beside compute."""
+    """Whole pages of host memory; page-locked if `pinned`, so that the GPU copies from and to it beside compute."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -38,8 +38,8 @@ class Block:
         self.home: Any = None
         """The compute stream that reads `arriving`."""
 
-    def let_go(self) -> None:
-        """Forgets a copy back to the device that nothing has waited for."""
+    def abandon_copy(self) -> None:
+        """Has the compute stream wait for a copy back that no `await_back` waited for, and forgets it."""
         if self.arriving is not None and self.home is not None:
             self.home.wait_event(self.done)
         self.arriving = self.home = None
@@ -115,7 +115,7 @@ class HostMemory:
     def _collect(self) -> None:
         while self._returned:
             block = self._returned.popleft()
-            block.let_go()
+            block.abandon_copy()
             del self._leased[block.address]
             self._free.append(block)
 

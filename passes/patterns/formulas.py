@@ -141,8 +141,8 @@ def _cleaned(value: Polynomial) -> Polynomial:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The mean of squares of `value`, or its variance."""
+class Variance:
+    """The variance of `value` over the dimensions `dims`; or, if not `centred`, the mean of its squares."""
 
     value: Node
     dims: tuple[int, ...]
@@ -151,7 +151,7 @@ class Spread:
     """Whether the sum is divided by n - 1 rather than n."""
 
 
-def find_spread(node: Node) -> Spread | None:
+def find_variance(node: Node) -> Variance | None:
     """Returns the mean of squares or the variance, dimensions kept, that a node is; None if it is neither."""
     source: Any = node.args[0] if node.args else None
     if is_element(node, 0) and op_name(source) == "var_mean":
@@ -165,17 +165,17 @@ def find_spread(node: Node) -> Spread | None:
         return None
     dims = _dims(base, given["dim"])
     value = centred_value(base, dims)
-    return Spread(base if value is None else value, dims, centred=value is not None, corrected=False)
+    return Variance(base if value is None else value, dims, centred=value is not None, corrected=False)
 
 
-def of_statistics(node: Node) -> Spread | None:
+def of_statistics(node: Node) -> Variance | None:
     """Returns the variance that a `var`, `std`, `var_mean` or `std_mean` computes."""
     given = arguments_of(node)
     if not given.get("keepdim") or not given.get("dim"):
         return None
     correction = given["correction"] if "correction" in given else int(given["unbiased"])
     value = same_value(given["self"])
-    return Spread(value, _dims(value, given["dim"]), centred=True, corrected=correction != 0)
+    return Variance(value, _dims(value, given["dim"]), centred=True, corrected=correction != 0)
 
 
 def centred_value(node: Any, dims: tuple[int, ...]) -> Any:

@@ -3,7 +3,7 @@ from torch.fx import Node
 
 from memopt.device.hardware_table import hardware
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.op_prices import Kept, OpPrice, OpPrices, operands
+from memopt.rewrite.op_prices import OpPrice, OpPrices, Saved, operands
 from tests.passes.capture import Sketch, aten
 
 H100 = hardware("h100")
@@ -31,19 +31,19 @@ def test_a_linear_keeps_both_operands_and_costs_three_products() -> None:
         one = op_seconds(2 * ROWS * WIDTH * WIDTH, moved, name, H100)
         assert found.forward_seconds == one
         assert found.backward_seconds == 2 * one
-        assert found.operands == (Kept.WHOLE, Kept.WHOLE)
-        assert (found.result, found.inner_bytes) == (Kept.NOTHING, 0)
+        assert found.operands == (Saved.WHOLE, Saved.WHOLE)
+        assert (found.result, found.inner_bytes) == (Saved.NOTHING, 0)
 
 
 def test_what_a_backward_may_read_rounded() -> None:
     sketch, x, weight = sketched()
     softmax = sketch.call(aten.softmax.int, x, -1)
-    assert price(softmax, torch.float32, narrows=True).result is Kept.ROUNDED
-    assert price(softmax, torch.float32).result is Kept.WHOLE
-    assert price(softmax, torch.bfloat16, narrows=True).result is Kept.WHOLE
+    assert price(softmax, torch.float32, narrows=True).result is Saved.ROUNDED
+    assert price(softmax, torch.float32).result is Saved.WHOLE
+    assert price(softmax, torch.bfloat16, narrows=True).result is Saved.WHOLE
     norm = sketch.call(aten.layer_norm.default, x, [WIDTH], sketch.call(aten.select.int, weight, 0, 0))
     found = price(norm, torch.float32, narrows=True)
-    assert found.operands == (Kept.ROUNDED, Kept.WHOLE)
+    assert found.operands == (Saved.ROUNDED, Saved.WHOLE)
     assert found.inner_bytes == 2 * ROWS * 4, "mean and reciprocal of the deviation of each row"
 
 
@@ -59,7 +59,7 @@ def test_without_gradients_there_is_no_backward() -> None:
     found = OpPrices(H100).price(sketch.call(aten.linear.default, x, weight), torch.float32, set())
     assert found is not None
     assert found.backward_seconds == 0
-    assert set(found.operands) == {Kept.NOTHING}
+    assert set(found.operands) == {Saved.NOTHING}
 
 
 def test_in_place_calls_are_priced_like_their_twins() -> None:
@@ -75,7 +75,7 @@ def test_statistics_of_a_batch_norm_stay_in_fp32() -> None:
     norm = sketch.call(aten.batch_norm.default, image, scale, shift, mean, variance, True, 0.1, 1e-5, False)
     found = OpPrices(H100).price(norm, torch.bfloat16, {image, scale, shift})
     assert found is not None
-    assert found.operands[0] is Kept.WHOLE
+    assert found.operands[0] is Saved.WHOLE
 
 
 def test_one_trace_serves_all_calls_of_a_kind() -> None:
