@@ -49,18 +49,19 @@ def step_one(
         found: dict[str, Any] = optimizer.state[tensor]
     finally:
         optimizer.param_groups, optimizer.state = groups, states
-    # Tensors are compared by identity: a learning rate that is one, say, may change in place.
-    changed = [
-        key
-        for key, value in alone.items()
-        if key != "params" and value is not own.get(key) and (isinstance(value, torch.Tensor) or value != own.get(key))
-    ]
+    changed = [key for key, value in alone.items() if key != "params" and _differs(value, own.get(key))]
     if changed:
         raise ValueError(
             f"{type(optimizer).__name__} changes {changed[0]!r} of its group as it steps, so its parameters cannot be "
             "stepped one by one; use an optimizer that keeps all it counts in each parameter's state"
         )
     return found
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if value is before or isinstance(value, torch.Tensor):
+        return value is not before
+    return bool(value != before)
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:

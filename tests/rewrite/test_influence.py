@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memopt.rewrite.label_terms import differentiated, influence
+from memopt.rewrite.search import differentiated, influence
 from tests.passes.capture import Sketch, aten
 
 
