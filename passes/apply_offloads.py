@@ -78,6 +78,7 @@ class _OffloadRewriter(Rewriter):
         super().__init__(schedule, graph)
         self.stays = schedule.stays
         self.went: dict[HostStay, fx.Node] = {}
+        """By offload the value that was copied out, and below its copy on the host and the one that is fetched."""
         self.host: dict[HostStay, fx.Node] = {}
         self.fetched: dict[HostStay, fx.Node] = {}
 

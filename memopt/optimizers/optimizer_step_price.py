@@ -30,7 +30,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Stepping:
-    """How the optimiser steps within the backward of a call that is one region."""
+    """The bytes that stepping parameters within the backward takes, where a call is captured as one region."""
 
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter the most bytes alive at once that its step makes and frees."""
@@ -39,7 +39,7 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """From parameters, the dtypes in which they are stepped, and the bytes of each step's temporaries."""
+        """Returns the value for parameters, each with the dtype it is stepped in and its step's temporary bytes."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -47,7 +47,7 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """The same with these inputs left to the backward's end as well."""
+        """Returns a copy by which these inputs, too, are stepped at the backward's end."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:

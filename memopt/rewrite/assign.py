@@ -194,6 +194,7 @@ class _Walk:
         return sum(str(size) != "1" for size in operand.meta["val"].shape) > 1
 
     def _as(self, state: _State, reason: str) -> Choice | None:
+        """Returns the choice that leaves a value in its state; None for fp32 parameters and inputs, which need none."""
         if state is _State.MASTER:
             return None
         return Choice(self.decider.low if state is _State.LOW else torch.float32, reason)

@@ -70,9 +70,10 @@ class LabelTerms:
         self.amounts.append(amounts)
 
     def shared(self, low: bool, demanding: Iterable[int], source: int, amounts: Amounts) -> None:
-        """Adds a cost that is paid once if any of `demanding` has label 1 (`low`; else label 0).
+        """Adds the cost of one copy that all readers of a value share: in 16 bits if `low`, else in fp32.
 
-        It is paid where `source` has the other label; with the source ZERO (or ONE, if not `low`) always.
+        It is paid once, if any of the labels `demanding` is that of the copy while the value's, `source`, is the other.
+        A `source` of ZERO (or of ONE, if not `low`) stands for a value that needs the copy whatever its own label.
         """
         thing = self.label()
         for label in sorted(set(demanding)):
@@ -242,6 +243,7 @@ class GraphTerms:
         return self.prices.price(node, dtype, self._differentiated)
 
     def _read(self, node: fx.Node, wide: OpPrice, low: OpPrice) -> None:
+        """Adds the price of a call in both dtypes, and notes it as a reader of its operands."""
         label = self._labels[node]
         for zero, one, price in ((label, ONE, wide), (ZERO, label, low)):
             seconds = price.forward_seconds + price.backward_seconds
@@ -262,6 +264,7 @@ class GraphTerms:
             (readers.widening if widens else readers.wide).append(label)
 
     def _share(self, node: fx.Node, readers: _Readers) -> None:
+        """Adds what the readers of a value share: its casts, and what is saved of it for the backward."""
         source, elements = self._labels[node], _elements(node)
         traffic = op_seconds(0, 6 * elements, "float32", self.prices.hardware)
         back = node in self._differentiated
@@ -281,6 +284,7 @@ class GraphTerms:
             self.terms.shared(False, wide, ONE, Amounts(nbytes=4 * elements))
 
     def _round(self, node: fx.Node) -> None:
+        """Adds the errors of rounding a call's result, and its operands where they are cast."""
         label, name = self._labels[node], op_name(node)
         own = node.op == "call_function" and self._roots[node] is node and not (follows_input(node) or is_cast(node))
         if own and name not in _ROUND_NOTHING and not is_new(node):

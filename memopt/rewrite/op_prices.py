@@ -146,6 +146,7 @@ def _joint(call: Callable[[list[torch.Tensor]], Any], leaves: list[torch.Tensor]
 
 
 def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> OpPrice:
+    """Returns the price of a call, given the joint graph of it that `_joint` traced."""
     backward = backward_nodes(graph)
     primals = [node for node in graph.find_nodes(op="placeholder") if node not in backward]
     returned: Any = graph.output_node().args[0]

@@ -31,7 +31,7 @@ WITHIN = "all values are within range"
 
 
 class _NotRun(Exception):
-    """The sample is not run; says why, after "since"."""
+    """A graph must not be run on the sample batch; the message is the reason, after "since" in the plan's note."""
 
 
 class Screenings:
@@ -40,7 +40,7 @@ class Screenings:
     def __init__(self) -> None:
         self._ranges: dict[str, Ranges] = {}
         self._lines: dict[str, dict[str, Range]] = {}
-        """By the inputs of a region and the printed node its range, for other rewritings of the region."""
+        """By the printed inputs of a region, then by printed node; other rewritings share some of them."""
         self._looked: set[str] = set()
         """Signatures of calls that have been run, with the state of autocast."""
         self._why_not = NO_VALUES
@@ -111,7 +111,7 @@ class Screenings:
 
 
 class _Look:
-    """Runs regions and records the ranges of their values."""
+    """Runs the operator graphs of a sample batch, as several rewritings leave them; records ranges of values."""
 
     def __init__(
         self, befores: Sequence[tuple[Decide, ...]], room_bytes: int | None, known: Collection[torch.Tensor]

@@ -159,19 +159,21 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The same after a further call with these token `counts`. The first of the `calls` calls with a token sets the
-        reference."""
+        """Returns the sums as a further call begins, whose microbatches have these token `counts`.
+
+        The first call with a token sets the reference: its tokens times `calls`, the calls in an effective batch.
+        """
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
     def weighted(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """The weighted loss, for the backward. A microbatch without a token has the loss 0/0, and is weighted to 0."""
+        """Returns the loss of a microbatch of `count` tokens, weighted for its backward; 0 where it has none (0/0)."""
         weight = count / torch.where(self.reference > 0, self.reference, 1)
         weight = weight if loss.dtype is torch.float64 else weight.float()
         return torch.where(count > 0, loss * weight, 0)
 
     def plus(self, weighted_loss: torch.Tensor, count: torch.Tensor) -> EffectiveBatch:
-        """The sums with those of a further microbatch."""
+        """Returns the sums after a further microbatch of `count` tokens with this loss, which `weighted` returned."""
         return replace(self, tokens=self.tokens + count, loss=self.loss + weighted_loss.detach())
 
     def over_ranks(self, model: nn.Module) -> EffectiveBatch:

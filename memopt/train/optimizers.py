@@ -115,7 +115,7 @@ def norm_limit(value: Any) -> float | None:
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """The optimisers with a parameter that has a gradient.
+    """Returns those of the optimisers that have a parameter with a gradient.
 
     Raises `ValueError` if there is none, or for sparse gradients.
     """
