@@ -72,7 +72,7 @@ class FoundActivation:
 
 def find_activations(graph_module: GraphModule) -> tuple[FoundActivation, ...]:
     """Returns the formulas like GELU or SiLU in an operator graph, in order, as `FuseActivations` finds them."""
-    found = judged(bounded_calls(graph_module.graph), partial(match_activation, graph_module))
+    found = judged(_bounded_calls(graph_module.graph), partial(_match_activation, graph_module))
     return tuple(
         FoundActivation(bounded.name, match.kind if match else "", reason)
         for bounded, match, reason in found
@@ -108,9 +108,9 @@ class FuseActivations(Pass):
             check_named(self.activations, reasons, "it is in no formula like GELU's", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph = graph_module.graph
-        with on_stored_values(graph):
-            for _, match, _ in judged(bounded_calls(graph), partial(match_activation, graph_module), self.activations):
+        match_one = partial(_match_activation, graph_module)
+        with on_stored_values(graph_module.graph):
+            for _, match, _ in judged(_bounded_calls(graph_module.graph), match_one, self.activations):
                 if match is not None:
                     target, options = _OPERATORS[match.kind]
                     fused = call_before(min(match.results), match.inner[-1], target, match.value, **options)
@@ -121,7 +121,7 @@ class FuseActivations(Pass):
 
 
 @dataclass(frozen=True)
-class ActivationMatch:
+class _ActivationMatch:
     """An activation that is written out: `results` are the nodes whose value is `kind` of `value`."""
 
     kind: str
@@ -158,12 +158,12 @@ class _Formula:
         return f"0.5 x (1 + {self.function}({' + '.join(terms)}))"
 
 
-def bounded_calls(graph: Graph) -> Iterator[Node]:
+def _bounded_calls(graph: Graph) -> Iterator[Node]:
     """Yields the calls of tanh, erf and sigmoid, from which activations are made, in order."""
     return (node for node in graph.nodes if op_name(node) in _BOUNDED)
 
 
-def match_activation(graph_module: GraphModule, bounded: Node) -> ActivationMatch | None:
+def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMatch | None:
     """Returns the activation that a tanh, erf or sigmoid is a part of, or None if nothing like GELU is.
 
     Raises `NoMatch`, with the reason, for a formula like GELU's that is another function or cannot be replaced.
@@ -247,7 +247,7 @@ def _followers(bounded: Node) -> list[Node]:
     return sorted(found)
 
 
-def _widened(formula: _Formula) -> ActivationMatch:
+def _widened(formula: _Formula) -> _ActivationMatch:
     """Moves a match to the 16-bit values around it, where the model widens to fp32 for the formula and casts back: the
     fused operators compute in fp32 as well."""
     kind, value, result, inner = formula.kind, formula.value, formula.result, formula.inner
@@ -255,5 +255,5 @@ def _widened(formula: _Formula) -> ActivationMatch:
     if isinstance(source, Node) and source.meta["val"].dtype in _LOW and result.meta["val"].dtype == torch.float32:
         readers = [user for user in result.users if op_name(user) != "sym_size"]
         if all(is_cast(user) and user.meta["val"].dtype == source.meta["val"].dtype for user in readers):
-            return ActivationMatch(kind, source, tuple(readers), (*inner, result))
-    return ActivationMatch(kind, value, (result,), inner)
+            return _ActivationMatch(kind, source, tuple(readers), (*inner, result))
+    return _ActivationMatch(kind, value, (result,), inner)

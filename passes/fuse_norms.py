@@ -52,7 +52,7 @@ class FoundNorm:
 
 def find_norms(graph_module: GraphModule) -> tuple[FoundNorm, ...]:
     """Returns what looks like LayerNorm or RMSNorm in an operator graph, in order, as `FuseNorms` finds it."""
-    found = judged(roots(graph_module.graph), partial(match_norm, graph_module))
+    found = judged(_roots(graph_module.graph), partial(_match_norm, graph_module))
     return tuple(FoundNorm(root.name, reason) for root, match, reason in found if match or reason)
 
 
@@ -88,7 +88,7 @@ class FuseNorms(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         with on_stored_values(graph):
-            for root, match, _ in judged(roots(graph), partial(match_norm, graph_module), self.norms):
+            for root, match, _ in judged(_roots(graph), partial(_match_norm, graph_module), self.norms):
                 if match is not None:
                     arguments = (match.value, list(match.sizes), match.weight, match.bias, match.eps)
                     fused = call_before(match.result, root, aten.layer_norm.default, *arguments)
@@ -101,7 +101,7 @@ _STEPS = frozenset({"rsqrt", "sqrt", "std", "std_mean"})
 
 
 @dataclass(frozen=True)
-class NormMatch:
+class _NormMatch:
     """A LayerNorm that is written out."""
 
     value: Node
@@ -115,12 +115,12 @@ class NormMatch:
     """The calls between `value` and `result`, in the graph's order."""
 
 
-def roots(graph: Graph) -> Iterator[Node]:
+def _roots(graph: Graph) -> Iterator[Node]:
     """Yields the calls that may be the standard deviation of a norm, or its inverse, in order."""
     return (node for node in graph.nodes if op_name(node) in _STEPS or power_of(node) in (0.5, -0.5))
 
 
-def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
+def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
     """Returns the norm that a root is part of, or None if it is part of nothing like one.
 
     Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
@@ -147,7 +147,7 @@ def match_norm(graph_module: GraphModule, root: Node) -> NormMatch | None:
     _check_layout((*inner, result), variance.value)
     check_only_read_by(inner, {*inner, result}, variance.value)
     check_unwritten([operand for operand in kept if operand is not None], inner[0], result)
-    return NormMatch(variance.value, sizes, eps, weight, bias, result, inner)
+    return _NormMatch(variance.value, sizes, eps, weight, bias, result, inner)
 
 
 def _check_meaning(variance: Variance, late_eps: bool) -> None:

@@ -85,7 +85,7 @@ def results_of(node: Node) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Block:
+class _Block:
     """A block of memory: the node that makes it (an input if it exists before the run), and the fake tensor made."""
 
     maker: Node
@@ -97,7 +97,7 @@ class Aliases:
     """The blocks of memory of a graph, numbered as they are made, and which nodes lie in them."""
 
     graph: Graph
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[_Block] = field(default_factory=list)
     of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     """By node the block of each tensor that it returns; for `cautious` ones all blocks that these may lie in."""
     views: set[Node] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Aliases:
 
     def _make(self, node: Node) -> tuple[int, ...]:
         first = len(self.blocks)
-        self.blocks += [Block(node, value) for value in results_of(node)]
+        self.blocks += [_Block(node, value) for value in results_of(node)]
         return tuple(range(first, len(self.blocks)))
 
 

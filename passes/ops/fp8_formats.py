@@ -32,7 +32,7 @@ PART_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
-class Tile:
+class _Tile:
     """The size of the tiles that have one scale each, and the dtype of the scales."""
 
     rows: int
@@ -45,11 +45,11 @@ LONGEST = 128
 WHOLE = ""
 """A whole tensor with one scale."""
 TILES = {
-    "1x128": Tile(1, 128),
-    "128x1": Tile(128, 1),
-    "128x128": Tile(128, 128),
-    "1x32": Tile(1, 32, E8M0),
-    "32x1": Tile(32, 1, E8M0),
+    "1x128": _Tile(1, 128),
+    "128x1": _Tile(128, 1),
+    "128x128": _Tile(128, 128),
+    "1x32": _Tile(1, 32, E8M0),
+    "32x1": _Tile(32, 1, E8M0),
 }
 """By name, which is rows by columns."""
 

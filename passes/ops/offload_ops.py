@@ -23,7 +23,7 @@ from torch import Tensor
 _LEAST_USED = 0.8
 
 
-class Block:
+class _Block:
     """Whole pages of host memory; page-locked if `pinned`, so that the GPU copies from and to it beside compute."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -64,20 +64,20 @@ class HostMemory:
         self.pinned = pinned
         self.most_leased_bytes = 0
         """The most bytes that were leased at one time; may be reset to 0."""
-        self._leased: dict[int, Block] = {}
-        self._free: list[Block] = []
+        self._leased: dict[int, _Block] = {}
+        self._free: list[_Block] = []
         # A finalizer may run at any point of the program, so that it must not wait for the lock.
-        self._returned: deque[Block] = deque()
+        self._returned: deque[_Block] = deque()
         self._lock = threading.Lock()
 
-    def lease(self, nbytes: int) -> tuple[Tensor, Block]:
+    def lease(self, nbytes: int) -> tuple[Tensor, _Block]:
         """Returns uninitialised memory as a tensor, uint8 [nbytes], and the block that it lies in."""
         with self._lock:
             self._collect()
             fitting = [block for block in self._free if nbytes <= block.nbytes <= max(nbytes, 1) / _LEAST_USED]
             block = min(fitting, key=lambda candidate: candidate.nbytes, default=None)
             if block is None:
-                block = Block(max(nbytes, 1), pinned=self.pinned)
+                block = _Block(max(nbytes, 1), pinned=self.pinned)
             else:
                 self._free.remove(block)
             self._leased[block.address] = block
@@ -88,7 +88,7 @@ class HostMemory:
         ending.atexit = False
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], block
 
-    def block(self, host: Tensor) -> Block:
+    def block(self, host: Tensor) -> _Block:
         """Returns the block that a leased tensor lies in. Raises RuntimeError for a tensor that is not leased."""
         block = self._leased.get(host.untyped_storage().data_ptr())
         if block is None:

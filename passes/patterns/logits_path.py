@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Formula:
+class _Formula:
     """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`.
 
     It is `scale * (x + bias)` where `softcap` is 0. If `normalised`, a log_softmax follows.
@@ -36,14 +36,14 @@ class Formula:
     bias: Node | None = None
     normalised: bool = False
 
-    def above(self, node: Node) -> "Formula":
+    def above(self, node: Node) -> "_Formula":
         """Returns the formula with the call before it. Raises `NoMatch` if the operator cannot compute that."""
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
-            if replace(self, normalised=False) != Formula():
+            if replace(self, normalised=False) != _Formula():
                 raise NoMatch("something is computed from its log probabilities")
-            return Formula(normalised=True)
+            return _Formula(normalised=True)
         if factor is None and name not in ("tanh", "add"):
             return self
         if self.bias is not None:
@@ -65,7 +65,7 @@ class Path:
     """In order: the first is the linear layer, the last is the loss's input."""
     returned: tuple[Node, ...]
     """The nodes among them, or their detached values, that the graph returns."""
-    formula: Formula
+    formula: _Formula
 
     @property
     def top(self) -> Node:
@@ -76,7 +76,7 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     """Returns the path from a loss's input back to the first call that is no step of it. Raises `NoMatch`."""
     steps: list[Step] = []
     returned: list[Node] = []
-    formula = Formula()
+    formula = _Formula()
     while True:
         returned += _returned(value, reader)
         source, source_dim, moves = _source(value, class_dim)

@@ -16,7 +16,7 @@ _SHAPES = frozenset({"squeeze", "view", "reshape", "flatten", "contiguous"})
 
 
 @dataclass(frozen=True)
-class Picked:
+class _Picked:
     """`reduction(sign * log_probabilities picked at target)`."""
 
     pick: Node
@@ -28,7 +28,7 @@ class Picked:
     """Whether the sign is minus, so that the value is the cross entropy and not its negative."""
 
 
-def find_picked(loss: Node) -> Picked | None:
+def find_picked(loss: Node) -> _Picked | None:
     """Returns the match of a mean or sum that is written like a cross entropy; None for any other call."""
     if op_name(loss) not in ("mean", "sum") or len(loss.args) != 1 or loss.kwargs:
         return None
@@ -43,10 +43,10 @@ def find_picked(loss: Node) -> Picked | None:
     if op_name(source) != "log_softmax":
         return None
     target = _gathered(node, source) if op_name(node) == "gather" else _indexed(node, source)
-    return Picked(node, source, target, op_name(loss), negative) if target is not None else None
+    return _Picked(node, source, target, op_name(loss), negative) if target is not None else None
 
 
-def check_readers(picked: Picked, loss: Node) -> None:
+def check_readers(picked: _Picked, loss: Node) -> None:
     """Raises `NoMatch` where anything else reads the picked log probabilities."""
     node: Any = loss.args[0]
     while node is not picked.log_probabilities:
@@ -84,7 +84,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
-class Linear:
+class _Linear:
     """`hidden @ weight.T + bias`, computed by `linear`, `matmul`, `addmm` or the like."""
 
     node: Node
@@ -101,7 +101,7 @@ class LossMatch:
     """A loss, the linear layer that its logits come from, and the calls between them."""
 
     loss: Node
-    linear: Linear
+    linear: _Linear
     path: Path
     target: Node
     class_weight: Node | None
@@ -144,7 +144,7 @@ def match_loss(loss: Node, *, drop_logits: bool = False) -> LossMatch:
     return _checked(match, drop_logits)
 
 
-def _match_picked(loss: Node, picked: Picked, drop_logits: bool) -> LossMatch:
+def _match_picked(loss: Node, picked: _Picked, drop_logits: bool) -> LossMatch:
     """Returns the match of a cross entropy that is written out. It ignores no target and fails for an invalid one."""
     check_readers(picked, loss)
     value = picked.log_probabilities
@@ -165,7 +165,7 @@ def _checked(match: LossMatch, drop_logits: bool) -> LossMatch:
     return match
 
 
-def _linear(node: Node) -> Linear:
+def _linear(node: Node) -> _Linear:
     name, args = op_name(node), node.args
     hidden: Any
     weight: Any
@@ -182,7 +182,7 @@ def _linear(node: Node) -> Linear:
         raise NoMatch("its logits are a product of two activations")
     if transposed and (turned := _turned(weight)) is not None:
         weight, transposed = turned, False
-    return Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
+    return _Linear(node, hidden, _uncast(weight, hidden), None if bias is None else _uncast(bias, hidden), transposed)
 
 
 def _turned(weight: Node) -> Node | None:
