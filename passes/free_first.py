@@ -1,7 +1,7 @@
 """Reorders calls so that those that free more memory than they make go first, such as weight gradients."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,7 +87,7 @@ class _Memory:
         self.depends: dict[Node, set[Node]] = {}
         for node in graph.nodes:
             calls = (self.depends[source] if _follows(source) else {source} for source in node.all_input_nodes)
-            self.depends[node] = set().union(*calls)
+            self.depends[node] = set[Node]().union(*calls)
             if _follows(node):
                 continue
             self.made[node] = [block for block in aliases.made_by(node) if block in self.bytes]
@@ -126,7 +126,7 @@ class _Order:
         own = {block for block in self._freed(call) if before not in memory.readers[block]}
         # What it makes that something reads or the graph returns.
         left = {block for block in memory.made.get(before, ()) if block in memory.returned or memory.readers.get(block)}
-        counted = [own, memory.made.get(call, ()), left, self._freed(before)]
+        counted: list[Iterable[int]] = [own, memory.made.get(call, ()), left, self._freed(before)]
         if any(memory.bytes[block] is None for blocks in counted for block in blocks):
             return False
         freed, made, kept, freed_before = (sum(memory.bytes[block] or 0 for block in blocks) for blocks in counted)

@@ -187,9 +187,8 @@ def _linear(node: Node) -> _Linear:
 
 def _turned(weight: Node) -> Node | None:
     """Returns the matrix that a node is the transpose of, or None."""
-    name, dims = op_name(weight), [*weight.args[1:]]
-    if name == "permute":
-        (dims,) = dims  # type: ignore[assignment]
+    name = op_name(weight)
+    dims: Any = weight.args[1] if name == "permute" else weight.args[1:]
     turns = name in ("t", "numpy_T") or (name in ("transpose", "permute") and {dim % 2 for dim in dims} == {0, 1})
     source: Any = weight.args[0] if turns else None
     return source
