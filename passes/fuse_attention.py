@@ -42,8 +42,8 @@ def find_attentions(
 
 
 def _matcher(graph_module: GraphModule, with_dropout: bool, whole_rows: bool) -> Callable[[Node], AttentionMatch]:
-    options = {"with_dropout": with_dropout, "whole_rows": whole_rows}
-    return partial(match_attention, rows=MaskRows(graph_module), **options)
+    rows = MaskRows(graph_module)
+    return partial(match_attention, rows=rows, with_dropout=with_dropout, whole_rows=whole_rows)
 
 
 @dataclass(frozen=True)

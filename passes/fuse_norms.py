@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.graphs.edit import on_stored_values
-from passes.graphs.node_facts import tensors
+from passes.graphs.node_facts import same_sizes, tensors
 from passes.graphs.op_kinds import op_name
 from passes.patterns.formulas import (
     Variance,
@@ -31,7 +31,6 @@ from passes.rewrite_pattern import (
     check_unwritten,
     erase_inner,
     judged,
-    same_sizes,
 )
 
 aten = torch.ops.aten

@@ -174,7 +174,7 @@ def _linear(node: Node) -> _Linear:
     elif name in ("matmul", "mm"):
         hidden, weight, bias = args[0], args[1], None
     elif name == "addmm" and not node.kwargs:
-        (bias, hidden, weight) = args  # type: ignore[assignment]
+        bias, hidden, weight = args
     else:
         raise NoMatch(f"its logits come from {name or node.name}, not from a linear layer")
     transposed = name != "linear"
