@@ -58,20 +58,6 @@ PRIVATE_NAMES = (
     *private("torch.fx.experimental.sym_node", "SymNode.has_hint", "SymNode.hint", needed=False),
 )
 
-__all__ = [
-    "Private",
-    "depends_on_data",
-    "enable_python_dispatcher",
-    "erase_all",
-    "forget_erased",
-    "free_unbacked_symbols",
-    "overload_name",
-    "private",
-    "schema_of",
-    "size_seen",
-    "statically_known_true",
-]
-
 
 def schema_of(operator: Any) -> Any:
     """The schema of an operator overload: its name, arguments and returns, and whether it mutates an argument."""
