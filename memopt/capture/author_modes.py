@@ -22,7 +22,7 @@ from memopt.compat.operators import (
 )
 from memopt.compat.tensors import is_view, storage_key
 from memopt.device.devices import DEVICES, device_of
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from memopt.compat.operators import (
 )
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
-from passes.ops.data_attribute import DATA
+from passes.graphs.op_kinds import DATA
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
 _REGISTER_HOOK = "register_hook"

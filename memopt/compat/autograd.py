@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),

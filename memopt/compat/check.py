@@ -22,7 +22,7 @@ import torch
 
 from memopt.compat.host import libc10
 from memopt.errors import TorchNamesError
-from passes.private import Private
+from passes.compat import Private
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The first and the last version of torch that were tested; pyproject.toml bounds torch by the same."""

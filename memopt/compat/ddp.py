@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.autograd import current_backward
-from passes.private import private
+from passes.compat import private
 
 # DDP's own mixed precision calls the reducer's hooks from Python, and DDP itself queues callbacks so.
 PRIVATE_NAMES = (

@@ -22,7 +22,7 @@ from memopt.compat.check import check
 from memopt.compat.dynamo_rules import outputs_without_gradients, scaled_operators_kept, strided_outs_captured
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 if TYPE_CHECKING:
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed

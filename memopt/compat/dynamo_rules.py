@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
     *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),

@@ -23,7 +23,7 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.operators import plain_tensors, tree_leaves, without_torch_functions
 from memopt.compat.symbols import is_symbolic
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 # transformers 4.56 and later.
 PRIVATE_NAMES = (

@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from memopt.compat.fsdp import groups_of
 from memopt.compat.host import HOST
 from memopt.compat.tensors import users_of
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

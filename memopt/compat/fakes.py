@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),

@@ -13,7 +13,7 @@ from torch import nn
 
 from memopt.compat.host import is_on_host
 from memopt.compat.tensors import is_sharded
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 PRIVATE_NAMES = (
     *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),

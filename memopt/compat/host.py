@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.autograd import profiler, profiler_legacy
 
-from passes.private import private
+from passes.compat import private
 
 # By the first, kernels that would write to a tensor, and code that asks for its address, raise `RuntimeError`; the
 # second makes a storage in memory that it does not own.

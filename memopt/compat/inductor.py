@@ -14,7 +14,7 @@ from torch import fx
 
 from memopt.compat.check import check
 from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
-from passes.private import private
+from passes.compat import private
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

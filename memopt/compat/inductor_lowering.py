@@ -21,8 +21,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from passes.compat import private
 from passes.ops.offload_ops import COPY_OUT, TRANSFERS
-from passes.private import private
 
 PRIVATE_NAMES = (
     *private(

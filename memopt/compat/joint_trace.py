@@ -21,8 +21,7 @@ from memopt.compat.check import check
 from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.true_results import correct_strides
-from passes.compat import erase_all, forget_erased
-from passes.private import private
+from passes.compat import erase_all, forget_erased, private
 
 PRIVATE_NAMES = (
     *private(

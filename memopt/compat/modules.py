@@ -22,7 +22,7 @@ from memopt.compat.autograd import hook_tables
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST
 from memopt.compat.tensors import special_kind
-from passes.private import private, replaced
+from passes.compat import private, replaced
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from passes.compat import overload_name as overload_name
+from passes.compat import private
 from passes.compat import schema_of as schema_of
-from passes.private import private
 
 PRIVATE_NAMES = (
     *private("torch.utils._python_dispatch", "TorchDispatchMode _disable_current_modes"),

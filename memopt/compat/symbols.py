@@ -13,7 +13,7 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.errors import CaptureError
-from passes.private import private
+from passes.compat import private
 
 # No underscores, but undocumented.
 PRIVATE_NAMES = (

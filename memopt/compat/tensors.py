@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memopt.compat.operators import plain_tensors
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private(

@@ -15,8 +15,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.operators import plain_tensors, tree_leaves, tree_map, without_autocast, without_torch_functions
-from passes.compat import forget_erased
-from passes.private import private, replaced
+from passes.compat import forget_erased, private, replaced
 
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
 # of the mode is replaced.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.operators import plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
 from memopt.compat.symbols import is_symbolic
-from passes.private import private
+from passes.compat import private
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),

@@ -28,7 +28,7 @@ from memopt.device.workspace_cuda import CUDA_BY_CHIP, CUDA_RULES, library_works
 from memopt.device.workspace_reductions import reduction_bytes
 from memopt.device.workspace_rules import MB, by_rules, rule_name
 from memopt.solver.problem import BlockCall
-from passes.graphs.autocast_lists import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
+from passes.graphs.op_kinds import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
 # Composite operators that call an operator of these lists; the others only view or copy.
 _REACH_A_LIST = frozenset(

@@ -23,8 +23,8 @@ from memopt.compat.operators import TorchDispatchMode, kernels_as_in_eager_mode,
 from memopt.compat.tensors import storages_of
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.solver.problem import BlockCall
-from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
-from passes.private import replaced
+from passes.compat import replaced
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from memopt.device.live_bytes import Rehearsal, rehearse
 from memopt.device.op_call import OpCall, flop_formula, op_call, tensors_in
 from memopt.device.workspace_rules import SCALARS
 from memopt.recent import Recent
-from passes.ops.fp8_history import DELAYED_SCALE
+from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
 MAX_RUN_FLOPS = 20 * 10**9

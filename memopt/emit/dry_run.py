@@ -15,8 +15,8 @@ from memopt.device.hardware import LARGE, Chip
 from memopt.device.live_bytes import BlockCalls
 from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, rehearsal
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 from passes.ops.offload_ops import COPY_OUT
-from passes.patterns.linear_cross_entropy import IMPLEMENTATIONS
 
 
 class Ledger(BlockCalls):  # type: ignore[no-untyped-call]

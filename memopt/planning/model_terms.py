@@ -19,9 +19,9 @@ from memopt.levers.reinplace import REINPLACE
 from memopt.planning.options import Options, backend_for
 from memopt.planning.proposing import Proposing
 from memopt.progress import stage
-from memopt.rewrite.precision import precision_rewriting
-from memopt.rewrite.user_passes import with_passes
-from passes.ops.fp8_history import histories_of
+from memopt.rewrite import precision_rewriting
+from memopt.rewrite.pipeline import with_passes
+from passes.ops.fp8_formats import histories_of
 
 
 class ModelTerms:

@@ -19,7 +19,7 @@ import torch.distributed.pipelining
 from memopt.compat import check as checking
 from memopt.compat.check import NEWEST, OLDEST, check, missing_names
 from memopt.errors import TorchNamesError
-from passes.private import Private, private
+from passes.compat import Private, private
 from tests.compat.private_names import private_names
 
 ROOT = Path(__file__).parents[2]

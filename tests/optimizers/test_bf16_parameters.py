@@ -24,7 +24,7 @@ from memopt.optimizers import (
     one_parameter,
     use_bf16_parameters,
 )
-from memopt.optimizers.rounding import joined
+from memopt.optimizers.bf16_parameters import joined
 from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,

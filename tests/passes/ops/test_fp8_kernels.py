@@ -23,13 +23,13 @@ from passes.ops.fp8_kernels import (
     Operand,
     kernel_for,
     library,
+    scaled_matmul,
     swizzled,
     tiles_of_32,
     tiles_of_128,
     whole,
     why_not,
 )
-from passes.ops.fp8_matmul import scaled_matmul
 from passes.ops.fp8_ops import SCALINGS
 from tests.passes.operators import norm_error
 
