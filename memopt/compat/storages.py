@@ -16,7 +16,7 @@ PRIVATE_NAMES = (
     *private("torch._C", "_storage_Use_Count"),
 )
 
-__all__ = ["WeakStorage", "is_view", "storage_key", "storages_of", "users_of", "weak_storages"]
+__all__ = ["WeakStorage", "bytes_by_address", "is_view", "storage_key", "storages_of", "users_of", "weak_storages"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -40,10 +40,30 @@ def is_view(tensor: torch.Tensor) -> bool:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages in which a tensor lies: those of its indices and values where it is sparse, those of the tensors
     inside a wrapper, and else its own; none where it has none that torch hands out (oneDNN's)."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not special_kind(tensor):
+    if type(tensor) in _PLAIN and not special_kind(tensor):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
         return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device in which the tensors among some values lie, by their address.
+
+    A step asks this for all that its model has and saves, so that it makes no call for a plain tensor.
+    """
+    found: dict[int, int] = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            continue
+        if type(value) in _PLAIN and value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        else:
+            found |= {storage.address: storage.nbytes for storage in weak_storages([value])}
+    return found
 
 
 class WeakStorage:

@@ -22,7 +22,7 @@ from memopt.capture.together import known_places
 from memopt.capture.trace import forward_as_planned
 from memopt.compat.fsdp import Gathered, exchange_in_words
 from memopt.emit.emit import emit_region
-from memopt.emit.emitted import Emitted
+from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.kept_step import beside_freed
 from memopt.planning.plan import Plan
@@ -31,12 +31,11 @@ from memopt.planning.situation import Situation
 from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.call_in_progress import CallInProgress
-from memopt.run.control_paths import ControlPaths
-from memopt.run.keeping import Keeping
+from memopt.run.control_paths import ControlPaths, PlannedRuns
 from memopt.run.pending import PendingForward
-from memopt.run.planned_runs import PlannedRuns
 from memopt.run.region_stub import recording
 from memopt.run.road import Road
+from memopt.run.sharding import Keeping
 from memopt.training_state import ForwardState, undone, values_restored
 
 _Kind = tuple[str, int, CapturedCall | None]

@@ -28,10 +28,10 @@ from memopt.errors import BudgetError
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import terms_of
+from memopt.run.loss import UntilTarget
 from memopt.run.pipeline import Load, StageFacts, Together, facts_of_stages
 from memopt.run.ranks import Ranks
 from memopt.run.session import Session, session_of
-from memopt.run.until_target import UntilTarget
 
 _ROOMY_BYTES = 2**60
 """No stage needs as much."""

@@ -25,12 +25,11 @@ from memopt.progress import stage
 from memopt.recent import Recent
 from memopt.run.broken_calls import BrokenCalls, OtherPathTaken
 from memopt.run.call_in_progress import CallInProgress
-from memopt.run.keeping import Keeping
 from memopt.run.on_demand import Notice
 from memopt.run.road import Road
 from memopt.run.settings import Settings
-from memopt.run.size_bounds import SizeBounds
-from memopt.run.tensor_parallel import check_unbroken
+from memopt.run.sharding import Keeping, check_unbroken
+from memopt.run.sizes import SizeBounds
 from memopt.run.whole_calls import InsistsOnSizes, WholeCalls
 
 _MOST_BREAKS = 256

@@ -22,8 +22,8 @@ from memopt.capture.region import CapturedCall
 from memopt.capture.rehearsal import cannot_capture
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
-from memopt.emit.emitted import Emitted
 from memopt.emit.gradients import Accumulation
+from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning.advice import Advice
@@ -34,8 +34,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.refit import ROUNDS, Refit, as_compiled
 from memopt.planning.situation import Situation
-from memopt.run.compiled_least import as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
-from memopt.run.kept_plans import KeptPlans
+from memopt.run.kept_plans import KeptPlans, as_compiled_least, asked_as_compiled, check_compiled_least, smallest_plan
 from memopt.solver import SolverError
 from passes import PassError
 

@@ -24,12 +24,10 @@ from memopt.planning.estimate import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.progress import stage
-from memopt.run.data_parallel import DataParallel
-from memopt.run.sharding import check_sharding
-from memopt.run.status import State, Status
-from memopt.run.tensor_parallel import check_terms
+from memopt.run.ranks import DataParallel
+from memopt.run.sharding import check_sharding, check_terms
+from memopt.run.status import State, Status, UnplannedWatch
 from memopt.run.training import TrainingCalls
-from memopt.run.unplanned import UnplannedWatch
 
 
 class Session:

@@ -30,18 +30,15 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.planning.terms import terms_of
 from memopt.run.call_in_progress import CallInProgress
-from memopt.run.data_parallel import DataParallel
-from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import PlainCalls
-from memopt.run.planning_log import PlanningLog, shapes_of
+from memopt.run.ranks import DataParallel
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.safety_net import SafetyNet
-from memopt.run.sharding import Sharded
+from memopt.run.sharding import Keeping, Sharded
 from memopt.run.share import Share
-from memopt.run.status import State, Status, planned_in_words
-from memopt.run.unplanned import UnplannedWatch
+from memopt.run.status import PlanningLog, State, Status, UnplannedWatch, planned_in_words, shapes_of
 from memopt.training_state import set_generators
 
 

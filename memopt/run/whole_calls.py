@@ -14,7 +14,7 @@ from memopt.capture.outputs import hand_out
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
 from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.fsdp import is_fully_sharded
-from memopt.emit.stepping import check_own_memory
+from memopt.emit.partition import check_own_memory
 from memopt.errors import BudgetError
 from memopt.garbage import rare_collections
 from memopt.planning.plan import Plan
@@ -23,11 +23,10 @@ from memopt.recent import Recent
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.on_demand import Notice, run_withholding
 from memopt.run.pending import PendingForward
-from memopt.run.plans_by_size import PlansBySize
 from memopt.run.region_stub import recording
-from memopt.run.replay import Replay
 from memopt.run.road import EmittedCall, Road
-from memopt.run.size_bounds import SizeBounds, captured_for, insisted, places_of
+from memopt.run.safety_net import Replay
+from memopt.run.sizes import PlansBySize, SizeBounds, captured_for, insisted, places_of
 
 
 class _Captured(Exception):

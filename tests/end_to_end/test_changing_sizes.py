@@ -16,7 +16,7 @@ import memopt
 from examples.models.families import BY_NAME, loss_of
 from memopt.capture.region import RecordedRegion
 from memopt.run import recorder
-from memopt.run.plans_by_size import PlansBySize
+from memopt.run.sizes import PlansBySize
 from memopt.run.whole_calls import WholeCalls
 from memopt.solver import Portfolio
 
