@@ -58,11 +58,12 @@ def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != device:
             continue
-        if type(value) in _PLAIN and value.layout is torch.strided and not value.is_nested and not value.is_quantized:
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        else:
-            found |= {storage.address: storage.nbytes for storage in weak_storages([value])}
+        plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        try:
+            for storage in (value.untyped_storage(),) if plain else storages_of(value):
+                found[storage.data_ptr()] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own
+            continue
     return found
 
 

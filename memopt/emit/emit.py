@@ -51,7 +51,7 @@ def emit_region(
 
     exchanges = 0
 
-    def cut() -> tuple[fx.GraphModule, fx.GraphModule]:
+    def cut(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal exchanges
         forward, backward = partition(joint, schedule, accumulation if adds else None)
         guard_sizes(forward, allowed_sizes)
@@ -83,12 +83,10 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
 
     It must be called in the context of the region's trace."""
 
+    def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return boxed(module)
+
     def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return telling(withholding(boxed(module), joint), accumulation)
 
-    return Emitted(joint.trace.aot.compile(lambda *_, **__: cut(), _uncompiled, backward))
-
-
-def _uncompiled(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """A half as a function of its inputs in one list, run operator by operator."""
-    return boxed(module)
+    return Emitted(joint.trace.aot.compile(cut, forward, backward))

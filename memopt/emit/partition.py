@@ -26,8 +26,8 @@ from passes import Reinplace
 from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent
 
-Cut: TypeAlias = Callable[[], tuple[fx.GraphModule, fx.GraphModule]]
-"""Returns the forward and the backward module of a region."""
+Cut: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+"""Returns the forward and the backward module of a region, whatever it is given: what torch gives a partitioner."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,30 +1,30 @@
-"""The control-flow paths that forwards have taken through a model, and which planned run each run of a region is."""
+"""The control-flow paths that forwards have taken through a model's regions, and the plans of calls that take them."""
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
-import torch
-from torch import fx
+from torch import nn
 
-from memopt.capture.data_sizes import in_shapes
-from memopt.capture.inputs import Call
+from memopt.capture.author_modes import autocast_state
+from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.together import MARGIN, known_places, together, with_eager_bytes
-from memopt.compat.symbols import known_sizes
-from memopt.device.storages import find_storages
-from memopt.errors import CaptureError
-from memopt.planning.captured import Captured
+from memopt.compat.fsdp import exchange_in_words
+from memopt.errors import BudgetError
+from memopt.planning.kept_step import beside_freed
 from memopt.planning.plan import Plan
-from memopt.planning.region_schedule import RegionSchedule
+from memopt.planning.situation import Situation
+from memopt.recent import Recent
+from memopt.run.executable import Executable
+from memopt.run.fitting import CallInProgress
+from memopt.run.road import Road
+from memopt.run.sharding import Keeping
 from memopt.run.sizes import LargestSizes
-from passes import is_pure
 
 _MOST = 4
 """The number of paths that are kept: those that were taken last."""
@@ -108,162 +108,123 @@ def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
     return any(ours.shapes != theirs.shapes for ours, theirs in pairs)
 
 
-Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
+_Kind = tuple[str, int, CapturedCall | None]
+_MOST_PLANS = 64
+"""The number of plans that are kept, one for each signature and situation of a call."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The planned run that a run of the present forward is."""
+class PlansOfPaths:
+    """The plans of calls in several regions, by the control-flow path and the situation.
 
-    number: int
-    joint: JointGraph
-    """The graph that it runs by."""
-    schedule: RegionSchedule
+    The runs of regions in a forward are counted, and each has a schedule of its own, also where Dynamo compiles one
+    region for several of them (a block that is called in a loop). A forward may leave out runs that are planned. One
+    that has others, or larger ones, is captured by `capture`, and planned together with those before it, so that after
+    a few steps one plan serves every path through the model's code. Sizes that differ between runs are symbols of one
+    region.
+    """
 
+    def __init__(
+        self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
+    ) -> None:
+        self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
+        self.paths: Recent[_Kind, ControlPaths] = Recent(_MOST_PLANS)
+        """The paths that calls of a kind were seen to take."""
+        self._plans: Recent[tuple[CapturedCall, Situation], Executable] = Recent(_MOST_PLANS)
+        self._plans_freed = 0
+        """The number of plans that were made when solvers were last freed."""
 
-@dataclass(frozen=True, eq=False)
-class PlannedRuns:
-    """A plan, the captured call that it is for, and the runs that it schedules."""
+    def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
+        """Have further calls of the kind of this one run by a plan in that situation."""
+        paths = self.paths.get(self._kind(call))
+        if paths is None:
+            self.paths[self._kind(call)] = ControlPaths.of(captured, call)
+        else:
+            paths.calls.insert(0, captured)
+        self._plans[captured, situation] = self._with_runs(captured, plan)
 
-    captured: CapturedCall
-    plan: Plan
-    runs: tuple[RegionRun, ...]
-    """The runs that have a schedule, in the order of the plan's regions."""
-    _planned_values: dict[int, tuple[Value, ...]] = field(default_factory=dict, repr=False)
-    """What the planned runs make at the largest sizes, by their number."""
-    _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
-        default_factory=dict, repr=False
-    )
-    """Planned node → node of a run of that region with these sizes, for runs in the place of the planned run of that
-    number; None for a run that may not take its place."""
+    def use_road(self, road: Road) -> None:
+        """Have calls planned again, by another road."""
+        self.road, self._plans_freed = road, 0
+        self._plans.clear()
 
-    @property
-    def step(self) -> Captured:
-        """The graphs of the plan."""
-        step = self.plan.captured
-        assert step is not None
-        return step
+    def forget(self, but: Plan | None = None) -> None:
+        """Drop all plans but one."""
+        kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
+        self._plans.clear()
+        for key, planned in kept:
+            self._plans[key] = planned
 
-    def limits(self, number: int) -> dict[str, int]:
-        """The limits of the sizes that depend on data within planned run `number`, by their symbol in its graph."""
-        changing = self.runs[number].data_sizes.allowed
-        within = {name: most for name, most in self.step.sizes_of(number).items() if name not in changing}
-        return in_shapes(self.step.regions[number].module.graph, within)
+    def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
+        """The paths known for calls of the kind of this one, among them one for sizes as large as its own; `first`
+        captures the call where it is the first of its kind."""
+        paths = self.paths.get(self._kind(call))
+        if paths is None:
+            paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call)
+        elif not paths.sizes.cover(call):
+            paths.add(self.capture(call, paths.calls[0].break_reason), call)
+        return paths
 
-    @property
-    def rewriting(self) -> Rewriting:
-        """The passes and the precision of its regions."""
-        return self.step.rewriting_of_regions
+    def _kind(self, call: Call) -> _Kind:
+        """Equal for calls that may share a plan: all but their sizes, the state of autocast, what is exchanged between
+        ranks, and what is kept gathered. Calls that keep blocks are captured again where those that free them were:
+        Dynamo's graphs may be others since then."""
+        text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
-    def find(self, run: RegionRun, first: int, trace: Trace) -> Found | None:
-        """The planned run, `first` or later, that a run of the present forward is; None where there is none, or it has
-        larger sizes than the plan is for.
+    def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
+        """The plan for a call that fits beside what else is on the device. `freed` is the one that frees all blocks,
+        where this one may keep some. Raises `BudgetError`, `CaptureError`."""
+        try:
+            make = partial(self._plan_for, in_progress.call, paths, freed)
+            return in_progress.fitting(make, lambda situation: (paths.calls[0], situation) in self._plans)
+        except BudgetError:  # those that follow must not be planned to be as large as this one
+            self.paths.drop(self._kind(in_progress.call))
+            raise
+        finally:
+            if self.road.plans != self._plans_freed:  # their solvers' tables would stay for the whole training
+                self._plans_freed = self.road.plans
+                self.road.planner.forget_solvers()
 
-        `trace` traces a region that was recorded on fakes, or once more under other guards or for other sizes.
-        """
-        for number in range(first, len(self.runs)):
-            planned, joint = self.runs[number], self.step.regions[number]
-            if planned.place != run.place:
-                continue
-            schedule = self.plan.regions[number]
-            if planned.region is run.region:
-                return Found(number, joint, schedule) if run.is_within(planned) else None
-            own = trace(run.region, self.rewriting)
-            own = own.accumulating(_as_planned(run, planned, joint))
-            if own.fingerprint == joint.fingerprint and not run.region.changing:
-                return Found(number, own, schedule)
-            names = self._names_in(own, run, number)
-            if names is not None:
-                evaluations = tuple(names[name] for name in schedule.evaluations)
-                return Found(number, own, replace(schedule, fingerprint=own.fingerprint, evaluations=evaluations))
-        return None
-
-    def _names_in(self, joint: JointGraph, run: RegionRun, number: int) -> Mapping[str, str] | None:
-        """Planned node → node of a run with the same operators on values that are not larger; None for other runs."""
-        key = run.region, run.sizes, number
-        if key not in self._names:
-            if len(self._names) >= _MOST_NAMES:
-                self._names.clear()
+    def _plan_for(self, call: Call, paths: ControlPaths, freed: Plan | None, situation: Situation) -> Executable:
+        """The plan for the first of these paths; for the one that was captured last alone where their runs together do
+        not fit."""
+        refused: BudgetError | None = None
+        for captured in paths.smaller():
+            planned = self._plans.get((captured, situation))
+            if planned is not None:
+                return planned
             try:
-                with known_sizes(run.data_sizes.seen):
-                    ours = values_of(joint)
-            except CaptureError:  # sizes that depend on data and have no limit are observed in captures alone
-                self._names[key] = None
-                return None
-            planned = self._values(number)
-            names = names_in(ours, planned)
-            schedule = self.plan.regions[number]
-            known = names is not None and names.keys() >= set(schedule.evaluations) and not schedule.offloads
-            self._names[key] = names if known else None
-        return self._names[key]
+                plan = self._extended(paths.before(captured), captured, call, situation)
+                plan = plan or self.road.plan(captured, call, situation, advise=False)
+            except BudgetError as error:
+                refused = error.with_traceback(None)
+                continue
+            plan = beside_freed(plan, freed) if freed else plan
+            planned = self._plans[captured, situation] = self._with_runs(captured, plan)
+            paths.take(captured)
+            return planned
+        assert refused is not None
+        raise refused
 
-    def _values(self, number: int) -> tuple[Value, ...]:
-        if number not in self._planned_values:
-            with self.step.with_sizes(number):
-                self._planned_values[number] = values_of(self.step.regions[number])
-        return self._planned_values[number]
-
-
-def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozenset[int]:
-    """The numbers, among the inputs of a run, of the parameters whose gradients the planned run adds to `.grad`."""
-    numbers = {
-        joint.place_of(number): joint.place_of(own)
-        for number, own in zip(planned.parameter_ids, run.parameter_ids, strict=True)
-    }
-    return frozenset(numbers[number] for number in joint.parameter_inputs if number in numbers)
-
-
-_MOST_NAMES = 4096
-"""The number of answers that are remembered."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A node that allocates memory or has effects."""
-
-    name: str
-    computation: int
-    """A hash of the operators that compute it from the inputs of the graph, without sizes and other numbers."""
-    nbytes: int
-    """The bytes that it allocates."""
-
-
-def values_of(joint: JointGraph) -> tuple[Value, ...]:
-    """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
-    `CaptureError` where a size is not known."""
-    graph = joint.module.graph
-    made = {info.maker: info.bytes for info in find_storages(graph).infos}
-    of_node: dict[fx.Node, int] = {}
-    found = []
-    for node in graph.nodes:
-        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
-            of_node[node] = hash(("input", len(of_node)))
-        operands = tuple(of_node[operand] for operand in node.all_input_nodes if operand in of_node)
-        if node.op == "call_function" and (node in made or not is_pure(node)):
-            of_node[node] = hash((str(node.target), operands))
-            found.append(Value(node.name, of_node[node], made.get(node, 0)))
-        elif node.op == "call_function" and operands:
-            of_node[node] = _of_view(node, operands)
-    return tuple(found)
-
-
-def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
-    """The computation of a node that allocates nothing: a view, which counts as what it is a view of, or one of several
-    results."""
-    part: Any = node.args[1] if node.target is operator.getitem else None
-    return operands[0] if part is None else hash((operands[0], part))
-
-
-def names_in(ours: Sequence[Value], planned: Sequence[Value]) -> dict[str, str] | None:
-    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Of
-    several with the same computation, the first is the first."""
-    left: defaultdict[int, list[Value]] = defaultdict(list)
-    for value in reversed(ours):
-        left[value.computation].append(value)
-    names = {}
-    for value in planned:
-        own = left[value.computation].pop() if left[value.computation] else None
-        if own is None or own.nbytes > value.nbytes:
+    def _extended(
+        self, before: CapturedCall | None, captured: CapturedCall, call: Call, situation: Situation
+    ) -> Plan | None:
+        """The plan of a call by the schedules of the runs that were planned before; None where a search is needed."""
+        planned = None if before is None else self._plans.get((before, situation))
+        if planned is None:
             return None
-        names[value.name] = own.name
-    return names if len(names) == len(ours) else None
+        runs = self._scheduled(captured, planned.rewriting)
+        return self.road.extend(planned.plan, captured, call, situation, known_places(planned.runs, runs))
+
+    def _with_runs(self, captured: CapturedCall, plan: Plan) -> Executable:
+        """The plan of a captured call with the runs that it schedules: not those of views alone."""
+        step = plan.captured
+        assert step is not None
+        return Executable(captured, plan, self._scheduled(captured, step.rewriting_of_regions))
+
+    def _scheduled(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[RegionRun, ...]:
+        return tuple(run for run in captured.runs if self.trace(run.region, rewriting).differentiated)
+
+    def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
+        """The joint graph of a region under a rewriting."""
+        return self.road.planner.traces.of(region, rewriting)

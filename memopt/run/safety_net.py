@@ -17,7 +17,6 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError, UnplannedGradientError
 from memopt.memory_error import StepMemoryError
-from memopt.planning.call_accounts import CallAccounts
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
 from memopt.training_state import CallState, generator_states, set_generators
@@ -32,19 +31,21 @@ _ROWS = 6
 class SafetyNet:
     """Undoes training calls of one model in which an allocation failed, and has later calls planned tighter.
 
-    `forget` drops the plans that were made so far.
+    `plan_tighter` has calls planned anew with so many bytes of the budget left free.
     """
 
-    def __init__(self, model: nn.Module, planner: CallAccounts, entry: Entry, forget: Callable[[], None]) -> None:
-        self.model, self.planner, self.entry, self.forget = model, planner, entry, forget
+    def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
+        self.model, self.entry, self.plan_tighter = model, entry, plan_tighter
+        self.unforeseen_bytes = 0
+        """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None
         """The state of the model before the call that runs."""
         self._forwards_before = 0
         """The number of forwards that had begun before the call that runs."""
 
-    def run(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
-        """Run a training call with these tensors by `attempt`; with `repeat` a second time, by a tighter plan, if an
-        allocation of its forward fails.
+    def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
+        """Run a training call with these tensors by `attempt`, which is given the state before it; with `repeat` a
+        second time, by a tighter plan, if an allocation of its forward fails.
 
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone.
         """
@@ -52,7 +53,7 @@ class SafetyNet:
         self.before = before
         try:
             try:
-                return attempt()
+                return attempt(before)
             except torch.OutOfMemoryError as failure:
                 failed = self._forward_failed(failure, before)
                 if failed is None:
@@ -64,10 +65,10 @@ class SafetyNet:
         finally:
             self.before = None
 
-    def _repeated(self, attempt: Callable[[], Any], failed: StepMemoryError, before: CallState) -> Any:
+    def _repeated(self, attempt: Callable[[CallState], Any], failed: StepMemoryError, before: CallState) -> Any:
         failed.repeated = True
         try:
-            return attempt()
+            return attempt(before)
         except BudgetError as refused:
             before.undo()
             raise failed from refused.with_traceback(None)
@@ -101,10 +102,10 @@ class SafetyNet:
     def _tighten(self, plan: Plan) -> None:
         planned = plan.ceiling_bytes - plan.account.unforeseen
         tighter = planned - planned // _TIGHTER
-        self.planner.unforeseen_bytes = max(self.planner.unforeseen_bytes, plan.budget_bytes - tighter)
-        self.forget()
+        self.unforeseen_bytes = max(self.unforeseen_bytes, plan.budget_bytes - tighter)
+        self.plan_tighter(self.unforeseen_bytes)
         gc.collect()
-        device_of(self.planner.device()).empty_cache()
+        device_of(self.entry.device).empty_cache()
 
     def _error(self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool) -> StepMemoryError:
         rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
@@ -117,7 +118,7 @@ class SafetyNet:
         return StepMemoryError(
             f"an allocation failed in the {half} of {type(self.model).__name__}, whose step is planned to hold "
             f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)} (at {plan.planned.at}: "
-            f"{rows}); {state}; later steps are planned with {size(self.planner.unforeseen_bytes)} of the budget left "
+            f"{rows}); {state}; later steps are planned with {size(self.unforeseen_bytes)} of the budget left "
             f"free; the device says: {' '.join(str(failure).split())}",
             undone=undone,
         )

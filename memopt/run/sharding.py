@@ -24,7 +24,7 @@ from memopt.levers.plain import PLAIN
 from memopt.planning.model_terms import ModelTerms
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
-from memopt.run.control_paths import PlannedRuns
+from memopt.run.executable import Executable
 from memopt.run.ranks import Ranks
 
 
@@ -128,7 +128,7 @@ def check_sharding(model: nn.Module) -> None:
         check_placements(model)
 
 
-Planned = Callable[[Plan | None], PlannedRuns]
+Planned = Callable[[Plan | None], Executable]
 """Plans a forward as the model is set at the call, given the plan that frees all blocks if there is one."""
 
 _MOST_PLANS = 64
@@ -145,7 +145,7 @@ class Keeping:
 
     def __init__(self, resharding: Resharding, sharded: Sharded) -> None:
         self.resharding, self.sharded = resharding, sharded
-        self._found: Recent[tuple[PlannedRuns, int], int] = Recent(_MOST_PLANS)
+        self._found: Recent[tuple[Executable, int], int] = Recent(_MOST_PLANS)
         """The numbers of blocks by the plan that frees all of them, and by the largest number that is possible."""
 
         self.freed: CapturedCall | None = None
@@ -256,3 +256,19 @@ def check_unbroken(model: nn.Module, reason: str) -> None:
             f"the forward of {type(model).__name__}, which is split by parallelize_module, is not one graph, as a plan "
             f"for it needs: {reason}; change the model there, or add 'plain' to allow to run it unplanned"
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `TypeError` or `ValueError` for an object that cannot be trained as a model on one device."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters, so there is no training step to plan; "
+            "set requires_grad=True on those to train"
+        )
+    check_sharding(model)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the parameters of {type(model).__name__} lie on several devices ({names}); move them to one")

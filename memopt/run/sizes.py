@@ -20,7 +20,7 @@ from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes
 from memopt.device.storages import storage_bytes
 from memopt.planning.plan import Plan
 from memopt.recent import Recent
-from memopt.run.road import EmittedCall
+from memopt.run.executable import Executable
 
 
 class SizeBounds:
@@ -206,17 +206,17 @@ class PlansBySize:
     def __init__(self) -> None:
         self.planning_seconds = math.inf
         """The time that the latest of the plans took."""
-        self._emitted: Recent[Sizes, EmittedCall] = Recent(_MOST)
+        self._emitted: Recent[Sizes, Executable] = Recent(_MOST)
         self._refused: Recent[Sizes, bool] = Recent(_MOST)
         self._lost_seconds: Recent[Sizes, float] = Recent(_MOST)
 
     def __contains__(self, ceiling: Sizes) -> bool:
         return ceiling in self._emitted
 
-    def __getitem__(self, ceiling: Sizes) -> EmittedCall:
+    def __getitem__(self, ceiling: Sizes) -> Executable:
         return self._emitted[ceiling]
 
-    def add(self, ceiling: Sizes, emitted: EmittedCall, seconds: float) -> None:
+    def add(self, ceiling: Sizes, emitted: Executable, seconds: float) -> None:
         """Keep a plan that took `seconds` to make."""
         self._emitted[ceiling] = emitted
         self.planning_seconds = seconds

@@ -24,7 +24,7 @@ from memopt.units import duration, size
 
 
 class State(Enum):
-    """The states of an optimised model; `TrainingCalls` is the one place where they change."""
+    """The states of an optimised model; `Session` is the one place where they change."""
 
     NEW = "new"
     """No training call has come yet, and nothing is planned."""
