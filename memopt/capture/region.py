@@ -116,7 +116,7 @@ class RecordedRegion:
     def differentiable(self) -> bool:
         """Whether any of its outputs requires a gradient."""
         (results,) = self.graph_module.graph.output_node().args
-        values = (node.meta.get("example_value") for node in results if isinstance(node, fx.Node))  # type: ignore[union-attr]
+        values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @cached_property
@@ -182,7 +182,7 @@ class RecordedRegion:
 
     def sizes_of(self, inputs: Sequence[Any]) -> Sizes:
         """The changing sizes of a run on these inputs."""
-        return tuple(inputs[number] for number in self.changing)
+        return tuple([inputs[number] for number in self.changing])
 
     def allows(self, sizes: Sizes) -> bool:
         """Whether the region's graphs are valid for these sizes."""

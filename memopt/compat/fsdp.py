@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.compat.host import is_on_host
+from memopt.compat.modules import modules_of
 from memopt.compat.tensors import is_sharded
 from passes.compat import private, replaced
 
@@ -40,7 +41,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or a part of it."""
     # Importing it takes a second; whoever shards by it has done so.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+    return fsdp is not None and bool([one for one in modules_of(model) if isinstance(one, fsdp.FSDPModule)])
 
 
 def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:

@@ -164,7 +164,7 @@ def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any,
 
 def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) -> tuple[int, ...]:
     """The sizes as numbers, where symbols have these values."""
-    return tuple(size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes)
+    return tuple([size if isinstance(size, int) else int(size.node.expr.xreplace(values)) for size in sizes])
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:

@@ -201,10 +201,31 @@ def is_view(tensor: torch.Tensor) -> bool:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages in which a tensor lies: those of its indices and values where it is sparse, those of the tensors
     inside a wrapper, and else its own; none where it has none that torch hands out (oneDNN's)."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not special_kind(tensor):
+    if type(tensor) in _PLAIN and not special_kind(tensor):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
         return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
+    """The bytes of the storages on a device in which the tensors among some values lie, by their address.
+
+    A step asks this for all that its model has and saves, so that it makes no call for a plain tensor.
+    """
+    found: dict[int, int] = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            continue
+        plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+        try:
+            for storage in (value.untyped_storage(),) if plain else storages_of(value):
+                found[storage.data_ptr()] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own
+            continue
+    return found
 
 
 class WeakStorage:

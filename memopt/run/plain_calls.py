@@ -31,9 +31,9 @@ from memopt.planning.situation import Situation
 from memopt.run.entry import Entry
 from memopt.run.ledger import Moment
 from memopt.run.pending import PlainForward
-from memopt.run.plans_by_size import covers
 from memopt.run.road import Road
 from memopt.run.settings import Settings
+from memopt.run.sizes import covers
 from memopt.units import size
 
 MARGIN = 1.02

@@ -1,20 +1,28 @@
-"""The runs of regions that a plan schedules, and which of them a run of the present forward is."""
+"""Plans that can be run: which run of a region in a forward is which one that the plan schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
 
 from memopt.capture.data_sizes import in_shapes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.symbols import known_sizes
+from memopt.device.storages import find_storages
+from memopt.emit.partition import Emitted
 from memopt.errors import CaptureError
 from memopt.planning.captured import Captured
 from memopt.planning.plan import Plan
 from memopt.planning.region_schedule import RegionSchedule
-from memopt.run.same_values import Value, names_in, values_of
+from passes import is_pure
 
 Trace = Callable[[RecordedRegion, Rewriting], JointGraph]
 
@@ -30,13 +38,15 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedRuns:
-    """A plan, the captured call that it is for, and the runs that it schedules."""
+class Executable:
+    """A plan that can be run, the captured call that it is for, and the runs that it schedules."""
 
     captured: CapturedCall
     plan: Plan
     runs: tuple[RegionRun, ...]
     """The runs that have a schedule, in the order of the plan's regions."""
+    region: Emitted | None = None
+    """The code of a call in one region; that of several is emitted as they run."""
     _planned_values: dict[int, tuple[Value, ...]] = field(default_factory=dict, repr=False)
     """What the planned runs make at the largest sizes, by their number."""
     _names: dict[tuple[RecordedRegion, tuple[int, ...], int], Mapping[str, str] | None] = field(
@@ -90,7 +100,7 @@ class PlannedRuns:
         """Planned node → node of a run with the same operators on values that are not larger; None for other runs."""
         key = run.region, run.sizes, number
         if key not in self._names:
-            if len(self._names) >= _MOST:
+            if len(self._names) >= _MOST_NAMES:
                 self._names.clear()
             try:
                 with known_sizes(run.data_sizes.seen):
@@ -121,5 +131,57 @@ def _as_planned(run: RegionRun, planned: RegionRun, joint: JointGraph) -> frozen
     return frozenset(numbers[number] for number in joint.parameter_inputs if number in numbers)
 
 
-_MOST = 4096
+_MOST_NAMES = 4096
 """The number of answers that are remembered."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A node that allocates memory or has effects."""
+
+    name: str
+    computation: int
+    """A hash of the operators that compute it from the inputs of the graph, without sizes and other numbers."""
+    nbytes: int
+    """The bytes that it allocates."""
+
+
+def values_of(joint: JointGraph) -> tuple[Value, ...]:
+    """The values of a graph in its order, with the sizes that `upper_bound` takes for its symbols. Raises
+    `CaptureError` where a size is not known."""
+    graph = joint.module.graph
+    made = {info.maker: info.bytes for info in find_storages(graph).infos}
+    of_node: dict[fx.Node, int] = {}
+    found = []
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            of_node[node] = hash(("input", len(of_node)))
+        operands = tuple(of_node[operand] for operand in node.all_input_nodes if operand in of_node)
+        if node.op == "call_function" and (node in made or not is_pure(node)):
+            of_node[node] = hash((str(node.target), operands))
+            found.append(Value(node.name, of_node[node], made.get(node, 0)))
+        elif node.op == "call_function" and operands:
+            of_node[node] = _of_view(node, operands)
+    return tuple(found)
+
+
+def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
+    """The computation of a node that allocates nothing: a view, which counts as what it is a view of, or one of several
+    results."""
+    part: Any = node.args[1] if node.target is operator.getitem else None
+    return operands[0] if part is None else hash((operands[0], part))
+
+
+def names_in(ours: Sequence[Value], planned: Sequence[Value]) -> dict[str, str] | None:
+    """Name in `planned` → name in `ours`; None unless they have the same values, none of them larger in `ours`. Of
+    several with the same computation, the first is the first."""
+    left: defaultdict[int, list[Value]] = defaultdict(list)
+    for value in reversed(ours):
+        left[value.computation].append(value)
+    names = {}
+    for value in planned:
+        own = left[value.computation].pop() if left[value.computation] else None
+        if own is None or own.nbytes > value.nbytes:
+            return None
+        names[value.name] = own.name
+    return names if len(names) == len(ours) else None

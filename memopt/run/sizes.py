@@ -1,9 +1,10 @@
-"""Chooses the sizes that calls of changing sizes are planned for, so that a few plans serve batches of all sizes."""
+"""The sizes that calls of changing sizes are planned for, so that a few plans serve batches of all sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from memopt.capture.data_sizes import DataSizes
 from memopt.capture.dynamic_shapes import Place, all_places
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import CapturedCall, RecordedRegion, Sizes
+from memopt.capture.together import MARGIN, with_eager_bytes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
-
-MARGIN = 1.25
-"""A size that has grown from one batch to a later one is planned for up to 25 % more than was seen."""
+from memopt.planning.plan import Plan
+from memopt.recent import Recent
+from memopt.run.executable import Executable
 
 
 class SizeBounds:
@@ -134,3 +136,131 @@ def _input_bytes(
                 largest[storage_key(value)] = storage_bytes(fake)
     own = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(call)}
     return tuple(max(size, largest.get(key, 0)) for key, size in own.items())
+
+
+Shapes = tuple[Sizes, ...]
+
+
+@dataclass(frozen=True)
+class LargestSizes:
+    """The sizes of inputs up to which the bytes between regions are known, from captures and with a margin where sizes
+    have grown."""
+
+    shapes: Shapes
+
+    @classmethod
+    def of(cls, call: Call) -> LargestSizes:
+        """The sizes of one call."""
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors_in(call)))
+
+    def cover(self, call: Call) -> bool:
+        """Whether no input of a call is larger."""
+        return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
+
+    def covering(self, call: Call) -> LargestSizes:
+        """These sizes, and a margin above those of a call where it has larger ones."""
+        shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
+        return LargestSizes(
+            tuple(
+                tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
+                for pair in shapes
+            )
+        )
+
+    def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
+        """A copy of `captured` whose bytes of eager code grow in proportion to these sizes over those of `call`."""
+        own = LargestSizes.of(call).shapes
+        if own == self.shapes:
+            return captured
+        growth = max([1.0, *(most / max(1, size) for most, size in _pairs(self.shapes, own))])
+        return with_eager_bytes(captured, min(growth, MARGIN))
+
+    def input_bytes(self, call: Call) -> tuple[int, ...]:
+        """The bytes of each of the call's tensors at these sizes."""
+        found: dict[object, int] = {}
+        for tensor, shape in zip(tensors_in(call), self.shapes, strict=True):
+            nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
+            found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
+        return tuple(found.values())
+
+
+def _pairs(shapes: Shapes, others: Shapes) -> Iterator[tuple[int, int]]:
+    for shape, other in zip(shapes, others, strict=True):
+        yield from zip(shape, other, strict=True)
+
+
+_MOST = 6
+"""The number of emitted plans that are kept."""
+_MOST_WITH_SMALLER = 4
+"""Plans for smaller batches are made while there are fewer plans than this, so that they never displace the largest."""
+_NEGLIGIBLE = 0.02
+"""Added time, as a fraction of the step, below which a plan for smaller batches is not worth its planning."""
+_SHRINKS = (0.75, 0.5)
+"""Smaller sizes, as fractions of the largest one."""
+
+
+class PlansBySize:
+    """Emitted plans by the largest sizes that each of them is for."""
+
+    def __init__(self) -> None:
+        self.planning_seconds = math.inf
+        """The time that the latest of the plans took."""
+        self._emitted: Recent[Sizes, Executable] = Recent(_MOST)
+        self._refused: Recent[Sizes, bool] = Recent(_MOST)
+        self._lost_seconds: Recent[Sizes, float] = Recent(_MOST)
+
+    def __contains__(self, ceiling: Sizes) -> bool:
+        return ceiling in self._emitted
+
+    def __getitem__(self, ceiling: Sizes) -> Executable:
+        return self._emitted[ceiling]
+
+    def add(self, ceiling: Sizes, emitted: Executable, seconds: float) -> None:
+        """Keep a plan that took `seconds` to make."""
+        self._emitted[ceiling] = emitted
+        self.planning_seconds = seconds
+
+    def refuse(self, ceiling: Sizes) -> None:
+        """Note that no plan for these sizes fits the budget, so that smaller calls are planned for their own."""
+        self._refused[ceiling] = True
+
+    def is_refused(self, ceiling: Sizes) -> bool:
+        """Whether no plan for these sizes fits the budget."""
+        return ceiling in self._refused
+
+    def covering(self, sizes: Sizes) -> Sizes | None:
+        """The ceiling by whose plan a call of these sizes runs; None where the call exceeds all of them.
+
+        It is that of the plan with the least added time, or one that has no plan yet: a smaller ceiling, once the
+        calls it covers have lost as much time to the recomputation of larger plans as planning takes.
+        """
+        plans = {ceiling: emitted.plan for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
+        if not plans:
+            return None
+        best = min(plans, key=lambda ceiling: plans[ceiling].added_time)
+        smaller = self._worth_planning(best, sizes, plans)
+        return best if smaller is None else smaller
+
+    def _worth_planning(self, best: Sizes, sizes: Sizes, plans: Mapping[Sizes, Plan]) -> Sizes | None:
+        plan = plans[best]
+        if plan.added_time <= _NEGLIGIBLE or len(self._emitted) >= _MOST_WITH_SMALLER:
+            return None
+        smaller = _smaller(max(plans, key=math.prod), sizes)
+        if covers(smaller, best) or self.is_refused(smaller):
+            return None
+        lost = plan.added_seconds * math.prod(sizes) / math.prod(best)
+        self._lost_seconds[smaller] = lost = lost + (self._lost_seconds.get(smaller) or 0.0)
+        return smaller if lost > self.planning_seconds else None
+
+
+def covers(ceiling: Sizes, sizes: Sizes) -> bool:
+    """Whether no size exceeds that of the ceiling."""
+    return all(size <= most for size, most in zip(sizes, ceiling, strict=True))
+
+
+def _smaller(ceiling: Sizes, sizes: Sizes) -> Sizes:
+    """The smallest of a few fractions of each of the ceiling's sizes that still covers the sizes."""
+    return tuple(
+        min([most, *(shrunk for part in _SHRINKS if (shrunk := math.ceil(part * most)) >= size)])
+        for size, most in zip(sizes, ceiling, strict=True)
+    )
