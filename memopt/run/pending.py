@@ -215,9 +215,7 @@ class PendingForward:
         if model is None or self.plan.account.gradients_held:
             return appeared
         parameters = [one for one in parameters_in(modules_of(model)) if one not in self.gathered]
-        return appeared + distinct_bytes(
-            [one.grad for one in held if one.grad is not None and one not in self.gathered]
-        )
+        return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
 
     def _check_autocast(self) -> None:
         """Warn of a backward within autocast where plain torch would compute other gradients, because it casts in such
