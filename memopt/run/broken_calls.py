@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,19 +89,20 @@ class BrokenCalls:
         self._backend = recording(self, differentiate_all=True)
         self._compiled = compile_call(to_capture(), self._backend, whole=False, symbols=True)
 
-    def capture(self, call: Call, reason: str) -> CapturedCall:
+    def capture(self, call: Call, reason: str, most_bytes: float = math.inf) -> CapturedCall:
         """Record the regions of a call by running it without gradients; changes to the model and to the tensors of the
         call are then undone. Other ranks need not do the same.
 
-        `reason` says why the call is not one region. Raises `CaptureError`.
+        `reason` says why the call is not one region, and `most_bytes` how many code between them may hold. Raises
+        `CaptureError`.
         """
-        found = as_run_later(partial(self._rehearsed, call, reason), self._backend)
+        found = as_run_later(partial(self._rehearsed, call, reason, most_bytes), self._backend)
         return replace(found, kept=self.keeping.kept)
 
-    def _rehearsed(self, call: Call, reason: str) -> CapturedCall:
+    def _rehearsed(self, call: Call, reason: str, most_bytes: float) -> CapturedCall:
         gathered = Gathered(self.model)
         forward_of = partial(forward_as_planned, rewriting=self.road.planner.rewriting)
-        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered)
+        self._rehearsal = Rehearsal(forward_of=forward_of, gathered=gathered, most_bytes=most_bytes)
         inputs_kept = values_restored(tensors_in(call), self._written)
         try:
             with undone(self.model), inputs_kept, gathered.without_exchange():
@@ -139,8 +141,8 @@ class BrokenCalls:
 
         Raises `BudgetError`, `CaptureError`.
         """
-        self.keeping.decide(lambda freed: self._fitting(in_progress, self._paths_of(in_progress.call, capture), freed))
-        return self._run_a_path(in_progress, self._paths_of(in_progress.call, capture))
+        self.keeping.decide(lambda freed: self._fitting(in_progress, self._paths_of(in_progress, capture), freed))
+        return self._run_a_path(in_progress, self._paths_of(in_progress, capture))
 
     def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
         """Run a call one of these paths, or another one that is captured then."""
@@ -158,18 +160,19 @@ class BrokenCalls:
                     raise
                 before.undo()
             if not untried and not (captured and paths.separate()):
-                paths.add(self._captured_again(paths, in_progress.call), in_progress.call)
+                paths.add(self._captured_again(paths, in_progress), in_progress.call)
                 captured = True
             untried = untried or paths.calls[:1]
         raise AssertionError("the last attempt returns or raises")
 
-    def _paths_of(self, call: Call, capture: Callable[[], CapturedCall]) -> ControlPaths:
+    def _paths_of(self, in_progress: CallInProgress, capture: Callable[[], CapturedCall]) -> ControlPaths:
         """The paths known for calls of the kind of this one, among them one for sizes as large as its own."""
+        call = in_progress.call
         paths = self._paths.get(self._kind(call))
         if paths is None:
             paths = self._paths[self._kind(call)] = ControlPaths.of(capture(), call)
         elif not paths.sizes.cover(call):
-            paths.add(self._captured_again(paths, call), call)
+            paths.add(self._captured_again(paths, in_progress), call)
         return paths
 
     def _kind(self, call: Call) -> _Kind:
@@ -179,10 +182,10 @@ class BrokenCalls:
         text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
-    def _captured_again(self, paths: ControlPaths, call: Call) -> CapturedCall:
+    def _captured_again(self, paths: ControlPaths, in_progress: CallInProgress) -> CapturedCall:
         """The regions of a call that runs now, on its values: as it will take them."""
         with stage("capturing"):
-            return self.capture(call, paths.calls[0].break_reason)
+            return self.capture(in_progress.call, paths.calls[0].break_reason, in_progress.most_between)
 
     def _run(self, in_progress: CallInProgress, paths: ControlPaths, *, last: bool) -> Any:
         """Run a call the first of these paths; `last`: there is no further attempt after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -27,6 +28,8 @@ class CallInProgress:
     moment: Moment
     """What lies on the device beside the call: forwards that wait for their backward, and bytes elsewhere."""
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
+    most_between: float = math.inf
+    """The bytes that code between the regions of a forward may hold while it is recorded."""
 
     @property
     def crowded(self) -> Situation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.capture.between import TooMuchBetweenError
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import loss_call
@@ -20,7 +22,7 @@ from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, tens
 from memopt.compat.modules import CurrentParts, Parts, plain_call
 from memopt.compat.resharding import Resharding
 from memopt.emit.gradients import Accumulation
-from memopt.errors import BudgetError, CaptureError
+from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.captured import Captured
@@ -30,10 +32,11 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.situation import Situation
 from memopt.planning.terms import terms_of
 from memopt.run.call_in_progress import CallInProgress
+from memopt.run.checkpointed_calls import CheckpointedCalls
 from memopt.run.data_parallel import DataParallel
 from memopt.run.keeping import Keeping
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import PlainCalls
+from memopt.run.plain_calls import Fitting, PlainCalls
 from memopt.run.planning_log import PlanningLog, shapes_of
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
@@ -70,6 +73,7 @@ class TrainingCalls:
         self.planner = CallPlanner(model, options, loss_fn, self.plain, self.share)
         self.road = Road(self.planner, self.accumulation, self._recording)
         self.plain_calls = PlainCalls(model, self.planner, loss_fn, self.share.entry)
+        self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, self.share.entry)
         self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
         self._parts = CurrentParts(model)
         self.status = Status(type(model).__name__)
@@ -115,20 +119,46 @@ class TrainingCalls:
             self.planner.reached |= fits.step.reached
             return self.plain_calls.run(call, fits)
         check_device(call, self.model)
+        if self.checkpointed.serve and (fitting := self.checkpointed.fitting(call, situation, moment, parts)):
+            return self._run_checkpointed(call, *fitting)
+        in_progress = CallInProgress(call, situation, moment, partial(self._begin, call, time.perf_counter()))
+        # Above half of the room, what code between regions holds leaves little to a plan, and recording it may need
+        # more than there is.
+        room = self.options.budget_bytes - self.plain_calls.resident_bytes(call, situation)
         try:
-            with self._refusing(), self.planner.types():
-                check_kinds(call, parts)
-                try:
-                    return self._run(
-                        CallInProgress(call, situation, moment, partial(self._begin, call, time.perf_counter()))
-                    )
-                except BudgetError as refused:
-                    raise self.share.explain(refused, waiting) from None
-        except CaptureError as error:
-            if "plain" not in self.options.allow:
-                raise
-            self._run_unplanned_from_now(str(error))
+            return self._by_plan(replace(in_progress, most_between=room // 2), parts, waiting)
+        except (BudgetError, CaptureError) as error:
+            refused: BudgetError | CaptureError = without_frames(error)
+        broken = self.recorded.break_reason(call)
+        if broken is not None or isinstance(refused, CaptureError):
+            gc.collect()  # what was recorded holds tensors in circles of frames
+            if fitting := self.checkpointed.fitting(call, situation, moment, parts):
+                return self._run_checkpointed(call, *fitting)
+        if isinstance(refused, TooMuchBetweenError):  # what it needs is known once it was recorded whole
+            try:
+                return self._by_plan(in_progress, parts, waiting)
+            except (BudgetError, CaptureError) as error:
+                refused = without_frames(error)
+        if isinstance(refused, CaptureError) and "plain" in self.options.allow:
+            self._run_unplanned_from_now(str(refused))
             return self._unplanned(call)
+        with self._refusing():
+            raise self.checkpointed.explain(refused, broken, call, situation, moment)
+
+    def _by_plan(self, in_progress: CallInProgress, parts: Parts, waiting: int) -> Any:
+        """Run a call by its plan. Raises `BudgetError`, `CaptureError`."""
+        with self._refusing(), self.planner.types():
+            check_kinds(in_progress.call, parts)
+            try:
+                return self._run(in_progress)
+            except BudgetError as refused:
+                raise self.share.explain(refused, waiting) from None
+
+    def _run_checkpointed(self, call: Call, calls: PlainCalls, fits: Fitting) -> Any:
+        """Run a call that is planned in no graph, with activation checkpoints."""
+        self._enter(State.CHECKPOINTED, f"{calls.checkpoints} run a second time in the backward; {fits.reason}")
+        self.planner.reached |= fits.step.reached
+        return calls.run(call, fits)
 
     def _unplanned(self, call: Call) -> Any:
         self.sharded.begin()
