@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from memopt.capture.inputs import tensors_in
+from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
 from memopt.training_state import Attributes
 
@@ -49,6 +50,7 @@ class Checkpoints:
     model: nn.Module
     spots: Spots
     _checks: bool = field(default=False, init=False)
+    _silently: set[int] = field(default_factory=set, init=False)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,7 +81,7 @@ class Checkpoints:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            body = _Body(spot, own, partial(_standing_in, spot.within, self._call_of), checks=self._checks)
+            body = _Body(spot, own, partial(_standing_in, spot.within, self._call_of), self._checks, self._silently)
             return checkpoint(partial(body, **kwargs), *args, use_reentrant=False)
 
         return call
@@ -94,6 +96,8 @@ class _Body:
     inner: Callable[[], AbstractContextManager[None]]
     """Returns a block in which the calls of the modules within it are checkpoints."""
     checks: bool
+    silently: set[int]
+    """The `id`s of the buffers to which kernels write without counting it."""
     _before: _State | None = None
     _sums: list[tuple[float, float]] | None = None
     _ran: bool = False
@@ -102,9 +106,12 @@ class _Body:
         if self._ran:
             return self._again(*args, **kwargs)
         before, self._ran = _State(self.spot.module), True
-        with self.inner():
-            outputs = self.own(*args, **kwargs)
-        self._before = before if before.has_changed() else None
+        try:
+            with self.inner():
+                outputs = self.own(*args, **kwargs)
+        finally:  # a second run of a checkpoint around this one ends by an exception once it has all that it needs
+            changed = before.has_changed(self.silently, look=self.checks)
+            self._before = before if changed else None
         self._sums = _sums(outputs) if self.checks else None
         return outputs
 
@@ -124,9 +131,17 @@ class _State:
         buffers = (*module.buffers(), *self._attributes.tensors())
         self._values = [(one, one._version, one.detach().clone()) for one in buffers if not one.is_inference()]
 
-    def has_changed(self) -> bool:
-        """Whether they were set or written to since then; copies of those that were not are freed."""
-        self._values = [kept for kept in self._values if kept[0]._version != kept[1]]
+    def has_changed(self, silently: set[int], *, look: bool) -> bool:
+        """Whether they were set or written to since then; copies of those that were not are freed.
+
+        Some kernels, such as that of batch normalisation, write to a buffer without counting it. `silently` holds the
+        `id`s of such buffers, which are found by their values where those may be looked at: to `look` at them on a GPU
+        makes the host wait.
+        """
+        for tensor, version, value in self._values:
+            if tensor._version == version and (look or is_on_host(tensor)) and not torch.equal(tensor, value):
+                silently.add(id(tensor))
+        self._values = [kept for kept in self._values if kept[0]._version != kept[1] or id(kept[0]) in silently]
         return bool(self._values) or self._attributes.have_changed()
 
     @contextmanager

@@ -195,6 +195,9 @@ class PlainCalls:
             return None
         needed, state = self._needed(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(state)
+        # A count on values holds a copy of the inputs.
+        copies = sum(tensor.nbytes for tensor in tensors_in(call) if tensor.layout == torch.strided)
+        needed += math.ceil(self._margin(depends_on_values=step.depends_on_values) * copies)
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def forget(self) -> None:
