@@ -1,0 +1,237 @@
+"""Runs a training loop plain and with memopt's one line, and compares what they did."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+import memopt
+from memopt.errors import GIB, round_up
+from memopt.meter import resident_cpu_blocks
+from tests.loops.loop import Loop, values
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {"precision": "fp32", "allow": {"recompute", "reinplace"}},
+    "default": {},
+}
+SHARES = {"half": 1 / 2, "third": 1 / 3}
+ROUNDING = 1e-4
+"""The largest difference that rounding explains after all steps, as a share of the way that the weights went."""
+TRIES = 3
+"""A budget that a first refusal names must work at the second try; a third one says how far off it was."""
+
+
+@dataclass
+class Run:
+    """What a loop did: by step its losses, the most bytes held, CPU seconds; and its weights and buffers at the end."""
+
+    losses: list[dict[str, float]] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    held: int = 0
+    """The most bytes held at the end of a step: what is there without any activations."""
+    seconds: list[float] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    first_states: list[dict[str, Any]] = field(default_factory=list)
+    added: float = 0.0
+    """The largest added time of the plans, as a share of their steps."""
+    notes: list[str] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
+
+    def budget_gb(self, share: float) -> float:
+        """The budget that leaves `share` of this plain run's activations."""
+        return (self.held + share * (self.peak - self.held)) / GIB
+
+    @property
+    def later_seconds(self) -> float:
+        """The median of the steps after the first third."""
+        return median(self.seconds[len(self.seconds) // 3 :])
+
+
+def run(loop: Loop, optimize: Callable[..., Any] | None = None, *, metered: bool = True) -> Run:
+    """Run the loop with `optimize`, plain without. Raises what the loop raises."""
+    done, optimized = Run(), []
+    meter: list[memopt.measure_peak] = []
+    gc.collect()
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+
+    def begin() -> None:
+        if metered:
+            meter.append(memopt.measure_peak("cpu").__enter__())
+        start[0] = time.process_time()
+
+    def log(**losses: Any) -> None:
+        done.seconds.append(time.process_time() - start[0])
+        end()
+        done.losses.append(values(losses))
+        if metered and optimize is None:
+            missing = (p for model in optimized for p in model.parameters() if p.requires_grad and p.grad is None)
+            done.held = max(done.held, sum(resident_cpu_blocks().values()) + sum(p.nbytes for p in missing))
+        begin()
+
+    def end() -> None:
+        if metered:
+            (peak := meter.pop()).__exit__(None, None, None)
+            done.peaks.append(peak.bytes)
+
+    def one_line(model: Any, **options: Any) -> Any:
+        """Optimise a model, or what a trainer trains, by the callback of `memopt.integrations`."""
+        optimized.append(getattr(model, "model", model) if hasattr(model, "add_callback") else model)
+        done.first_states.append(_state(optimized[-1]))
+        return model if optimize is None else optimize(model, **options)
+
+    start = [0.0]
+    begin()
+    try:
+        loop.train(one_line, log)
+    finally:
+        end()
+    done.states = [_state(model) for model in optimized]
+    if optimize is not None:
+        for model in optimized:
+            done.statuses.append(str(memopt.status(model)))
+            if (plan := memopt.plan_of(model)) is not None:
+                done.added = max(done.added, plan.added_time)
+                done.notes += plan.notes
+    return done
+
+
+def _memopt(model: Any, budget_gb: float, **options: Any) -> Any:
+    """The one line, as docs/ has it for loops and for the trainers of transformers and TRL."""
+    if not hasattr(model, "add_callback"):
+        return memopt.optimize(model, budget_gb, **options)
+    from memopt.integrations.transformers import MemoptCallback
+
+    model.add_callback(MemoptCallback(budget_gb, **options))
+    return model
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """The weights and buffers as arrays of numpy, which are no tensors of the process."""
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: _dense(value.detach()).numpy().copy() for name, value in tensors.items()}
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+@dataclass
+class Outcome:
+    """A loop run with one set of options within one budget, beside the plain one."""
+
+    loop: str
+    options: str
+    share: str
+    verdict: str = ""
+    """"bitwise", "rounding", "close" (16 bits, within the loop's tolerances), or the fault in words."""
+    plain_mb: float = 0.0
+    held_mb: float = 0.0
+    budgets_mb: list[float] = field(default_factory=list)
+    """The budget that was asked for, and those that refusals named one after the other."""
+    peak_mb: float = 0.0
+    loss_off: float = 0.0
+    way_off: float = 0.0
+    plain_ms: float = 0.0
+    planned_ms: float = 0.0
+    added: float = 0.0
+    said: list[str] = field(default_factory=list)
+    """The refusals, or the error."""
+
+    @property
+    def right(self) -> bool:
+        return self.verdict in ("bitwise", "rounding", "close")
+
+
+def outcome(loop: Loop, plain: Run, options: str, share: str, *, timed: bool = False) -> Outcome:
+    """Run the loop within a share of the plain activations, and again at what a refusal names."""
+    found = Outcome(loop.name, options, share, plain_mb=plain.peak / 2**20, held_mb=plain.held / 2**20)
+    budget = plain.budget_gb(SHARES[share])
+    ran = None
+    while ran is None:
+        found.budgets_mb.append(budget * 1024)
+        optimize = partial(_memopt, budget_gb=budget, **OPTIONS[options])
+        try:
+            ran = run(loop, optimize)
+        except memopt.BudgetError as refusal:
+            found.said.append(str(refusal))
+            budget = float(round_up(refusal.smallest_gb))
+            if len(found.said) == TRIES:
+                found.verdict = "named budgets do not work"
+                return found
+        except Exception as error:  # whatever ends a loop that trains plain is the finding
+            found.said.append(f"{type(error).__name__}: {error}")
+            found.verdict = f"ended by {type(error).__name__}"
+            return found
+    _compare(found, loop, plain, ran)
+    if timed and found.right:
+        found.planned_ms = 1000 * run(loop, optimize, metered=False).later_seconds
+        found.plain_ms = 1000 * run(loop, metered=False).later_seconds
+    return found
+
+
+def _compare(found: Outcome, loop: Loop, plain: Run, ran: Run) -> None:
+    """Fill in the figures of a run that came to its end, and the verdict."""
+    found.peak_mb, found.added = ran.peak / 2**20, ran.added
+    found.loss_off, found.way_off = _loss_off(plain, ran), _way_off(plain, ran)
+    exact = found.options == "exact"
+    close = (ROUNDING, ROUNDING) if exact else (loop.loss_tolerance, loop.way_tolerance)
+    if not (found.loss_off <= close[0] and found.way_off <= close[1]):
+        found.verdict = "wrong numbers"
+    elif exact and not loop.rounding and (found.loss_off or found.way_off):
+        found.verdict = "not bitwise"
+    elif ran.peak > found.budgets_mb[-1] * 2**20:
+        found.verdict = "over budget"
+    elif len(found.said) > 1:
+        found.verdict = "a named budget does not work"
+    elif found.budgets_mb[-1] > found.plain_mb:
+        found.verdict = "named more than plain"
+    elif exact:
+        found.verdict = "rounding" if found.loss_off or found.way_off else "bitwise"
+    else:
+        found.verdict = "close"
+
+
+def _loss_off(plain: Run, ran: Run) -> float:
+    """The largest difference of a loss, as a share of the largest one of its name."""
+    if [step.keys() for step in plain.losses] != [step.keys() for step in ran.losses]:
+        return float("inf")
+    names = {name for step in plain.losses for name in step}
+    worst = 0.0
+    for name in names:
+        pairs = [(ours[name], step[name]) for ours, step in zip(ran.losses, plain.losses, strict=True) if name in step]
+        scale = max(abs(theirs) for _, theirs in pairs) or 1.0
+        worst = max([worst, *(abs(ours - theirs) / scale for ours, theirs in pairs if ours != theirs)])
+    return worst
+
+
+def _way_off(plain: Run, ran: Run) -> float:
+    """The distance between the last weights of both runs, as a share of the way from the first weights.
+
+    The largest over the models, each taken as one vector."""
+    worst = 0.0
+    for first, theirs, ours in zip(plain.first_states, plain.states, ran.states, strict=True):
+        off = _distance(theirs, ours)
+        way = _distance(theirs, first) if first.keys() == theirs.keys() else 1.0
+        worst = max(worst, off / way if off else 0.0)
+    return worst
+
+
+def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    numbers = (abs(a[name].astype(complex) - b[name]) for name in a)
+    return float(numpy.sqrt(sum(float(numpy.square(difference).sum()) for difference in numbers)))
