@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,8 +41,10 @@ class Loop:
     """With the default options: the largest difference of a loss, as a share of the largest loss of its name."""
     way_tolerance: float = 0.5
     """With the default options: the difference of the last weights, as a share of the way from the first ones."""
-    quick: bool = False
-    """Whether `make test` runs it."""
+    quick: tuple[str, ...] = ()
+    """The options and budgets with which `make test` runs it, as in "exact half"."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """By options and budget, what memopt does not do rightly yet, in a sentence."""
 
     @property
     def name(self) -> str:

@@ -33,7 +33,7 @@ def _parts(log: Log) -> tuple[Any, Any, Any, dict[str, Any]]:
         vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4,
         pad_token_id=1, eos_token_id=2, bos_token_id=None,
     )  # fmt: skip
-    settings = dict(
+    settings = dict(  # noqa: C408
         output_dir=tempfile.mkdtemp(), logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, bf16=False,
         disable_tqdm=True, gradient_checkpointing=False, seed=0,
     )  # fmt: skip
