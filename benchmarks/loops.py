@@ -35,7 +35,8 @@ optimizer=optimizer)`, or the callback where a library has the loop. They are in
 validation, accumulation, schedulers, clipping and resumes. Each runs plain, and then within a half and a third of its
 activations: of what it holds at its peak beyond what it holds at the end of a step. *Exact* is `precision="fp32",
 allow={"recompute", "reinplace"}`, *default* no options. Where the first try is refused, the loop is started anew with
-the budget that the refusal names. Then all losses, the last weights and buffers, and the peak of each step are compared.
+the budget that the refusal names. Then all losses, the last weights and buffers, and the peak of each step are
+compared.
 
 | verdict | meaning |
 |---|---|
@@ -43,9 +44,9 @@ the budget that the refusal names. Then all losses, the last weights and buffers
 | rounding | exact but for rounding, for a reason that `tests/loops/all_loops.py` or a note of the plan gives |
 | close | default options: losses differ by less than 5% of the largest, the weights by less than half of their way |
 
-Anything else is a fault of memopt. *Off* is how far the last weights are from the plain loop's, as a share of the way that
-they went. Times are CPU time on one core, medians of the later two thirds of the steps; *added* is what the slowest plan
-adds by the time model, in percent of the plain step.
+Anything else is a fault of memopt. *Off* is how far the last weights are from the plain loop's, as a share of the way
+that they went. Times are CPU time on one core, medians of the later two thirds of the steps; *added* is what the
+slowest plan adds by the time model, in percent of the plain step.
 """
 
 Record = dict[str, Any]
@@ -67,6 +68,7 @@ def records_of(name: str) -> list[Record]:
     records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     for record in records:
         record["said"] = [text[:SAID] for text in record["said"]]
+        record.pop("states")
     if failure:
         records.append({"loop": name, "options": "", "share": "", "verdict": failure, "said": []})
     return records

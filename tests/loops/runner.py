@@ -155,6 +155,8 @@ class Outcome:
     added: float = 0.0
     said: list[str] = field(default_factory=list)
     """The refusals, or the error."""
+    states: list[str] = field(default_factory=list)
+    """What memopt says of each model after the last step."""
 
     @property
     def right(self) -> bool:
@@ -192,7 +194,7 @@ def _compare(found: Outcome, loop: Loop, plain: Run, ran: Run) -> None:
     """Fill in the figures of a run that came to its end, and the verdict."""
     found.peak_mb, found.added = ran.peak / 2**20, ran.added
     found.loss_off, found.way_off = _loss_off(plain, ran), _way_off(plain, ran)
-    budget = found.budgets_mb[-1] * 2**20
+    found.states, budget = ran.statuses, found.budgets_mb[-1] * 2**20
     found.over = [step for step, peak in enumerate(ran.peaks) if peak > budget]
     exact = found.options == "exact"
     named = loop.rounding or any(ROUNDED in note for note in ran.notes)
