@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -26,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SHARES = {"half": 1 / 2, "third": 1 / 3}
 ROUNDING = 1e-5, 1e-3
-"""The largest differences that rounding explains after all steps: of a loss, as a share of the largest, and of the weights, as
-a share of the way that they went (optimisers that divide by small gradients widen it)."""
+"""The largest differences that rounding explains after all steps: of a loss, as a share of the largest, and of the
+weights, as a share of the way that they went (optimisers that divide by small gradients widen it)."""
 ROUNDED = "bit by bit"
 """In the notes of a plan whose operators round in another way than eager mode's."""
 TRIES = 3
@@ -108,10 +109,12 @@ def run(
     done.states = [_state(model) for model in optimized]
     if optimize is not None:
         for model in optimized:
-            done.statuses.append(str(memopt.status(model)))
-            if (plan := memopt.plan_of(model)) is not None:
-                done.added = max(done.added, plan.added_time)
-                done.notes += plan.notes
+            with suppress(ValueError):  # the callback of a trainer gives the plain model back at the end
+                status = memopt.status(model)
+                done.statuses.append(str(status))
+                if (plan := status.plan) is not None:
+                    done.added = max(done.added, plan.added_time)
+                    done.notes += plan.notes
     return done
 
 
@@ -143,8 +146,8 @@ class Outcome:
     options: str
     share: str
     verdict: str = ""
-    """"bitwise", "rounding", "close" (16 bits, within the loop's tolerances), "refused" (before the first step, in words,
-    as no graph), or the fault in words."""
+    """"bitwise", "rounding", "close" (16 bits, within the loop's tolerances), "refused" (before the first step, in
+    words, since it cannot be captured), or the fault in words."""
     plain_mb: float = 0.0
     held_mb: float = 0.0
     budgets_mb: list[float] = field(default_factory=list)

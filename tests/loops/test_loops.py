@@ -7,9 +7,11 @@ docs/loops.md.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
+import memopt
 from tests.elsewhere import counted
 from tests.loops import runner
 from tests.loops.all_loops import LOOPS
@@ -48,16 +50,21 @@ def test_loop(name: str, options: str, share: str) -> None:
     assert found.right, found
 
 
-def test_a_loop_without_memopt_is_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "one_line", lambda model, *_, **__: model)
+def roomy(model: Any, budget_gb: float, **options: Any) -> Any:
+    """Optimise a model for a budget in which it runs as the plain model does."""
+    return memopt.optimize(model, 1000 * budget_gb, **options)
+
+
+def test_a_plain_run_is_over_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "one_line", roomy)
     assert outcome(LOOPS["gat"], plain("gat"), "exact", "half").verdict == "over budget"
 
 
 def test_other_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scaled(model: object, *_: object, **__: object) -> object:
-        for parameter in model.parameters():  # type: ignore[attr-defined]
-            parameter.register_hook(lambda gradient: 1.01 * gradient)
-        return model
+    def scaled(model: Any, budget_gb: float, **options: Any) -> Any:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 1.01 * gradient + 1e-3)
+        return roomy(model, budget_gb, **options)
 
     monkeypatch.setattr(runner, "one_line", scaled)
     assert outcome(LOOPS["gat"], plain("gat"), "exact", "half").verdict == "wrong numbers"
