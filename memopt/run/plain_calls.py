@@ -134,7 +134,7 @@ class PlainCalls:
     ) -> None:
         self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
         self._forward: Callable[..., Any] = loss_call(plain_call(model), loss_fn)
-        self.allowed = checkpoints is not None or os.environ.get("MEMOPT_PLAN") != "always"
+        self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False once a call was planned ahead: then plans are what the user wants."""
         self.latest: Call | None = None
         """The latest call that was counted and fits, without its values."""
@@ -189,7 +189,7 @@ class PlainCalls:
         """The smallest budget in bytes with which `step_if_it_fits` returns a step for a call; None where that is above
         `most_bytes`, or is not known."""
         with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes)
+            step = self._count_step(call, situation, most_bytes) if self.allowed else None
         if step is None:
             return None
         needed, state = self._needed(step, call, situation)
