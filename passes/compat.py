@@ -8,6 +8,7 @@ A module declares the private names that it uses in `PRIVATE_NAMES`, which `memo
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +44,21 @@ def private(
     until: tuple[int, int] = (999, 0),
     needed: bool = True,
 ) -> tuple[Private, ...]:
-    """The names of one module, declared alike. Attributes that only the instances of a class have are declared with
-    `needed=False`: a class need not show them, so that not finding them proves nothing."""
-    return tuple(Private(module, name, call, since, until, needed) for name in names)
+    """The names of one module, one or several in a text with spaces between them, declared alike. Attributes that only
+    the instances of a class have are declared with `needed=False`: a class need not show them, so that not finding them
+    proves nothing."""
+    return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of an object has another value. Afterwards it has the one that it had before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 PRIVATE_NAMES = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.account.sharded import Sharding
 from memopt.capture.operators import Rewriting
-from memopt.compat.dispatch import without_autocast
+from memopt.compat.operators import without_autocast
 from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.device.devices import device_here
 from memopt.levers import lever_sets

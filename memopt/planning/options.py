@@ -14,8 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import optimizer_account, refuse
-from memopt.device.devices import device_of
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.allow import check_allow, recompute_note

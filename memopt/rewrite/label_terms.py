@@ -18,7 +18,7 @@ from memopt.device.time_model import op_seconds
 from memopt.rewrite.op_prices import OpPrice, OpPrices, Saved, operands
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.solver.arrays import Flags
-from memopt.solver.label_cut import ONE, ZERO, LabelProblem
+from memopt.solver.max_flow import ONE, ZERO, LabelProblem
 from passes.graphs.node_facts import has_floats, tensors
 from passes.graphs.op_kinds import (
     CAST_FIRST_ONLY,

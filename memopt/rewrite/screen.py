@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from memopt.compat.dispatch import plain_tensors
+from memopt.compat.operators import plain_tensors
 from memopt.device.devices import device_of
 from memopt.rewrite.assign import only_read_by
 from memopt.rewrite.policy import PrecisionPlan

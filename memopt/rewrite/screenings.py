@@ -18,8 +18,8 @@ from memopt.capture.dynamo import in_brief
 from memopt.capture.inputs import Call, call_signature, tensors_in
 from memopt.capture.operators import Decide, OperatorGraph, Rewriting, rewrite
 from memopt.capture.sample import run_sample
-from memopt.compat.dispatch import plain_tensors
 from memopt.compat.host import is_on_host
+from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
 from memopt.units import size

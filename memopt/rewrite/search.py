@@ -15,7 +15,7 @@ from memopt.rewrite.label_terms import Amounts, GraphTerms, Influence
 from memopt.rewrite.op_prices import OpPrices
 from memopt.rewrite.policy import Choice, PrecisionPlan, dtype_name
 from memopt.solver.arrays import Flags
-from memopt.solver.label_cut import cheapest_within, labels_of
+from memopt.solver.max_flow import cheapest_within, labels_of
 from memopt.units import duration, size
 from passes.graphs.node_facts import has_floats
 from passes.graphs.op_kinds import (

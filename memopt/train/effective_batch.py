@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memopt.capture.shards import is_tensor_parallel
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import is_on_host
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.microbatch import samples_of
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memopt.compat.ddp import unwrapped
-from memopt.compat.subclasses import is_sharded
+from memopt.compat.tensors import is_sharded
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.optimizers import OptimizerInBackward
 from memopt.optimizers.parameterwise import Parameterwise

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memopt.compat.host import is_on_host
-from memopt.compat.optim import nonfinite_flags, skips_on_device
+from memopt.compat.modules import nonfinite_flags, skips_on_device
 from memopt.run.session import session_of
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.checks.verify import verify
 from memopt.compat.ddp import unwrapped
-from memopt.compat.pytree import tree_leaves
+from memopt.compat.operators import tree_leaves
 from memopt.errors import BudgetError
 from memopt.memory_error import StepMemoryError
 from memopt.microbatch import as_microbatches

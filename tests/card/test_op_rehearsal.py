@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memopt.account.caching_allocator import rounded_bytes
-from memopt.device.cuda_cards import reported_chip
+from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import rehearsal
 from passes.ops.linear_cross_entropy import with_gradients

@@ -5,7 +5,7 @@ import torch
 from torch.fx import GraphModule
 
 from memopt.capture.operators import Decision, OperatorGraph, Operators
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.rewrite import (
     AssignPrecision,
     DecidePrecision,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.rewrite.label_terms import Amounts, LabelTerms
-from memopt.solver.label_cut import ONE, ZERO, LabelNetwork
+from memopt.solver.max_flow import ONE, ZERO, LabelNetwork
 
 
 def random_terms(number: int) -> tuple[LabelTerms, list[int]]:

@@ -1,7 +1,7 @@
 import torch
 from torch.fx import Node
 
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.device.time_model import op_seconds
 from memopt.rewrite.op_prices import OpPrice, OpPrices, Saved, operands
 from tests.passes.capture import Sketch, aten

@@ -13,7 +13,7 @@ import memopt
 from examples.models.families import BY_NAME, loss_of, without_dropout
 from examples.models.step import train_step
 from memopt.capture.operators import OperatorGraph
-from memopt.device.hardware_table import hardware
+from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype, precision_rewriting
 from memopt.rewrite.op_prices import OpPrices

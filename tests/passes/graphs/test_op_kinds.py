@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memopt import measure_peak
-from memopt.compat.dispatch import cuda_autocast_names
+from memopt.compat.operators import cuda_autocast_names
 from passes.graphs.op_kinds import (
     FP32,
     FP32_SET_DTYPE,

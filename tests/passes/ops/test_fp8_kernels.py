@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memopt.device.hardware_table import hardware_of
+from memopt.device.devices import hardware_of
 from passes.ops import fp8_kernels
 from passes.ops.fp8_formats import E4M3, E5M2, E8M0, TILES, WHOLE, quantize, turned
 from passes.ops.fp8_kernels import (
