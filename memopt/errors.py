@@ -114,6 +114,12 @@ def round_up(gb: float) -> str:
     return _rounded(gb, 6, ROUND_CEILING)
 
 
+def as_text_has_it(nbytes: int) -> int:
+    """The bytes of the budget that a message names for `nbytes`: those of the figure that `round_up` gives, which is
+    what a user types. They are no fewer."""
+    return int(float(round_up(nbytes / GIB)) * GIB)
+
+
 def _rounded(gb: float, digits: int = 4, rounding: str = ROUND_HALF_UP) -> str:
     """The value with `digits` significant digits, without an exponent."""
     value = Decimal(gb)

@@ -49,7 +49,7 @@ def _text(low: int, high: int) -> str:
 
 
 def trl_dpo(optimize: Optimize, log: Log) -> None:
-    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model that answers before training, two
+    """TRL's DPOTrainer: chosen and rejected answers of many lengths, a reference model that answers first, and two
     batches accumulated."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
