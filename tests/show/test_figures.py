@@ -7,7 +7,7 @@ from pathlib import Path
 from expecttest import assert_expected_inline
 
 from memopt.show import report, table
-from memopt.show.picture import as_svg, draw
+from memopt.show.frontier import as_svg, draw
 from tests.show.small import IN_ASCII, SmallCurve, SmallPlan
 
 

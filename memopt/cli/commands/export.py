@@ -36,7 +36,7 @@ def command(job: Job, to: str, form: str | None) -> None:
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
     """
-    from memopt.show.exports.write import format_of
+    from memopt.show.exports import format_of
 
     try:
         chosen = format_of(Path(to), form)

@@ -25,7 +25,7 @@ def command(job: Job, points: int, picture: str | None, save: str | None) -> Non
       memopt frontier gpt2 --set n_layer=2 --points 5 --device h100
     """
     import memopt
-    from memopt.show.table import parts
+    from memopt.show.frontier import parts
 
     check_file("--picture", picture)
     check_file("--save", save)
