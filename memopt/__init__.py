@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         wrap_optimizer as wrap_optimizer,
     )
     from memopt.checks import Comparison as Comparison, compare as compare
-    from memopt.checks.account_check import AccountCheck as AccountCheck, AccountRow as AccountRow
+    from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow
     from memopt.checks.check import check as check
     from memopt.errors import (
         BudgetError as BudgetError,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from rich.table import Table
 
-from memopt.checks.accuracy import Accuracies, Accuracy, GradientError
+from memopt.checks.reference import Accuracies, Accuracy, GradientError, dense, largest_of, ratio_of
 from memopt.errors import GIB
 from memopt.show.report import as_text
+from memopt.training_state import Tensors
 from memopt.units import duration, size
 
 WORST_ROWS = 10
@@ -55,26 +56,26 @@ class Difference:
         optimized, plain = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (optimized, plain))
         if _same_bits(optimized, plain):
             return cls(name, 0.0, 0.0, True)
-        widest = torch.complex128 if plain.is_complex() else torch.float64
-        absolute = _largest(optimized.to(widest) - plain.to(widest))
-        return cls(name, absolute, _ratio(absolute, _largest(plain.to(widest))), False)
+        absolute = largest_of(dense(optimized) - dense(plain))
+        return cls(name, absolute, ratio_of(absolute, largest_of(dense(plain))), False)
+
+
+def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
+    """The largest difference of each tensor of the optimised model in several runs."""
+    names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
+    return tuple(
+        max(
+            (Difference.of(name, tensors.get(name), plain.get(name)) for tensors in ours),
+            key=lambda found: (found.relative, not found.bitwise),
+        )
+        for name in names
+    )
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return largest if math.isfinite(largest) else math.inf
-
-
-def _ratio(part: float, whole: float) -> float:
-    if part == 0 or math.isinf(part):
-        return part
-    return part / whole if whole else math.inf
 
 
 @dataclass(frozen=True)
