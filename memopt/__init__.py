@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import ast
+import dis
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
         wrap_optimizer as wrap_optimizer,
     )
     from memopt.checks import Comparison as Comparison, compare as compare
-    from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow
-    from memopt.checks.check import check as check
+    from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow, check as check
     from memopt.errors import (
         BudgetError as BudgetError,
         CaptureError as CaptureError,
@@ -50,16 +50,20 @@ if TYPE_CHECKING:
     __version__: str
 
 
-def _imports() -> dict[str, str]:
-    """The module that defines each public name, read from the imports above, which run for type checkers only."""
-    loader: Any = __spec__.loader
-    tree = ast.parse(loader.get_source(__name__))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(node.module) for node in imports for name in node.names}
+def _imports(body: CodeType) -> dict[str, str]:
+    """The module that defines each public name, read from the imports above as compiled in the `body` of this module:
+    they run for type checkers only, and there may be no source."""
+    found: dict[str, str] = {}
+    module = ""
+    for step in dis.get_instructions(body):
+        if step.opname == "IMPORT_NAME":
+            module = step.argval
+        elif step.opname == "IMPORT_FROM" and module.startswith("memopt."):
+            found[step.argval] = module
+    return found
 
 
-_MODULES = _imports()
+_MODULES = _imports(sys._getframe().f_code)
 __all__ = [*_MODULES, "__version__"]
 
 
